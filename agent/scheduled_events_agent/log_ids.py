@@ -80,7 +80,10 @@ class LogId(IntEnum):
     NOTICES_FAIL = 330, "A service that is notified of events does not take a notice."
     NOTICES_WORK = 331, "A service that is notified of events takes notices again."
     NOTICES_DROPPED = 332, "A notification is lost: rejected, too old or one too many, or its target is gone."
-    FLEET_FAILS = 340, "The fleet's table cannot be used: events wait for it, as the policy says."
+    FLEET_FAILS = (
+        340,
+        "The fleet's table cannot be used: events wait, or begin without a slot, as the policy says.",
+    )
     FLEET_WORKS = 341, "The fleet's table can be used again."
     FLEET_SAME_NAME = 342, "Another VM of the fleet uses the name of this one: events of this VM wait."
     FLEET_MEMBERS = 343, "fleet.members does not match this VM: all VMs that an event names are awaited."

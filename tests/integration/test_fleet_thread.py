@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from memory_backend import MemoryBackend, MemoryStore
 from msgspec.structs import replace
 from structlog.testing import capture_logs
@@ -179,3 +180,46 @@ def test_what_is_not_set_up_right_is_an_error_in_the_log_once() -> None:
         (343, "members does not match this VM, web_1: all VMs are awaited", "error"),
         (342, "another VM uses the name of this one: vmId id, this one has id-2", "error"),
     ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(), Settings(fleet=FleetSettings(table="https://a.example/abc", group="other", max_events=1))],
+    ids=["no fleet", "another group"],
+)
+def test_a_vm_that_leaves_a_group_deletes_its_records_there(settings: Settings) -> None:
+    stores = {"web": MemoryStore(time.monotonic), "other": MemoryStore(time.monotonic)}
+    updates = queue.Queue[Any]()
+
+    def connect(_: FleetSettings, group: str, __: str) -> MemoryBackend:
+        return MemoryBackend(stores[group])
+
+    thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, connect)
+    with running(thread):
+        thread.publish((REQUEST,), ("web_1",), "id", "web")
+        until(updates, may_begin)
+        assert stores["web"].list()
+        thread.use(settings)
+        deadline = time.monotonic() + 60
+        while stores["web"].list():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_another_limit_does_not_free_the_slot() -> None:
+    store = MemoryStore(time.monotonic)
+    updates = queue.Queue[Any]()
+    thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, lambda *_: MemoryBackend(store))
+    with running(thread):
+        thread.publish((replace(REQUEST, stage="not_ready"),), ("web_1",), "id", "web")
+        until(updates, lambda _: bool(store.list()))
+        etags = {record.key: record.etag for record in store.list()}
+        fleet = FleetSettings(table="https://a.example/abc", max_events=2)
+        thread.use(Settings(fleet=fleet))
+        thread.publish((replace(REQUEST, stage="not_ready"),), ("web_1",), "id", "web")
+        until(updates, lambda update: update.settings == fleet)
+        deadline = time.monotonic() + 60
+        while [record.etag for record in store.list()] == [*etags.values()]:
+            assert store.list(), "it was deleted"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

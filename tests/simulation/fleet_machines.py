@@ -212,6 +212,7 @@ class Vm(Machine):
                 publish_fleet_requests=self._publish,
             )
             self.engine.start()
+            self._looks_again = bool(self.engine.board)
         except KilledError:
             self.crash("while it starts")
             return
@@ -405,6 +406,7 @@ class Vm(Machine):
                 max_events=fleet.max_events,
                 random=self.chance("fleet"),
                 monotonic=self.monotonic,
+                looks_again=self._looks_again,
             )
         client = self._client
         self._strand.begin(lambda: client.sync(requests))

@@ -195,7 +195,7 @@ def _is_prepared_while_it_recovers(workflow: Workflow) -> bool:
 
 def _turn_that_acts_before_it_knows(self: Engine, document_at: datetime | None) -> bool:
     self._document_at = document_at or self._machine.now()
-    self._is_identity_sure = True
+    self.is_identity_sure = True
     return REAL_TURN(self, document_at)
 
 

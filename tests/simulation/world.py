@@ -539,7 +539,7 @@ class World(Machine):
             raise BrokenError("(9) a restart has made the VM ready, or not ready")
         self._see_readiness()
         self._executor.use(self._settings.notify)
-        self.judge.has_name = bool(self.engine.identity.name) and self.engine._is_identity_sure
+        self.judge.has_name = bool(self.engine.identity.name) and self.engine.is_identity_sure
         delay = self.chance("late name").choice((0.1, 5.0, 60.0)) if self.has("late name") else 0.01
         self.after(delay, self._identify(self._life))
         self._poll_soon()

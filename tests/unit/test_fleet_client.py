@@ -550,7 +550,7 @@ def test_after_a_restart_records_and_statuses_are_the_same_within_25_s() -> None
     vms[2].want("requested", "b")
     vms[3].want("requested", "c", not_before=START)
     vms[4].want("not_ready", "d")
-    group.run(60.0, *vms)
+    group.run(90.0, *vms)
     states = group.states()
     statuses = [vm.client.statuses for vm in vms]
     assert statuses[1]["a"].is_all_ready
@@ -598,3 +598,64 @@ def test_no_wall_clock_is_read(module: Any) -> None:
     imported = {name.name for node in imports for name in node.names}
     assert not names & {"now", "utcnow", "today", "time", "time_ns", "monotonic", "perf_counter"}
     assert not imported & {"time", "date"}
+
+
+def test_a_claim_that_was_allowed_to_begin_does_not_give_way_to_one_that_arrives_late() -> None:
+    """The engine acts on a list for ten seconds, and its disk may be slow."""
+    group = Group()
+    first, late = Vm(group, "web_0").started(), Vm(group, "web_1").started()
+
+    def while_the_claim_hangs(call: str) -> None:
+        if call == "create":
+            late.way.before = lambda _: None
+            group.now += 1.0
+            assert first.want("requested", "a").may_begin
+            group.now += 4.0
+
+    late.way.before = while_the_claim_hangs
+    earlier = START + timedelta(minutes=5)
+    assert not late.want("requested", "b", not_before=earlier).may_begin
+    group.now += 1.0
+    first.client.sync(first.requests.values())
+    assert group.states() == ["a web_0 claimed", "b web_1 claimed"]
+    assert not late.want("requested", "b", not_before=earlier).may_begin
+    first.want("not_ready", "a")
+    assert not late.want("requested", "b", not_before=earlier).may_begin
+    first.end()
+    assert late.want("requested", "b", not_before=earlier).may_begin
+
+
+def test_a_claim_on_which_nothing_was_done_gives_way_after_a_minute() -> None:
+    group = Group()
+    first, late = Vm(group, "web_0").started(), Vm(group, "web_1").started()
+    assert first.want("requested", "a").may_begin
+    earlier = START + timedelta(minutes=5)
+    late.way.faults = ["", "", "unavailable"]
+    late.want("requested", "b", not_before=earlier)
+    group.now += 70.0
+    late.client.sync(late.requests.values())
+    assert group.states() == ["a web_0 claimed", "b web_1 requested"]
+
+
+def test_what_an_earlier_client_has_sent_is_looked_for() -> None:
+    group = Group()
+    vm = Vm(group)
+    vm.way.faults = ["", "late"]
+    vm.client.sync(())
+    vm.want("not_ready")
+    (create,) = vm.way.later
+    client = FleetClient(
+        Way(group.store),
+        vm_id="id-web_0",
+        max_events=1,
+        random=Random(1),
+        monotonic=lambda: group.now,
+        looks_again=True,
+    )
+    client.sync(())
+    create()
+    assert group.states() == ["a web_0 not_ready"]
+    assert client.next_sync_at is not None
+    group.now = client.next_sync_at
+    client.sync(())
+    assert group.states() == []

@@ -1,6 +1,7 @@
 """The life of an event whose VM acts together with others: when it begins, when it is approved, what it asks."""
 
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 import pytest
@@ -182,8 +183,14 @@ def test_with_begin_it_begins_when_the_store_has_been_unavailable_for_a_minute()
 def test_two_vms_of_one_name_wait_and_both_are_named() -> None:
     life = Life(LIMITED)
     life.status(other_vm_id="5f0c-other")
-    assert life.waits() == "another VM, with vmId 5f0c-other, uses the name of this one in the fleet"
+    assert life.waits().startswith(
+        "waits for a slot: another VM, with vmId 5f0c-other, uses the name of this one; begins without one at "
+    )
     assert life.phase() == "waiting"
+    shared = Life(READY)
+    shared.finish()
+    shared.status(other_vm_id="5f0c-other")
+    assert shared.waits() == "another VM, with vmId 5f0c-other, uses the name of this one in the fleet"
 
 
 @pytest.mark.parametrize(
@@ -485,3 +492,38 @@ def test_an_event_that_is_back_and_prepared_for_again_is_ready_while_its_first_r
     assert life.board[first].phase == "recovering"
     (request,) = fleet_requests(life.board, life.context, {})
     assert (request.workflow_id, request.stage) == (second, "ready")
+
+
+def test_an_event_that_comes_back_is_seen_anew() -> None:
+    """What others said before it came back may be about what they have recovered from since."""
+    published: list[tuple[FleetRequest, ...]] = []
+    state = FleetState(published.append)
+    life = Life(READY)
+    life.finish()
+    key = life.workflow.id
+    state.committed(life.board, life.context, 5.0)
+    over = {key: replace(life.workflow, is_over=True)}
+    state.committed(over, life.context, 60.0)
+    state.committed(life.board, life.context, 90.0)
+    assert [[request.seen_at for request in requests] for requests in published] == [[5.0], [inf], [90.0]]
+
+
+def test_a_shared_eviction_that_has_started_asks_for_nothing() -> None:
+    life = Life(LIMITED, an_event(resources=NAMES, type="Preempt"))
+    life.take(Seen(an_event(resources=NAMES, type="Preempt", status="Started")))
+    assert life.requests == ()
+
+
+def test_by_an_old_document_it_is_not_ready() -> None:
+    life = Life(READY)
+    life.finish()
+    stages = [life.request.stage]
+    life.context = replace(life.context, now=START + timedelta(minutes=5), stale_after=30.0)
+    stages.append(life.request.stage)
+    assert stages == ["ready", "not_ready"]
+
+
+def test_it_says_that_its_first_appearance_comes_first() -> None:
+    other = FleetEventStatus(workflow_id=workflow_id("a", START - NOTICE))
+    life = Life(FleetView(max_events=1, statuses={"a": other}))
+    assert life.waits().startswith("waits for a slot: its first appearance is not recovered from; begins without")

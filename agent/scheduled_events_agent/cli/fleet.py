@@ -305,9 +305,12 @@ def release(backend: Backend, event_id: str) -> tuple[str, tuple[FleetVm, ...]]:
             raise AgentError(printable(f"{text}: {_KEEPS_SLOT}"))
         if one.is_fresh:
             raise AgentError(printable(f"{one.vm} was heard {_ago(one.record.age)}: {_KEEPS_SLOT}"))
+    deleted: list[str] = []
     for one in found:
         if not backend.delete(one.record.key, one.record.etag):
-            raise AgentError(printable(f"{one.vm} was heard at this moment: {_KEEPS_SLOT}"))
+            done = f"; the records of {', '.join(deleted)} are deleted" if deleted else ""
+            raise AgentError(printable(f"{one.vm} was heard at this moment: {_KEEPS_SLOT}{done}"))
+        deleted.append(one.vm)
     return found[0].event_id, tuple(_vm(one) for one in found)
 
 

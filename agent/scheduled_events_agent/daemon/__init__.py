@@ -236,13 +236,17 @@ class Daemon:
             from scheduled_events_agent.fleet.table import connect as connect_table  # noqa: PLC0415
 
             connect_fleet = self._connect_fleet or partial(connect_table, on_request=log_request)
-            self._fleet = FleetThread(self._put, self._metrics, settings, connect_fleet)
+            self._fleet = FleetThread(
+                self._put, self._metrics, settings, connect_fleet, looks_again=bool(self._engine.board)
+            )
             self._start_thread("fleet", self._fleet.run)
 
     def _publish_fleet_requests(self, requests: tuple[FleetRequest, ...]) -> None:
         if self._fleet is not None:
             engine = self._engine
-            self._fleet.publish(requests, engine.names(), engine.identity.vm_id, engine.identity.group)
+            # Before it is sure, it may be that of the VM whose disk this one has got as a copy.
+            vm_id = engine.identity.vm_id if engine.is_identity_sure else ""
+            self._fleet.publish(requests, engine.names(), vm_id, engine.identity.group)
 
     def _connect(self) -> ImdsClient:
         """For one approval."""

@@ -40,6 +40,12 @@ class _Input(NamedTuple):
     group: str = ""
 
     @property
+    def store(self) -> tuple[object, ...]:
+        """Where the records are, as far as the policy says."""
+        fleet = self.settings.fleet
+        return fleet and (fleet.table, fleet.group), self.settings.imds.endpoint
+
+    @property
     def key(self) -> tuple[object, ...]:
         """With another one the store is opened anew."""
         fleet = self.settings.fleet
@@ -49,7 +55,11 @@ class _Input(NamedTuple):
 class FleetThread:
     """For the engine's thread, apart from ``run``."""
 
-    def __init__(self, put: Put, metrics: Metrics, settings: Settings, connect: Connect) -> None:
+    def __init__(
+        self, put: Put, metrics: Metrics, settings: Settings, connect: Connect, *, looks_again: bool = False
+    ) -> None:
+        """``looks_again``: an agent before this one may have sent requests that still arrive."""
+        self._looks_again = looks_again
         self._put = put
         self._metrics = metrics
         self._connect = connect
@@ -75,7 +85,7 @@ class FleetThread:
             self._has_news.set()
 
     def stop(self) -> None:
-        """End soon; nothing more is written."""
+        """End soon; a request that is under way ends by itself."""
         self._is_stopping = True
         self._has_news.set()
 
@@ -83,11 +93,17 @@ class FleetThread:
         """Blocks until ``stop``."""
         client: FleetClient | None = None
         key: object = None
+        store: object = None
         last = FleetUpdate()
-        while not self._is_stopping:
+        while True:
             self._has_news.clear()
+            if self._is_stopping:
+                return
             given = self._input
             settings = given.settings.fleet
+            if client is not None and store != given.store:
+                client.sync(())  # the VMs of the group that it leaves need not wait for it
+                client = None
             if settings is None or given.requests is None:
                 client = key = None
                 last = FleetUpdate()
@@ -98,6 +114,7 @@ class FleetThread:
             if key != given.key:
                 client = None
                 key = given.key
+                store = given.store
                 last = FleetUpdate(group=settings.group or given.group, settings=settings)
                 self._put(last)
             self._warn_of_members(settings, given.names)
@@ -131,6 +148,8 @@ class FleetThread:
             )
         if not given.vm_id:
             raise BackendError("the metadata service has not told the vmId of this VM yet", kind="setup")
+        looks_again = self._looks_again
+        self._looks_again = True
         backend = self._connect(settings, group, resolve_endpoint(given.settings.imds.endpoint))
         return FleetClient(
             MeteredBackend(backend, self._metrics),
@@ -139,6 +158,7 @@ class FleetThread:
             random=random.Random(),  # noqa: S311 - so that VMs do not all ask at once
             monotonic=time.monotonic,
             on_wait_ended=lambda what, seconds: self._metrics.fleet_wait_seconds.labels(what).observe(seconds),
+            looks_again=looks_again,
         )
 
     def _fault(self, error: Exception) -> AgentError:

@@ -137,7 +137,7 @@ class Engine:
         self._clock_offset = self._machine.now().timestamp() - self.turned_at
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
-        self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
+        self.is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
         self._is_state_lost = bool(store.load_fact("state_lost"))
         # What the next turn has to take in, and no commit has held yet.
         self.documents = Documents()
@@ -225,7 +225,7 @@ class Engine:
             self._learn_identity(now)
             self._take_requests(now)
             has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping
-            if has_document and (self._is_identity_sure or self.settings.vm.name):
+            if has_document and (self.is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
             if self._hook_runs.cut_short and not self._is_stopping and self._machine.is_shutting_down() is False:
                 self._hook_runs.resume()
@@ -536,13 +536,13 @@ class Engine:
             self.documents.look_again()
             self._log.warning(text, log_id=LogId.OTHER_VM)
         learned = identity.completed_by(known)
-        if learned != known or not self._is_identity_sure:
+        if learned != known or not self.is_identity_sure:
             save_identity(self._store, learned, self.boot_id)
             self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)
             self._reconsider()
         self.identity = learned
         self._new_identity = None
-        self._is_identity_sure = True
+        self.is_identity_sure = True
 
     def names(self) -> tuple[str, ...]:
         """What documents may call this VM."""

@@ -52,7 +52,7 @@ class FleetState:
             on_unavailable=fleet.on_unavailable,
             error=update.error,
             unavailable_seconds=None if since is None else now - since,
-            statuses={key: _without_leave(one) for key, one in update.statuses.items()}
+            statuses={key: _allows_nothing(one) for key, one in update.statuses.items()}
             if is_old
             else update.statuses,
         )
@@ -62,11 +62,14 @@ class FleetState:
         self.has_news = False
         if context.fleet is None or context.document_at is None:
             return
-        self._seen_at = {key: self._seen_at.get(key, now) for key in board}
+        # An event that is over has come back as another appearance, also if its workflow goes on.
+        self._seen_at = {
+            key: self._seen_at.get(key, now) for key, workflow in board.items() if not workflow.is_over
+        }
         waiting = [w for w in board.values() if w.waits and w.waits.kind == "all_ready"]
         self.not_ready = tuple(dict.fromkeys(name for one in waiting for name in not_ready_others(one, context)))
         self._publish(fleet_requests(board, context, self._seen_at))
 
 
-def _without_leave(status: FleetEventStatus) -> FleetEventStatus:
+def _allows_nothing(status: FleetEventStatus) -> FleetEventStatus:
     return replace(status, may_begin=False, is_all_ready=False)

@@ -23,6 +23,8 @@ _SHORTEN_TO = 0.8
 """Lists of many VMs drift apart: each is earlier by up to a fifth, by chance."""
 _LATE_SECONDS = 125.0
 """A write that raised, or one that was sent twice, may take effect up to two minutes later."""
+_GRANTED_SECONDS = 60.0
+"""So long the engine may take to write down that an event begins, from the list on that has allowed it."""
 _MAX_BACK_OFF_SECONDS = 30.0
 _MAX_RETRY_AFTER_SECONDS = 300.0
 
@@ -51,8 +53,12 @@ class FleetClient:
         random: Random,
         monotonic: Callable[[], float],
         on_wait_ended: Callable[[Waited, float], None] = lambda *_: None,
+        looks_again: bool = False,
     ) -> None:
-        """``on_wait_ended`` hears for how many seconds an event has waited for its slot, or for the other VMs."""
+        """``on_wait_ended`` hears for how many seconds an event has waited for its slot, or for the other VMs.
+
+        ``looks_again``: requests of an earlier client of this VM may still arrive.
+        """
         self._backend = backend
         self._vm_id = vm_id
         self._max_events = max_events
@@ -66,7 +72,9 @@ class FleetClient:
         """How many records the last list had."""
         self._must_list = True
         """What the store has of this VM is not known."""
-        self._look_again_at: float | None = None
+        self._granted_at: dict[str, float] = {}
+        """When a list last allowed to begin, by the own claim's key."""
+        self._look_again_at = monotonic() + _LATE_SECONDS if looks_again else None
         """When to look for what late requests have left."""
         self._retry_at = 0.0
         self._waiting_since: dict[tuple[str, Waited], float] = {}
@@ -140,11 +148,17 @@ class FleetClient:
             self._listed = len(records)
             found = self._plan(records, requests, sent_at)
             self.statuses = found.statuses
+            self._note_granted(sent_at)
             self.listed_at = sent_at
             self._must_list = False
             if not self._carry_out(found.writes):
                 break
         return found.next_sync_seconds
+
+    def _note_granted(self, now: float) -> None:
+        """The engine may be about to begin by what a list has allowed: until then its claim does not give way."""
+        granted = {key: now for key, event in self._events.items() if self.statuses[event].may_begin}
+        self._granted_at = {key: at for key, at in self._granted_at.items() if key in self._events} | granted
 
     def _plan(self, records: list[Record], requests: Iterable[FleetRequest], listed_at: float) -> Plan:
         return plan(
@@ -152,6 +166,7 @@ class FleetClient:
             requests,
             vm_id=self._vm_id,
             confirmed={key: one.etag for key, one in self._confirmed.items()},
+            granted={key for key, at in self._granted_at.items() if listed_at - at < _GRANTED_SECONDS},
             max_events=self._max_events,
             listed_at=listed_at,
             listed=self._listed,

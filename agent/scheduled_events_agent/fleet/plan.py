@@ -13,14 +13,14 @@ clock of a VM is compared with that of another one.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from scheduled_events_agent.events import clean_text
 from scheduled_events_agent.fleet.backend import Record, plain_key
-from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
+from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest, some_of
 
 SLOT_SECONDS = 1800.0
 """So long a record counts for a slot: a VM that reboots for its event is silent and out of service."""
@@ -29,7 +29,6 @@ _RENEW_SECONDS = (20.0, 600.0)
 _RENEW_AT = 0.8
 _DAY_SECONDS = 86_400.0
 _MAX_OLD_DELETES = 20
-_MAX_NAMED = 3
 _MAX_VM_NAME = 80
 _UNKNOWN_TIME = "~"  # after all times
 
@@ -38,7 +37,7 @@ _CLAIMED_SECONDS = 1.5
 _REQUESTED_SECONDS = 5.0
 _READY_SECONDS = 20.0
 _READY_SECONDS_PER_RECORD = 0.5
-_LEAVE_SECONDS = 5.0
+_ALLOWED_SECONDS = 5.0  # the engine has not acted on it yet
 _QUIET_SECONDS = 60.0
 
 
@@ -151,9 +150,8 @@ def _renew_seconds(text: str) -> float:
 
 
 def waits_for_text(names: tuple[str, ...]) -> str:
-    """Whom a VM that is ready awaits: three names, and how many more."""
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(name[:_MAX_VM_NAME] for name in names[:_MAX_NAMED])}{more}"
+    """Whom a VM that is ready awaits."""
+    return some_of([name[:_MAX_VM_NAME] for name in names])
 
 
 def plan(
@@ -162,6 +160,7 @@ def plan(
     *,
     vm_id: str,
     confirmed: Mapping[str, str],
+    granted: Container[str] = (),
     max_events: int | None,
     listed_at: float,
     listed: int,
@@ -169,14 +168,16 @@ def plan(
     """What to write by this list of the group's records, and how the requests stand by it.
 
     ``confirmed``: by key, for the own records, the ETag of the last write of this process that was answered.
-    ``listed_at``: when the list was sent, on the clock of ``FleetRequest.seen_at``. ``listed``: how many records
-    the group has. If ``records`` are the own ones only, nothing counts but the writes of requests with stage
-    not_ready or ready.
+    ``granted``: keys of own claims that a list has lately allowed to begin. The engine may be about to, so they do
+    not give way. ``listed_at``: when the list was sent, on the clock of ``FleetRequest.seen_at``. ``listed``: how
+    many records the group has. If ``records`` are the own ones only, nothing counts but the writes of requests
+    with stage not_ready or ready.
     """
     group = _Group(
         records={record.key: read_record(record) for record in records},
         vm_id=vm_id,
         confirmed=confirmed,
+        granted=granted,
         max_events=max_events,
         listed_at=listed_at,
         listed=listed,
@@ -195,7 +196,8 @@ def plan(
             writes.append(write)
         elif own is not None:
             interval = min(interval, own.renew_seconds)  # then it is written again
-        seconds.append(_LEAVE_SECONDS if group.has_leave(request, statuses[request.event]) else interval)
+        status = statuses[request.event]
+        seconds.append(_ALLOWED_SECONDS if status.may_begin or status.is_all_ready else interval)
     writes += group.deletes({record_key(request.event, request.vm) for request in requests})
     return Plan(tuple(writes), statuses, min(seconds, default=_QUIET_SECONDS))
 
@@ -207,6 +209,7 @@ class _Group:
     records: Mapping[str, VmRecord]
     vm_id: str
     confirmed: Mapping[str, str]
+    granted: Container[str]
     max_events: int | None
     listed_at: float
     listed: int
@@ -234,7 +237,7 @@ class _Group:
             return request.stage
         own = self.own(request)
         others = self._others_with_slot(request)
-        if self._has_joined(request):
+        if self._has_joined(request) or record_key(request.event, request.vm) in self.granted:
             return "claimed"
         if own is None or own.state != "claimed" or not own.counts_for_slot:
             is_room = len(others) + len(self._waiting_before(request)) < self.max_events
@@ -275,7 +278,7 @@ class _Group:
         return list(dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order)))
 
     def _is_waiting(self, one: VmRecord) -> bool:
-        """This VM is alive: else two events of it would claim and step back for ever if no age is known."""
+        """Whether it waits, and its VM is alive. This VM is: the store need not tell that."""
         return one.is_waiting or (one.state == "requested" and self._is_confirmed(one))
 
     def _has_joined(self, request: FleetRequest) -> bool:
@@ -306,10 +309,6 @@ class _Group:
             awaited=request.awaited,
             not_ready=not_ready,
         )
-
-    def has_leave(self, request: FleetRequest, status: FleetEventStatus) -> bool:
-        """Whether the event may go on, which the engine has not acted on yet."""
-        return status.may_begin or (request.stage == "ready" and status.is_all_ready)
 
     def _event_id(self, event: str) -> str:
         return next(one.event_id for one in self.records.values() if one.event == event)

@@ -32,6 +32,7 @@ from scheduled_events_agent.workflow.fleet import (
     needs_slot,
     not_ready_others,
     ordinal,
+    some_of,
     workflow_id,
 )
 from scheduled_events_agent.workflow.model import (
@@ -76,6 +77,6 @@ __all__ = [
     "MoveDeadline", "Note", "NoteKind", "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Rank",
     "Reconsider", "RememberedEvent", "RunHook", "Signal", "Stage", "Step", "Waits", "Word", "Workflow",
     "ask_approval_gates", "fleet_requests", "gate_answers", "has_obeyed", "hook_deadline_at", "is_ready",
-    "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at",
-    "not_ready_others", "ordinal", "proceed", "workflow_id",
+    "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at", "not_ready_others", "ordinal",
+    "proceed", "some_of", "workflow_id",
 ]  # fmt: skip

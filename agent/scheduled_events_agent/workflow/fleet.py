@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from math import inf
 from typing import Literal
 
 import msgspec
 
 from scheduled_events_agent.events import plain_name, plain_names
 from scheduled_events_agent.policy import matches_glob
-from scheduled_events_agent.workflow.approving import OWN_GATES, YES, Leave, ask_gates
-from scheduled_events_agent.workflow.model import Board, Context, FleetEventStatus, FleetView, Waits, Workflow
+from scheduled_events_agent.workflow.approving import OWN_GATES, YES, Leave, ask_gates, stale_gate
+from scheduled_events_agent.workflow.model import Board, Context, FleetEventStatus, Waits, Workflow
 from scheduled_events_agent.workflow.stages import has_more_to_prepare, may_begin
 from scheduled_events_agent.workflow.times import needed_seconds, start_of
 
@@ -95,7 +96,7 @@ def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float])
         needs_slot=needs_slot(workflow, context),
         needs_all=needs_all(workflow),
         awaited=tuple(dict.fromkeys([own, *awaited(workflow, context)])),
-        seen_at=seen_at.get(workflow.id, 0.0),
+        seen_at=seen_at.get(workflow.id, inf),
     )
 
 
@@ -103,7 +104,7 @@ def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
     """None: nothing has begun, and it does not want to begin now."""
     event = workflow.event
     has_started = workflow.was_started or event.is_started
-    if has_started and event.type in _URGENT_TYPES and workflow.decision.affects == "self":
+    if has_started and event.type in _URGENT_TYPES and workflow.decision.affects in ("self", "shared"):
         return None  # this VM does not live to say so later
     is_approved = workflow.approval.state == "confirmed" or workflow.phase == "approved"
     is_past = workflow.is_over or has_started or is_approved
@@ -116,7 +117,7 @@ def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
     is_prepared = workflow.phase in ("prepared", "held") and not has_more_to_prepare(workflow)
     if is_past or not is_prepared or not needs_all(workflow):
         return "not_ready"
-    return "ready" if ask_gates(workflow, context, OWN_GATES).answer == "yes" else "not_ready"
+    return "ready" if ask_gates(workflow, context, (*OWN_GATES, stale_gate)).answer == "yes" else "not_ready"
 
 
 def workflow_id(key: str, first_seen_at: datetime) -> str:
@@ -232,24 +233,28 @@ def slot_gate(workflow: Workflow, context: Context) -> Leave:
         return YES
     latest = latest_begin(workflow, context)
     begins_at = min(at for at in (latest, begins_alone_at(context)) if at is not None)
-    return Leave("not yet", _why_no_slot(_status(workflow, context), context.fleet, begins_at))
+    why = _why_no_slot(workflow, context)
+    return Leave("not yet", Waits(kind="slot", at=begins_at, detail=why) if why else Waits(kind="fleet"))
 
 
-def _why_no_slot(status: FleetEventStatus, fleet: FleetView | None, begins_at: datetime) -> Waits:
+def _why_no_slot(workflow: Workflow, context: Context) -> str:
+    """As a clause; "" if the fleet has not answered yet."""
+    fleet = context.fleet
+    status = _status(workflow, context)
     if status.other_vm_id:
-        return Waits(kind="same_name", detail=status.other_vm_id)
+        return f"another VM, with vmId {status.other_vm_id}, uses the name of this one"
     if fleet is not None and fleet.error:
-        return Waits(kind="slot", at=begins_at, detail=f"the table cannot be used ({fleet.error})")
-    if not status.position:
-        return Waits(kind="fleet")
-    return Waits(kind="slot", at=begins_at, detail=f"{ordinal(status.position)} in line{_behind(status.ahead)}")
+        return f"the table cannot be used ({fleet.error})"
+    if fleet is not None and not status.workflow_id and fleet_key(workflow) in fleet.statuses:
+        return "its first appearance is not recovered from"
+    return f"{ordinal(status.position)} in line{_behind(status.ahead)}" if status.position else ""
 
 
 def _behind(events: tuple[str, ...]) -> str:
     if not events:
         return ""
     what = "event" if len(events) == 1 else "events"
-    return f", behind {what} {_some([event[:_SHORT_ID] for event in events])}"
+    return f", behind {what} {some_of([event[:_SHORT_ID] for event in events])}"
 
 
 def ordinal(number: int) -> str:
@@ -285,10 +290,11 @@ def _why_not_all_ready(workflow: Workflow, context: Context) -> Waits:
     if is_unanswered or not others:
         return Waits(kind="fleet")
     unavailable = f"; the table cannot be used ({error})" if error else ""
-    return Waits(kind="all_ready", detail=f"{_some(others)} to be ready{unavailable}")
+    return Waits(kind="all_ready", detail=f"{some_of(others)} to be ready{unavailable}")
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """Three of the names, and how many more there are."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{', '.join(names[:_MAX_NAMED])}{more}"
 
