@@ -91,14 +91,14 @@ def test_an_event_is_told_from_first_sight_to_its_end_with_what_hooks_wrote(run:
     assert out == (
         "Reboot 602D9444-AAAA is over: completed\n"
         f"  rule impactful; seen from {DAY} 10:00:00Z until 11:01:40Z, for 1h 1m\n"
-        "  10:00:00Z       +0s  seen           Reboot Scheduled\n"
-        "  10:00:00Z       +0s  decided        rule impactful takes it\n"
-        "  10:01:01Z    +1m 1s  hook finished  hook drain: exit code 3\n"
-        "                                      | one\n"
-        "                                      | \\x1b[2J\\x1b]0;two\\x07\n"
-        "  10:01:01Z    +1m 1s  held           held, Azure starts it at 10:20:00 UTC\n"
-        "  10:01:10Z   +1m 10s  pause          stood still for 6.2s\n"
-        "  11:01:40Z    +1h 1m  closed         is over: completed\n"
+        "  10:00:00Z      +0s  seen           Reboot Scheduled\n"
+        "  10:00:00Z      +0s  decided        rule impactful takes it\n"
+        "  10:01:01Z   +1m 1s  hook finished  hook drain: exit code 3\n"
+        "                                     | one\n"
+        "                                     | \\x1b[2J\\x1b]0;two\\x07\n"
+        "  10:01:01Z   +1m 1s  held           held, Azure starts it at 10:20:00 UTC\n"
+        "  10:01:10Z  +1m 10s  pause          stood still for 6.2s\n"
+        "  11:01:40Z   +1h 1m  closed         is over: completed\n"
     )
 
 
@@ -156,7 +156,7 @@ def test_what_befell_the_agent_while_an_event_is_pending_stands_in_its_timeline(
     store.record("pause", "stood still for 7.1s", FREEZE.first_seen_at + timedelta(seconds=5))
     store.close()
     lines = run("--event", "602d9444-b")[1].splitlines()
-    assert lines[-1] == "  10:00:05Z       +5s  pause  stood still for 7.1s"
+    assert lines[-1] == "  10:00:05Z  +5s  pause  stood still for 7.1s"
 
 
 def test_a_whole_id_is_meant_although_another_begins_with_it(run: Run, state_dir: Path) -> None:

@@ -253,12 +253,12 @@ def test_to_install_is_to_bring_up_to_date(service: Service) -> None:
     code, text = service.command("status")
     assert code == 1
     assert text.splitlines() == [
-        "state     stopped",
-        "pid       0",
-        "exit code 1077",
-        "start     automatic",
-        "account   LocalSystem",
-        f"command   {command}",
+        "state      stopped",
+        "pid        0",
+        "exit code  1077",
+        "start      automatic",
+        "account    LocalSystem",
+        f"command    {command}",
     ]
 
 
@@ -460,7 +460,7 @@ def test_without_a_service_each_command_says_so(python: WinePython) -> None:
     assert service.command("start") == (1, missing)
     assert service.command("stop") == (1, missing)
     assert service.command("reload") == (1, missing)
-    assert service.command("status") == (1, "state     not installed\n")
+    assert service.command("status") == (1, "state  not installed\n")
     assert service.command("status", "--json") == (1, '{"state": "not installed"}\n')
     assert service.command("remove") == (0, "there is no service to remove\n")
     code, text = service.command("host")

@@ -1,8 +1,10 @@
 """Output for people: lines fit the window, and nothing from outside can command the terminal."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from scheduled_events_agent.cli.terminal import Row, Terminal, printable
+from scheduled_events_agent.cli.terminal import Cell, Row, Terminal, printable
 
 NOWHERE = Terminal(width=None, has_colors=False)
 WINDOW = Terminal(width=40, has_colors=False)
@@ -32,6 +34,7 @@ def test_every_way_of_printing_cleans() -> None:
     hostile = "\x1b[2Jx"
     lines = [*NOWHERE.line(hostile), *NOWHERE.rows([Row(hostile, hostile)]), NOWHERE.paint(hostile)]
     lines += [*WINDOW.line(hostile), *WINDOW.rows([Row(hostile, hostile)])]
+    lines += NOWHERE.table([(Cell(hostile), Cell(hostile))], widest=("",))
     assert [line for line in lines if not line.isprintable()] == []
     assert COLORFUL.paint(hostile, "red") == "\x1b[1;31m\\x1b[2Jx\x1b[0m"
 
@@ -65,6 +68,47 @@ def test_in_a_narrow_window_indents_give_way_and_no_line_is_wider_than_it() -> N
         f"{' ' * 22}| {'x' * 16}",
         f"{' ' * 22}{'x' * 14}",
     ]
+
+
+TABLE = [
+    (Cell("1.5s"), Cell("Azure", "red"), Cell("starts it", "dim")),
+    (Cell("10.5s"), Cell("VM"), Cell("has done all that there was to do")),
+    (Cell(""), Cell(""), Cell("-> and a hint below the text", indent=3)),
+]
+
+
+def test_a_table_has_columns_as_wide_as_their_texts_and_breaks_the_last_one() -> None:
+    assert [*WINDOW.table(TABLE, indent=2, right=(0,))] == [
+        "   1.5s  Azure  starts it",
+        "  10.5s  VM     has done all that there",
+        "                was to do",
+        "                -> and a hint below the",
+        "                   text",
+    ]
+    assert [*NOWHERE.table(TABLE)] == [
+        "1.5s   Azure  starts it",
+        "10.5s  VM     has done all that there was to do",
+        "              -> and a hint below the text",
+    ]
+    assert [*NOWHERE.table([])] == []
+
+
+def test_a_table_of_known_widths_is_printed_row_by_row() -> None:
+    taken: list[int] = []
+
+    def rows() -> Iterator[tuple[Cell, Cell]]:
+        for index in range(2):
+            taken.append(index)
+            yield Cell(str(index)), Cell("text")
+
+    lines = NOWHERE.table(rows(), widest=("12",))
+    assert next(lines) == "0   text"
+    assert taken == [0]
+    assert [*lines] == ["1   text"]
+
+
+def test_each_cell_of_a_table_has_its_colour() -> None:
+    assert next(COLORFUL.table(TABLE)) == "1.5s   \x1b[1;31mAzure\x1b[0m  \x1b[2mstarts it\x1b[0m"
 
 
 def test_colours_are_only_where_they_are_understood() -> None:

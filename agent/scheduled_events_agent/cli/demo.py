@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from scheduled_events_agent import AgentError
+from scheduled_events_agent.cli.terminal import Cell, Terminal
 from scheduled_events_agent.simulator import SimulatedEvent, Simulator
 from scheduled_events_agent.status import JournalEntry
 from scheduled_events_agent.store import Store
@@ -112,13 +113,18 @@ class _Shown:
 
     def __init__(self) -> None:
         self.began = time.monotonic()
+        self.terminal = Terminal.of(sys.stdout)
         self._changed = threading.Condition()
         self._logged: set[tuple[str, str]] = set()
 
     def line(self, source: str, text: str) -> None:
         with self._changed:
-            lead = f"{time.monotonic() - self.began:5.1f}s  {source:6} " if source else ""
-            print(f"{lead}{text}", flush=True)
+            row = (Cell(f"{time.monotonic() - self.began:.1f}s"), Cell(source), Cell(text))
+            print(*self.terminal.table([row], widest=("999.9s", "Azure"), right=(0,)), sep="\n", flush=True)
+
+    def head(self, title: str) -> None:
+        with self._changed:
+            print(f"\n--- {title}", flush=True)
 
     def note_logged(self, message: str, event_id: str) -> None:
         with self._changed:
@@ -219,14 +225,16 @@ def _run(_arguments: argparse.Namespace) -> int:
         with contextlib.closing(Store.look_into(directory / "state")) as store:
             journal = store.load_journal()
     print("\nHow it ended:\n")
-    wrong = [event for scene, event in zip(_SCENES, events, strict=True) if not _ended_well(scene, event, journal)]
+    ends = [_end_of(scene, event, journal) for scene, event in zip(_SCENES, events, strict=True)]
+    print(*shown.terminal.table([end.row for end in ends]), sep="\n")
+    wrong = [end for end in ends if not end.is_right]
     verdict = f"{len(wrong)} of {len(events)} did not end as expected" if wrong else "all as expected"
     print(f"\n{verdict}, in {time.monotonic() - shown.began:.0f} seconds")
     return 1 if wrong else 0
 
 
 def _play(azure: Simulator, scene: _Scene, shown: _Shown) -> SimulatedEvent:
-    shown.line("", f"\n--- {scene.title}")
+    shown.head(scene.title)
     event_id = azure.schedule(scene.type, **scene.plan)  # type: ignore[arg-type]
     azure.wait_gone(event_id, timeout_seconds=_WITHIN_SECONDS)
     shown.wait_for("closed", event_id, _WITHIN_SECONDS)  # else the journal shows what is missing
@@ -250,8 +258,15 @@ def _write_files(directory: Path, endpoint: str) -> Path:
     return config
 
 
-def _ended_well(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry]) -> bool:
-    """Print what Azure and the agent's journal say of the event; whether that is as the scene has it."""
+class _End(NamedTuple):
+    """How an event ended."""
+
+    is_right: bool
+    row: tuple[Cell, ...]
+
+
+def _end_of(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry]) -> _End:
+    """What Azure and the agent's journal say of the event, and whether that is as the scene has it."""
     entries = [entry for entry in journal if entry.event_id == event.id]
     decided = next((entry.text for entry in entries if entry.kind == "decided"), "")
     rule = decided.removeprefix("rule ").partition(" ")[0]
@@ -263,5 +278,4 @@ def _ended_well(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry
     started = ((event.started_at or event.scheduled_at) - event.scheduled_at).total_seconds()
     told = ", ".join((f"rule {rule}", *hooks, approved, f"started after {started:.1f}s"))
     verdict = "ok" if is_right else "WRONG"
-    print(f"{verdict:5}  {scene.type:8}  {event.id[:8]}  {told}")
-    return is_right
+    return _End(is_right, (Cell(verdict), Cell(scene.type), Cell(event.id[:8]), Cell(told)))

@@ -13,7 +13,7 @@ import msgspec
 
 from scheduled_events_agent import host
 from scheduled_events_agent.api_version import BestAnswer, not_available, reason_of
-from scheduled_events_agent.cli.terminal import Style, Terminal
+from scheduled_events_agent.cli.terminal import Cell, Style, Terminal
 from scheduled_events_agent.events import DocumentError, parse_document
 from scheduled_events_agent.host.surroundings import STOP_ONE, ActingAgent, Approver, OwnService
 from scheduled_events_agent.imds import Answer, ImdsError, ImdsErrorKind
@@ -100,16 +100,16 @@ def hidden(check: str, account: str) -> Finding:
 
 def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
     """The lines to show, each as soon as there is a finding, the last of them a summary."""
-    width = len("notifications")  # no check has a longer name
     counts = dict.fromkeys(_STYLES, 0)
-    for finding in findings:
-        counts[finding.state] += 1
-        lead = f"{finding.state:7}  {finding.check:{width}}  "
-        first, *more = terminal.line(f"{lead}{finding.finding}", indent=len(lead))
-        yield terminal.paint(finding.state, _STYLES[finding.state]) + first[len(finding.state) :]
-        yield from more
-        if finding.advice:
-            yield from terminal.line(f"{'':{len(lead)}}-> {finding.advice}", indent=len(lead) + 3)
+
+    def rows() -> Iterator[tuple[Cell, ...]]:
+        for finding in findings:
+            counts[finding.state] += 1
+            yield Cell(finding.state, _STYLES[finding.state]), Cell(finding.check), Cell(finding.finding)
+            if finding.advice:
+                yield Cell(""), Cell(""), Cell(f"-> {finding.advice}", indent=3)
+
+    yield from terminal.table(rows(), widest=("skipped", "notifications"))
     warnings = plural(counts["warning"], "warning")
     failures = plural(counts["failure"], "failure")
     yield f"{counts['ok']} ok, {warnings}, {failures}, {counts['skipped']} skipped"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import find_by_prefix, find_state_dir
 from scheduled_events_agent.cli.status import title
-from scheduled_events_agent.cli.terminal import Style, Terminal, print_json
+from scheduled_events_agent.cli.terminal import Cell, Style, Terminal, print_json
 from scheduled_events_agent.spelling import parse_duration, parse_time
 from scheduled_events_agent.status import History, HistoryItem, Journal, JournalEntry
 from scheduled_events_agent.status.messages import as_shown, clock, span
@@ -168,19 +168,16 @@ def _timeline(history: History, notes: Iterable[JournalEntry], now: datetime, te
     yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
     # What was noted of the event stays in its order, whatever was done to the clock.
     entries = list(heapq.merge(history.entries, notes, key=lambda entry: entry.at))
-    yield from _entries(entries, began, terminal)
+    rows = [row for entry in entries for row in _entry_rows(entry, began)]
+    yield from terminal.table(rows, indent=2, right=(1,))
 
 
-def _entries(entries: Sequence[JournalEntry], began: datetime, terminal: Terminal) -> Iterator[str]:
-    stamps = [f"{clock(entry.at, began)}  {f'+{span(began, entry.at)}':>8}" for entry in entries]
-    kinds = [entry.kind.replace("_", " ") for entry in entries]
-    widths = [max(map(len, column), default=0) for column in (stamps, kinds)]
-    for entry, stamp, kind in zip(entries, stamps, kinds, strict=True):
-        lead = f"  {stamp:<{widths[0]}}  {kind:<{widths[1]}}  "
-        style = _HOOK_STYLES.get(entry.outcome, "") or _STYLES.get(entry.kind, "" if entry.event_id else "dim")
-        yield from terminal.line(f"{lead}{entry.text}", style, indent=len(lead))
-        for line in entry.detail.splitlines():
-            yield from terminal.line(f"{' ' * len(lead)}| {line}", "dim", indent=len(lead) + 2)
+def _entry_rows(entry: JournalEntry, began: datetime) -> Iterator[tuple[Cell, ...]]:
+    style = _HOOK_STYLES.get(entry.outcome, "") or _STYLES.get(entry.kind, "" if entry.event_id else "dim")
+    texts = (clock(entry.at, began), f"+{span(began, entry.at)}", entry.kind.replace("_", " "), entry.text)
+    yield tuple([Cell(text, style) for text in texts])
+    for line in entry.detail.splitlines():
+        yield Cell(""), Cell(""), Cell(""), Cell(f"| {line}", "dim", indent=2)
 
 
 def _since(text: str) -> datetime:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,10 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(values))
     else:
-        for name, value in values.items():
-            print(f"{name.replace('_', ' '):9} {value}")
+        from scheduled_events_agent.cli.terminal import Cell, Terminal  # noqa: PLC0415 - see above
+
+        rows = [(Cell(name.replace("_", " ")), Cell(str(value))) for name, value in values.items()]
+        print(*Terminal.of(sys.stdout).table(rows), sep="\n")
     return 0 if values["state"] in _STATE_IS_GOOD else 1
 
 

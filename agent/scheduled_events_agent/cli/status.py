@@ -17,7 +17,7 @@ import msgspec
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import ask_agent, find_agent, find_state_dir, options_of, user_name
-from scheduled_events_agent.cli.terminal import Row, Style, Terminal, print_json, remark_if_slow
+from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import Affects, ScheduledEvent
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import (
@@ -186,15 +186,14 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
     yield from terminal.line(f"{text}{left}", "red" if one.severity == "act" else "yellow", indent=len(_INDENT))
     for line in lines:
         yield from terminal.line(f"{_INDENT}| {line}", "dim", indent=len(_INDENT) + 2)
-    width = max((len(suggested.command) for suggested in one.commands), default=0)
-    typed = [f"{_INDENT}{suggested.command.ljust(width)}  {suggested.effect}" for suggested in one.commands]
-    is_narrow = terminal.width is not None and max(map(len, typed), default=0) > terminal.width
-    for suggested, line in zip(one.commands, typed, strict=True):
-        if is_narrow:  # the command in a line of its own
-            yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
-            yield from terminal.line(f"{_INDENT}  {suggested.command}", "bold", indent=len(_INDENT) + 4)
-        else:
-            yield from terminal.line(line, "bold")
+    rows = [(Cell(suggested.command, "bold"), Cell(suggested.effect, "bold")) for suggested in one.commands]
+    table = [*terminal.table(rows, indent=len(_INDENT))]
+    if len(table) == len(rows):
+        yield from table
+        return
+    for suggested in one.commands:  # it is too wide for the window: each command in a line of its own
+        yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
+        yield from terminal.line(f"{_INDENT}  {suggested.command}", "bold", indent=len(_INDENT) + 4)
 
 
 def _rows(status: Status) -> Iterator[Row]:

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
 from typing import Literal, NamedTuple, TextIO
@@ -37,6 +37,15 @@ class Row(NamedTuple):
     label: str
     text: str
     style: Style = ""
+
+
+class Cell(NamedTuple):
+    """What a row of a table has in one column."""
+
+    text: str
+    style: Style = ""
+    indent: int = 0
+    """How far the lines after the first are indented below it, in the last column."""
 
 
 class Terminal(NamedTuple):
@@ -67,16 +76,53 @@ class Terminal(NamedTuple):
 
     def rows(self, rows: Iterable[Row], *, indent: int = 2) -> list[str]:
         """The rows, indented, with their texts in one column."""
-        rows = list(rows)
-        column = max((len(row.label) for row in rows), default=0) + 2
-        lines = []
+        return [*self.table([(Cell(row.label, "dim"), Cell(row.text, row.style)) for row in rows], indent=indent)]
+
+    def table(
+        self,
+        rows: Iterable[Sequence[Cell]],
+        *,
+        indent: int = 0,
+        widest: Sequence[str] = (),
+        right: Container[int] = (),
+    ) -> Iterator[str]:
+        """Lines with the rows in columns; the texts of the last column are broken to fit the window.
+
+        ``widest``: the longest text that each column but the last will have. With it, the lines of a row are there
+        as soon as the row is; without it, the rows are measured first. ``right``: the columns whose texts stand at
+        their right.
+        """
+        if not widest:
+            rows = list(rows)
+            columns = zip(*[row[:-1] for row in rows], strict=True)
+            widths = [max(len(printable(cell.text)) for cell in column) for column in columns]
+        else:
+            widths = [len(text) for text in widest]
         for row in rows:
-            parts = self._broken(f"{' ' * (indent + column)}{printable(row.text)}", indent + column)
-            for index, part in enumerate(parts):
-                label = "" if index else printable(row.label)
-                painted = f"{self.paint(label.ljust(column), 'dim')}{self.paint(part.lstrip(' '), row.style)}"
-                lines.append(f"{' ' * indent}{painted}")
-        return [line.rstrip() for line in lines]
+            yield from self._table_row(row, widths, indent, right)
+
+    def _table_row(
+        self, row: Sequence[Cell], widths: Sequence[int], indent: int, right: Container[int]
+    ) -> Iterator[str]:
+        *leading, last = row
+        pieces: list[str] = []
+        for index, (cell, width) in enumerate(zip(leading, widths, strict=True)):
+            text = printable(cell.text)
+            piece = text.rjust(width) if index in right else text.ljust(width)
+            pieces.append(f"{piece}  ")
+        lead = f"{' ' * indent}{''.join(pieces)}"
+        first, *more = self._broken(f"{lead}{printable(last.text)}", len(lead) + last.indent)
+        if lead.isspace():  # in a narrow window its blanks give way
+            leading, pieces, indent = [], [], 0
+        painted = first[:indent]
+        for cell, piece in zip(leading, pieces, strict=True):
+            part = first[indent : indent + len(piece)]
+            text = part.strip(" ")
+            painted += part.replace(text, self.paint(text, cell.style), 1) if text else part
+            indent += len(piece)
+        yield f"{painted}{self.paint(first[indent:], last.style)}".rstrip()
+        for part in more:
+            yield self.paint(part, last.style)
 
     def _broken(self, text: str, indent: int) -> list[str]:
         if self.width is None or len(text) <= self.width:
