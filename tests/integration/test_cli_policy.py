@@ -208,7 +208,9 @@ def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_pa
     assert run("check", "--config", "p.yaml") == (2, "\n".join([*problems, "not valid: 2 errors\n"]), "")
     code, out, _ = run("check", "--config", "p.yaml", "--json")
     assert code == 2
-    assert json.loads(out) == {
+    assert {**json.loads(out), "at": None} == {
+        "schema_version": 1,
+        "at": None,
         "file": "p.yaml",
         "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
         "valid": False,
@@ -243,7 +245,9 @@ hooks:
     relative = "the name is relative to cwd (default: /)"
     hidden = "there is no such program; it has spaces and is not shown here, for it may be secret"
     assert code == 0
-    assert json.loads(out) == {
+    assert {**json.loads(out), "at": None} == {
+        "schema_version": 1,
+        "at": None,
         "file": "p.yaml",
         "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
         "valid": True,

@@ -344,8 +344,8 @@ def test_the_command_records_and_plays_what_it_has_recorded(
     assert told[-1] == f"recorded; play it with: scheduled-events-agent simulate {path}"
 
     assert run_command("--check", str(path)).stdout == f"{path}: valid, with 1 document for web_0\n"
-    checked = {"valid": True, "problems": [], "documents": 1, "vms": ["web_0"]}
-    assert json.loads(run_command("--check", "--json", str(path)).stdout) == checked
+    checked = json.loads(run_command("--check", "--json", str(path)).stdout)
+    assert (checked["valid"], checked["steps"], checked["documents"], checked["vms"]) == (True, None, 1, ["web_0"])
     played = run_command(str(path), "--now", "--vm", "mine").stdout.splitlines()
     assert played[0].split()[0] == "mine"
     assert [line.split("  ")[-1].strip() for line in played[2:]] == [

@@ -10,9 +10,19 @@ import msgspec
 import pytest
 
 from scheduled_events_agent.cli import build_parser
+from scheduled_events_agent.cli.check import PolicyCheck
+from scheduled_events_agent.cli.doctor import Diagnosis
 from scheduled_events_agent.cli.explain import Explanations
 from scheduled_events_agent.cli.fleet import FleetRelease, FleetStatus
 from scheduled_events_agent.cli.notify import NotifyTest
+from scheduled_events_agent.cli.service_status import ServiceStatus
+from scheduled_events_agent.cli.simulate import (
+    ScenarioCheck,
+    ScenarioList,
+    SimulatorEndpoint,
+    SimulatorRecord,
+    SimulatorStart,
+)
 from scheduled_events_agent.log import JOURNAL_FIELDS
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorAnswer, Status
@@ -60,7 +70,8 @@ def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
 def test_the_page_about_json_has_every_field_that_is_shown_and_no_other() -> None:
     answers = (
         Status, Explanations, Journal, NotifyTest, OperatorAnswer, FleetStatus,
-        FleetRelease,
+        FleetRelease, PolicyCheck, Diagnosis, ServiceStatus, ScenarioList, ScenarioCheck,
+        SimulatorEndpoint, SimulatorStart, SimulatorRecord,
     )  # fmt: skip
     expected = {}
     for answer in answers:

@@ -3,8 +3,10 @@
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
@@ -27,6 +29,7 @@ from scheduled_events_agent.settings.checks import Finding
 from scheduled_events_agent.settings.files import file_doubts, refused_files
 from scheduled_events_agent.settings.schema import policy_schema
 from scheduled_events_agent.spelling import format_duration, plural
+from scheduled_events_agent.status import SCHEMA_VERSION
 from scheduled_events_agent.typed_yaml import Problem
 
 _SEVERAL_VMS = (
@@ -36,6 +39,19 @@ _SEVERAL_VMS = (
 )
 # For the metadata service, which other machines than VMs in Azure lack.
 _ASK_SECONDS = 2.0
+
+
+class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``check --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    file: str
+    """Empty if it cannot be read, as is the hash."""
+    hash: str
+    valid: bool
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +80,16 @@ def _run(arguments: argparse.Namespace) -> int:
     loaded = report.loaded
     is_valid = not report.errors and not (arguments.strict and report.warnings)
     if arguments.json:
-        about = {"file": loaded.name, "hash": loaded.hash} if loaded else {}
-        print_json({**about, "valid": is_valid, "problems": report.errors, "warnings": report.warnings})
+        print_json(
+            PolicyCheck(
+                at=datetime.now(UTC),
+                file=loaded.name if loaded else "",
+                hash=loaded.hash if loaded else "",
+                valid=is_valid,
+                problems=report.errors,
+                warnings=report.warnings,
+            )
+        )
         return 0 if is_valid else 2
     terminal = Terminal.of(sys.stdout)
     if loaded and is_valid:

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, get_args
 
+import msgspec
 from msgspec.structs import replace
 
 import scheduled_events_agent
@@ -53,7 +54,7 @@ from scheduled_events_agent.settings import (
 from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures, files_of_target
 from scheduled_events_agent.settings.model import is_foreign_path
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, Status
+from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import command
 from scheduled_events_agent.store import LOCK_NAME
 
@@ -67,6 +68,20 @@ _AS_AGENT = "run this as root, or as the agent's account"
 _DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
 _RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was taken"
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``doctor --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    version: str
+    ok: int
+    """How many findings are so."""
+    warning: int
+    failure: int
+    skipped: int
+    checks: tuple[Finding, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +107,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.json:
         number = Counter(finding.state for finding in examine())
-        counts = {state: number[state] for state in get_args(diagnosis.State)}
-        print_json({"version": __version__, **counts, "checks": findings})
+        print_json(
+            Diagnosis(
+                at=datetime.now(UTC),
+                version=__version__,
+                ok=number["ok"],
+                warning=number["warning"],
+                failure=number["failure"],
+                skipped=number["skipped"],
+                checks=tuple(findings),
+            )
+        )
     else:
         for line in diagnosis.in_words(examine(), Terminal.of(sys.stdout)):
             print(line, flush=True)

@@ -1,9 +1,6 @@
 """``service``: install, remove and control the agent as a Windows service; and the service itself."""
 
 import argparse
-import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,6 @@ from scheduled_events_agent.host.windows import service as windows_service
 from scheduled_events_agent.host.windows.service_process import Service, host_service
 
 # Windows gives a service 30 seconds to answer: what is heavy is imported after that, or by its own command.
-_STATE_IS_GOOD = ("running", "start pending")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,16 +74,9 @@ def _stop(_arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    facts = windows_service.query()
-    values = asdict(facts) if facts else {"state": "not installed"}
-    if arguments.json:
-        print(json.dumps(values))
-    else:
-        from scheduled_events_agent.cli.terminal import Cell, Terminal  # noqa: PLC0415 - see above
+    from scheduled_events_agent.cli.service_status import print_status  # noqa: PLC0415 - see above
 
-        rows = [(Cell(name.replace("_", " ")), Cell(str(value))) for name, value in values.items()]
-        print(*Terminal.of(sys.stdout).table(rows), sep="\n")
-    return 0 if values["state"] in _STATE_IS_GOOD else 1
+    return print_status(as_json=arguments.json)
 
 
 def _reload(_arguments: argparse.Namespace) -> int:

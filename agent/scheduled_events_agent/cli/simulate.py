@@ -2,40 +2,118 @@
 
 import argparse
 import contextlib
-import json
 import math
 import re
 import sys
 import threading
-from collections.abc import Iterable
-from datetime import datetime
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import exit_code
-from scheduled_events_agent.cli.terminal import print_json
+from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json
 from scheduled_events_agent.simulator import (
-    Happening,
     Scenario,
+    SimulatedEvent,
     Simulator,
     SimulatorError,
     list_scenarios,
     load_scenario,
     rename_vms,
 )
+from scheduled_events_agent.simulator.azure import HappeningKind
 from scheduled_events_agent.simulator.control import Control
 from scheduled_events_agent.simulator.recorder import REAL_ENDPOINT, record
 from scheduled_events_agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
 from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO
 from scheduled_events_agent.simulator.table import SimulatedTable
 from scheduled_events_agent.spelling import parse_duration, plural
-from scheduled_events_agent.status import NO_OPTIONS
+from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION
 from scheduled_events_agent.status.actions import command, quoted
 
 _LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
+
+
+class ListedScenario(msgspec.Struct, frozen=True, kw_only=True):
+    """A shipped scenario."""
+
+    name: str
+    shows: str
+
+
+class ScenarioList(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``simulate --list --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    scenarios: tuple[ListedScenario, ...]
+
+
+class ScenarioCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``simulate --check --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    valid: bool
+    problems: tuple[str, ...] = ()
+    steps: int | None = None
+    """Of a scenario."""
+    documents: int | None = None
+    """Of a recording."""
+    vms: tuple[str, ...] = ()
+
+
+class SimulatorEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the first lines of ``simulate --json``: where something is served."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    kind: Literal["endpoint", "control", "table"]
+    vm: str = ""
+    """Of the endpoint of a VM."""
+    vm_id: str = ""
+    url: str
+
+
+class SimulatorStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The line of ``simulate --json`` after those: what is simulated."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    kind: Literal["scenario"] = "scenario"
+    name: str
+    speed: float
+    waits: bool
+    """Whether it begins with the first request."""
+
+
+class ShownSimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A simulated event as it is at that time."""
+
+    id: str
+    type: str
+    status: str
+    source: str
+    vms: tuple[str, ...]
+    not_before: datetime
+    approved_by: str
+    outcome: str
+
+
+class SimulatorRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Each further line of ``simulate --json``: what happens."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    kind: HappeningKind | Literal["end"]
+    vm: str = ""
+    text: str = ""
+    event: ShownSimulatedEvent | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,15 +208,23 @@ def _run(arguments: argparse.Namespace) -> int:
         requests_file=arguments.requests,
     )
     with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:
-        more = {}
+        more: dict[Literal["control", "table"], str] = {}
         if arguments.control is not None:
             more["control"] = stack.enter_context(Control(simulator, arguments.control, bind=arguments.bind)).url
         if arguments.table is not None:
             more["table"] = stack.enter_context(SimulatedTable(arguments.table, bind=arguments.bind)).url
         _warn_if_open(simulator, has_control="control" in more)
-        begin, follow = (_print_beginning, _print_life) if arguments.json else (_show_beginning, _show_life)
-        begin(simulator, name or "", more, waits=not arguments.now)
-        follow(simulator.follow())
+        endpoints = _endpoints(simulator, more)
+        start = SimulatorStart(
+            at=datetime.now(UTC), name=name or "", speed=simulator.speed, waits=not arguments.now
+        )
+        records = _records(simulator)
+        if arguments.json:
+            for line in chain(endpoints, [start], records):
+                print_json(line, is_line=True)
+        else:
+            for text in _in_words(endpoints, start, records, Terminal.of(sys.stdout)):
+                print(text, flush=True)
     return 0
 
 
@@ -162,21 +248,24 @@ def _load(name: str, vms: tuple[str, ...]) -> Scenario | Recording:
 def _check(name: str | None, *, as_json: bool) -> int:
     if name is None:
         raise AgentError("--check: expected SCENARIO, the file to look at; got none", kind="usage")
+    now = datetime.now(UTC)
     try:
         found = _load(name, ())
     except SimulatorError as error:
         if not as_json:
             raise
-        print_json({"valid": False, "problems": str(error).splitlines()})
+        print_json(ScenarioCheck(at=now, valid=False, problems=tuple(str(error).splitlines())))
         return exit_code(error)
     if isinstance(found, Scenario):
-        vms, counted, what = found.vms, len(found.timeline), "step"
+        counted = plural(len(found.timeline), "step")
+        check = ScenarioCheck(at=now, valid=True, steps=len(found.timeline), vms=tuple(found.vms))
     else:
-        vms, counted, what = (found.origin.vm,), len(found.documents), "document"
+        counted = plural(len(found.documents), "document")
+        check = ScenarioCheck(at=now, valid=True, documents=len(found.documents), vms=(found.origin.vm,))
     if as_json:
-        print_json({"valid": True, "problems": [], f"{what}s": counted, "vms": vms})
+        print_json(check)
     else:
-        print(f"{name}: valid, with {plural(counted, what)} for {', '.join(vms)}")
+        print(f"{name}: valid, with {counted} for {', '.join(check.vms)}")
     return 0
 
 
@@ -209,82 +298,93 @@ def _record(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show_beginning(simulator: Simulator, name: str, more: dict[str, str], *, waits: bool) -> None:
-    width = max(map(len, (*simulator.vms, *more)))
-    for vm in simulator.vms:
-        print(f"{vm:{width}}  {simulator.endpoint(vm)}/metadata/scheduledevents")
-    for what, url in more.items():
-        print(f"{what:{width}}  {url}")
-    pace = "" if simulator.speed == 1 else f", {simulator.speed:g} times as fast"
-    when = "begins with the first request" if waits else "begins now"
-    what = f"scenario {name} {when}" if name else "nothing happens but what is asked for"
-    print(f"{what}{pace}; Ctrl-C ends it", flush=True)
+def _endpoints(simulator: Simulator, more: dict[Literal["control", "table"], str]) -> list[SimulatorEndpoint]:
+    now = datetime.now(UTC)
+    endpoints = [
+        SimulatorEndpoint(at=now, kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
+        for vm, machine in simulator.vms.items()
+    ]
+    return [*endpoints, *(SimulatorEndpoint(at=now, kind=kind, url=url) for kind, url in more.items())]
 
 
-def _show_life(happenings: Iterable[Happening]) -> None:
+def _records(simulator: Simulator) -> Iterator[SimulatorRecord]:
+    """What happens, as it happens; the last one says that no more will."""
+    for happening in simulator.follow():
+        event = _event_of(happening.event) if happening.event else None
+        yield SimulatorRecord(
+            at=happening.at, kind=happening.kind, vm=happening.vm, text=happening.text, event=event
+        )
+    yield SimulatorRecord(at=datetime.now(UTC), kind="end")
+
+
+def _event_of(event: SimulatedEvent) -> ShownSimulatedEvent:
+    return ShownSimulatedEvent(
+        id=event.id,
+        type=event.plan.type,
+        status=event.status,
+        source=event.plan.source,
+        vms=event.plan.vms,
+        not_before=event.not_before_at,
+        approved_by=event.approved_by,
+        outcome=event.outcome,
+    )
+
+
+def _in_words(
+    endpoints: Iterable[SimulatorEndpoint],
+    start: SimulatorStart,
+    records: Iterable[SimulatorRecord],
+    terminal: Terminal,
+) -> Iterator[str]:
+    yield from terminal.table([_endpoint_row(endpoint) for endpoint in endpoints])
+    pace = "" if start.speed == 1 else f", {start.speed:g} times as fast"
+    when = "begins with the first request" if start.waits else "begins now"
+    what = f"scenario {start.name} {when}" if start.name else "nothing happens but what is asked for"
+    yield from terminal.line(f"{what}{pace}; Ctrl-C ends it")
+    yield from terminal.table(_rows(records), widest=("99999.9s", "scheduled"), right=(0,))
+    yield "the scenario is at its end"
+
+
+def _endpoint_row(endpoint: SimulatorEndpoint) -> tuple[Cell, Cell]:
+    if endpoint.kind == "endpoint":
+        return Cell(endpoint.vm), Cell(f"{endpoint.url}/metadata/scheduledevents")
+    return Cell(endpoint.kind), Cell(endpoint.url)
+
+
+def _rows(records: Iterable[SimulatorRecord]) -> Iterator[tuple[Cell, ...]]:
     began_at: datetime | None = None
-    for happening in happenings:
-        began_at = began_at or happening.at
-        seconds = (happening.at - began_at).total_seconds()
-        print(f"{seconds:7.1f}s  {_sentence(happening)}", flush=True)
-    print("the scenario is at its end", flush=True)
+    for one in records:
+        if one.kind == "end":
+            return
+        began_at = began_at or one.at
+        seconds = (one.at - began_at).total_seconds()
+        what = {"began": "begins", "behaved": "behaves"}.get(one.kind, one.kind)
+        yield Cell(f"{seconds:.1f}s"), Cell(what), Cell(_text_of(one))
 
 
-def _print_beginning(simulator: Simulator, name: str, more: dict[str, str], *, waits: bool) -> None:
-    for vm, machine in simulator.vms.items():
-        _print_line(kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
-    for what, url in more.items():
-        _print_line(kind=what, url=url)
-    _print_line(kind="scenario", name=name, speed=simulator.speed, waits=waits)
-
-
-def _print_life(happenings: Iterable[Happening]) -> None:
-    for happening in happenings:
-        event = happening.event
-        about = event and {
-            "id": event.id,
-            "type": event.plan.type,
-            "status": event.status,
-            "source": event.plan.source,
-            "vms": event.plan.vms,
-            "not_before": event.not_before_at,
-            "approved_by": event.approved_by,
-            "outcome": event.outcome,
-        }
-        _print_line(kind=happening.kind, at=happening.at, vm=happening.vm, text=happening.text, event=about)
-    _print_line(kind="end")
-
-
-def _print_line(**fields: Any) -> None:
-    """For programs."""
-    print(msgspec.json.encode(fields).decode(), flush=True)
-
-
-def _sentence(happening: Happening) -> str:
-    event = happening.event
+def _text_of(record: SimulatorRecord) -> str:
+    event = record.event
     if event is None:
-        what = {"began": "begins", "behaved": "behaves"}.get(happening.kind, happening.kind)
-        return "  ".join(part for part in (f"{what:9}", happening.vm, happening.text) if part).rstrip()
-    who = f"{event.plan.type} {event.id[:8]}"
-    match happening.kind:
+        return "  ".join(part for part in (record.vm, record.text) if part)
+    match record.kind:
         case "scheduled":
-            not_before = event.not_before_at.strftime("%a, %d %b %Y %H:%M:%S GMT")
-            more = f"{event.plan.source}, for {', '.join(event.plan.vms)}, not before {not_before}"
+            not_before = event.not_before.strftime("%a, %d %b %Y %H:%M:%S GMT")
+            more = f"{event.source}, for {', '.join(event.vms)}, not before {not_before}"
         case "polled":
-            more = f"by {happening.vm} for the first time"
+            more = f"by {record.vm} for the first time"
         case "approved":
-            more = f"by {happening.vm}" + (f", {happening.text}" if happening.text else "")
+            more = f"by {record.vm}" + (f", {record.text}" if record.text else "")
         case "gone":
             more = event.outcome
         case _:
-            more = happening.text
-    return f"{happening.kind:9}  {who}  {more}".rstrip()
+            more = record.text
+    return f"{event.type} {event.id[:8]}  {more}".rstrip()
 
 
 def _print_list(scenarios: dict[str, str], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([{"name": name, "shows": shows} for name, shows in scenarios.items()], indent=2))
+        listed = tuple([ListedScenario(name=name, shows=shows) for name, shows in scenarios.items()])
+        print_json(ScenarioList(at=datetime.now(UTC), scenarios=listed))
         return
-    width = max(map(len, scenarios))
-    for name, shows in scenarios.items():
-        print(f"{name:{width}}  {shows}")
+    rows = [(Cell(name), Cell(shows)) for name, shows in scenarios.items()]
+    print(*Terminal.of(sys.stdout).table(rows), sep="\n")

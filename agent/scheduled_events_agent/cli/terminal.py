@@ -146,9 +146,9 @@ def printable(text: str) -> str:
     return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
 
 
-def print_json(value: object) -> None:
+def print_json(value: object, *, is_line: bool = False) -> None:
     """Print it as docs/json.md describes. By the json module, as a hook's output may not be valid UTF-8."""
-    print(json.dumps(to_builtins(value), indent=2))
+    print(json.dumps(to_builtins(value), indent=None if is_line else 2), flush=is_line)
 
 
 @contextmanager
