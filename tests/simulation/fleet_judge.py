@@ -591,7 +591,8 @@ class FleetJudge:
         vms = [vm for one in resources for vm in world.named(one)]
         is_known = len(vms) == len(resources) or fleet.members == ("vm_*",)
         works = {vm.vm_id: life.works.get(vm.vm_id, Work()) for vm in vms}
-        is_ready = all(work.is_ready for work in works.values())
+        # An event that is back is prepared for again, also where the hook of before has ended well.
+        is_ready = all(works[vm.vm_id].is_ready and vm.is_prepared_now(life.name) for vm in vms)
         if not (vms and is_known and is_ready) or any(vm.is_dead for vm in vms):
             return None
         last = max(vms, key=lambda vm: works[vm.vm_id].since)
@@ -617,6 +618,9 @@ class FleetJudge:
         others = [other for other in world.vms.values() if other is not vm]
         is_calm = max(vm.disturbed_until, self._trouble_until(others)) < killed_at - 60.0
         is_calm &= vm.killed_until < killed_at - 30.0
+        # What a silent VM said before lapses by its age alone.
+        kept = [one for life in self.lives.values() for one in life.records.values()]
+        is_calm &= all(killed_at - one.written_at <= 2.0 * one.renew_seconds for one in kept)
         if self._changed_at > killed_at - 30.0 or not is_calm or vm.is_dead:
             return
         records = self._own_records(vm)

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from math import floor
+from math import ceil, floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -126,6 +126,10 @@ class Vm(Machine):
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         """Do it then, if the agent lives so long; if the VM stands still, when it goes on."""
+        self.at(self.world.at + seconds, what)
+
+    def at(self, at: float, what: Callable[[], None]) -> None:
+        """The same at this time."""
         life = self.life
 
         def go() -> None:
@@ -136,7 +140,7 @@ class Vm(Machine):
             else:
                 what()
 
-        self.world.after(seconds, go)
+        self.world.do_at(at, go)
 
     def freeze(self, seconds: float) -> None:
         """The VM stands still."""
@@ -363,6 +367,13 @@ class Vm(Machine):
         assert self.engine is not None
         return self.engine._hook_runs.seconds["drain"] + self.engine.settings.agent.reserve
 
+    def is_prepared_now(self, name: str) -> bool:
+        """Whether that is true of the present appearance of the event, as far as the agent can be asked."""
+        return self.engine is None or any(
+            self.world.name_of(one.event.id) == name and not one.is_over and one.prepare.state == "succeeded"
+            for one in self.engine.board.values()
+        )
+
     def statuses(self) -> dict[str, FleetEventStatus]:
         """How the events stand that wait for its fleet, as it has last heard."""
         waiting = {
@@ -391,8 +402,9 @@ class Vm(Machine):
             self._sync_in(0.0)
 
     def _sync_in(self, seconds: float) -> None:
-        self._sync_at = at = self.world.at + seconds
-        self.after(seconds, lambda: self._sync() if at == self._sync_at and not self._strand.is_busy else None)
+        # Rounded: the same whenever the rest of the pause is asked for.
+        self._sync_at = at = ceil((self.world.at + seconds) * 1e6) / 1e6
+        self.at(at, lambda: self._sync() if at == self._sync_at and not self._strand.is_busy else None)
 
     def _sync(self) -> None:
         fleet = self.world.settings.fleet

@@ -114,7 +114,10 @@ class FleetWorld:
         self.story.append(f"{self.at:9.2f}  {text}")
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.at + seconds, next(self._order), what))
+        self.do_at(self.at + seconds, what)
+
+    def do_at(self, at: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (at, next(self._order), what))
 
     def named(self, name: str) -> list[Vm]:
         """The VMs that Azure calls so."""
