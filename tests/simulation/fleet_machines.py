@@ -161,6 +161,7 @@ class Vm(Machine):
         if self.engine is not None:
             self._mail.append(Paused(seconds))
             self.poll_soon()
+            self.turn_soon()
         for go in waiting:
             go()
         self.world.judge.looks(self)

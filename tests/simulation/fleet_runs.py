@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fleet_machines import Sent
 from fleet_world import CLOCKS, FleetTrouble, FleetWorld
 from judge import BrokenError
 
@@ -73,10 +74,16 @@ def _judge_clocks(seed: int, troubles: frozenset[FleetTrouble] | None) -> FleetV
         verdict = _live(wrong)
     verdict.judged[9] += 1
     logs = [[one for one in world.network.log if one[0] < right.stops_at] for world in (right, wrong)]
-    if verdict.broken or logs[0] == logs[1]:
+    apart = (pair for pair in zip(*logs, strict=False) if not _is_same(*pair))
+    first = next(apart, None if len(logs[0]) == len(logs[1]) else "one has more")
+    if verdict.broken or first is None:
         return verdict
-    first = next((pair for pair in zip(*logs, strict=False) if pair[0] != pair[1]), "one has more")
     return FleetVerdict(**{**vars(verdict), "broken": f"(9) clocks change a request: {first}"})
+
+
+def _is_same(one: tuple[float, str, Sent], other: tuple[float, str, Sent]) -> bool:
+    """Datetimes have whole microseconds, so that times differ by some."""
+    return one[1:] == other[1:] and abs(one[0] - other[0]) < 0.001
 
 
 def judge_fleet_seeds(seeds: Iterable[int], *, has_ages: bool = True) -> tuple[int, list[FleetVerdict]]:
