@@ -12,7 +12,7 @@ Decisions are values, and edges carry them out.
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
     yaml_nodes.py PURE   YAML text -> nodes, syntax errors in plain words
     settings/            the policy file: its types, checks, warnings and schema
-    transport.py  EDGE   HTTP with one deadline for an exchange and a bounded answer
+    http/         EDGE   one bounded exchange, and one list of what can go wrong with it
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     notices/      EDGE   notifications: their bodies, and one exchange with the service they are for
     fleet/        EDGE   several VMs: the table through which they tell each other what they do

@@ -5,35 +5,19 @@ invariant: what is returned is the whole body of an answer with status 200; ever
 in time.
 """
 
+import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import httpx
 import msgspec
 
-from scheduled_events_agent import AgentError, __version__, host
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.api_version import GENERAL_VERSION
 from scheduled_events_agent.events import ApiVersion, DocumentError, clean_text, excerpt, parse_json
+from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
+from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.settings import ImdsSettings, parse_endpoint
-from scheduled_events_agent.transport import BoundedTransport, TooLargeError, parse_retry_after
-
-ImdsErrorKind = Literal[
-    "timeout",
-    "refused",
-    "unreachable",
-    "bad_request",
-    "not_found",
-    "gone",
-    "throttled",
-    "server_error",
-    "redirect",
-    "too_large",
-    "empty",
-    "malformed",
-    "unexpected_status",
-    "unconfirmed",
-]
-IMDS_ERROR_KINDS: tuple[ImdsErrorKind, ...] = get_args(ImdsErrorKind)
 
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 # DHCP option 245 inside a virtual network: another service of the host, which has no scheduled events.
@@ -41,15 +25,10 @@ _WIRE_SERVER = "168.63.129.16"
 # The instance document has versions of its own; only the whole document is the same in all of them.
 _INSTANCE_PATH = "/metadata/instance?api-version=2021-12-13&format=json"
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024  # 1,000 events with 100 resources each are 3 MiB
-_HEADERS = {
-    "Metadata": "true",
-    "User-Agent": f"scheduled-events-agent/{__version__}",
-    "Accept-Encoding": "identity",
-    "Connection": "close",
-}
+_HEADERS = {"Metadata": "true"} | HEADERS
 
-_KIND_OF_STATUS: dict[int, ImdsErrorKind] = {400: "bad_request", 404: "not_found", 410: "gone", 429: "throttled"}
-_WAY_OUT: dict[ImdsErrorKind, str] = {
+_KIND_OF_STATUS: dict[int, HttpErrorKind] = {400: "bad_request", 410: "gone"}
+_WAY_OUT: dict[HttpErrorKind, str] = {
     "refused": "; check imds.endpoint, and that this machine is an Azure VM",
     "unreachable": "; check imds.endpoint, and the route and firewall to it",
     "bad_request": "; check imds.api_version",
@@ -70,13 +49,13 @@ _RETRY_AFTER_SECONDS = (1.0, 16.0)
 class ImdsError(AgentError):
     """The metadata service gave no usable answer. This says nothing about any event."""
 
-    kind: ImdsErrorKind
+    kind: HttpErrorKind
 
     def __init__(
         self,
         message: str,
         *,
-        kind: ImdsErrorKind,
+        kind: HttpErrorKind,
         retry_after: float | None = None,
         status: int | None = None,
     ) -> None:
@@ -198,7 +177,7 @@ class ImdsClient:
         self._request_timeout = request_timeout
         self._fetch_timeout = max(request_timeout, first_request_timeout)
         self._client = httpx.Client(
-            transport=BoundedTransport(_MAX_ANSWER_BYTES, on_wait),
+            transport=BoundedTransport(_MAX_ANSWER_BYTES, on_progress=on_wait, family=socket.AF_INET),
             headers=_HEADERS,
             trust_env=False,
             follow_redirects=False,
@@ -261,25 +240,20 @@ class ImdsClient:
         raise _refusal(request, response)
 
     def _exchange(self, request: httpx.Request) -> httpx.Response:
-        kind: ImdsErrorKind
         try:
             response = self._client.send(request)
-        except httpx.TimeoutException as error:
-            kind, what = "timeout", str(error)
-        except httpx.ConnectError as error:
-            is_refused = isinstance(error.__cause__, ConnectionRefusedError)
-            kind, what = ("refused", "connection refused") if is_refused else ("unreachable", str(error))
-        except TooLargeError as error:
-            kind, what = "too_large", str(error)
-        except httpx.NetworkError as error:
-            kind, what = "unreachable", str(error)
-        except (httpx.TransportError, httpx.InvalidURL, ValueError) as error:
-            kind, what = "malformed", f"not a whole HTTP answer: {error}"
+        except REQUEST_ERRORS as error:
+            failure, detail = classify(error), str(error)
         else:
             # httpx's refers to the response: each answer would stay in memory until garbage is collected.
             response.stream = httpx.ByteStream(b"")
             return response
-        raise _error(request, what, kind)
+        what = detail
+        if failure.kind == "refused":
+            what = failure.message
+        elif failure.kind == "malformed":
+            what = f"{failure.message}: {detail}"
+        raise _error(request, what, failure.kind)
 
 
 def connect(
@@ -313,18 +287,14 @@ def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:
     what = f"{status} {response.reason_phrase or '(unknown status)'}"
     if response.content:
         what += f": {excerpt(response.content)}"
-    kind = _KIND_OF_STATUS.get(status, "unexpected_status")
-    if 300 <= status < 400:
-        kind = "redirect"
-    elif status >= 500:
-        kind = "server_error"
-    error = _error(request, what, kind)
+    failure = error_for_status(response, _KIND_OF_STATUS)
+    error = _error(request, what, failure.kind)
     error.status = status
-    error.retry_after = parse_retry_after(response.headers.get("retry-after", ""))
+    error.retry_after = failure.retry_after
     return error
 
 
-def _error(request: httpx.Request, what: str, kind: ImdsErrorKind) -> ImdsError:
+def _error(request: httpx.Request, what: str, kind: HttpErrorKind) -> ImdsError:
     # A refused approval says more about the event than about the api-version.
     is_about_event = request.method == "POST" and kind == "bad_request"
     way_out = "" if is_about_event else _WAY_OUT.get(kind, "")

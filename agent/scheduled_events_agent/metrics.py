@@ -27,22 +27,13 @@ from prometheus_client.registry import Collector
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.events import EVENT_TYPES, Affects
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTICE_ERROR_KINDS
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.status import Attention
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE
 from scheduled_events_agent.workflow import HookOutcome, Note, Outcome, Phase, Workflow
 
 _PREFIX = "scheduled_events_"
-# As in imds.IMDS_ERROR_KINDS, which this module may not import; a test compares.
-_REQUEST_FAILURES = (
-    "refused", "timeout", "unreachable", "not_found", "gone", "throttled", "server_error", "bad_request",
-    "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
-)  # fmt: skip
-# As in notices.NOTICE_ERROR_KINDS; a test compares.
-_NOTICE_FAILURES = (
-    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
-    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected",
-)  # fmt: skip
 _DROPPED = ("too_many", "too_old", "refused", "removed", "no_room")
 _STAGES = ("prepare", "on_start", "recover")
 _HOOK_FAILURES = ("failed", "timed_out", "not_started")
@@ -209,10 +200,10 @@ class Metrics:
         affects = get_args(Affects)
         outcomes = [outcome for outcome in get_args(Outcome) if outcome]
         for family, words in (
-            (self.polls, (("ok", *_REQUEST_FAILURES, "document", "too_many"),)),
+            (self.polls, (("ok", *IMDS_ERROR_KINDS, "document", "too_many"),)),
             (self.events, (types, sources, affects)),
             (self.decisions, (("none",), ("never",))),
-            (self.approvals, (("confirmed", *_REQUEST_FAILURES, "no_thread", "bug"),)),
+            (self.approvals, (("confirmed", *IMDS_ERROR_KINDS, "no_thread", "bug"),)),
             (self.hook_failures, (_STAGES,)),
             (self.closed, (types, outcomes)),
             (self.store_errors, (("locked", "full", "write", "read", "damaged", "removed"),)),
@@ -246,7 +237,7 @@ class Metrics:
         hooks |= {(hook, "on_clear"): None for hook in settings.on_clear}
         for target in settings.notify[:_MAX_NAMED]:
             self.notices_sent.labels(target.name)
-            for kind in _NOTICE_FAILURES:
+            for kind in NOTICE_ERROR_KINDS:
                 self.notice_failures.labels(target.name, kind)
             for reason in _DROPPED:
                 self.notices_dropped.labels(target.name, reason)

@@ -19,13 +19,12 @@ from scheduled_events_agent.daemon.polling import Identifier, Poller
 from scheduled_events_agent.daemon.threads import Threads
 from scheduled_events_agent.engine import Engine, Message
 from scheduled_events_agent.events import ApiVersion, Document, DocumentError
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
 from scheduled_events_agent.imds import (
-    IMDS_ERROR_KINDS,
     EndpointError,
     Identity,
     ImdsClient,
     ImdsError,
-    ImdsErrorKind,
 )
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Rule, When
@@ -36,7 +35,7 @@ HOUR = 3600.0
 DOCUMENT = (
     b'{"DocumentIncarnation": 1, "Events": [{"EventId": "a", "EventType": "Reboot", "Resources": ["vm-1"]}]}'
 )
-ASK_FOR_MORE: tuple[ImdsErrorKind, ...] = ("throttled", "bad_request")
+ASK_FOR_MORE: tuple[HttpErrorKind, ...] = ("throttled", "bad_request")
 TIME_LIMIT = 10.0
 
 Answer = bytes | ImdsError | DocumentError
@@ -121,7 +120,7 @@ class Run:
         return [tuple(line[name] for name in names if name in line) for line in self.log]
 
 
-def failing(kind: ImdsErrorKind, until: float, lasts: float = 0.0) -> Callable[[float], tuple[float, Answer]]:
+def failing(kind: HttpErrorKind, until: float, lasts: float = 0.0) -> Callable[[float], tuple[float, Answer]]:
     """Fails until then, each time after so many seconds; after that it answers at once."""
     error = ImdsError(f"GET: {kind}", kind=kind)
     return lambda now: (lasts, error) if now < until else (0.0, DOCUMENT)
@@ -182,7 +181,7 @@ def test_hours_of_500_leave_nothing_behind_in_memory() -> None:
 @pytest.mark.parametrize("poll_interval", [0.25, 1.0, 30.0])
 @pytest.mark.parametrize("kind", [kind for kind in IMDS_ERROR_KINDS if kind not in ASK_FOR_MORE])
 def test_polling_comes_back_within_one_interval_after_whatever_fault(
-    kind: ImdsErrorKind, poll_interval: float
+    kind: HttpErrorKind, poll_interval: float
 ) -> None:
     over = 100.3 * poll_interval
     run = Run(poll_interval, over + 3 * poll_interval, failing(kind, over))
@@ -214,7 +213,7 @@ def test_a_request_that_was_given_up_is_followed_by_the_next_at_once() -> None:
     ("kind", "pauses"),
     [("throttled", [2.0, 4.0, 8.0, 16.0, 16.0]), ("bad_request", [5.0, 10.0, 10.0, 10.0, 10.0])],
 )
-def test_polling_slows_down_as_asked_until_the_first_good_answer(kind: ImdsErrorKind, pauses: list[float]) -> None:
+def test_polling_slows_down_as_asked_until_the_first_good_answer(kind: HttpErrorKind, pauses: list[float]) -> None:
     run = Run(1.0, 10 * HOUR + 60.0, failing(kind, 10 * HOUR))
 
     gaps = [later - earlier for earlier, later in pairwise(run.service.asked)]
@@ -236,7 +235,7 @@ def test_a_storm_of_429_never_makes_polling_faster_than_the_interval() -> None:
 
 
 def test_trouble_of_changing_kinds_is_told_with_each_change_and_counted_as_one() -> None:
-    kinds: Mapping[int, ImdsErrorKind] = {0: "refused", 1: "refused", 2: "timeout", 3: "gone", 4: "gone"}
+    kinds: Mapping[int, HttpErrorKind] = {0: "refused", 1: "refused", 2: "timeout", 3: "gone", 4: "gone"}
     run = Run(1.0, 6.5, lambda now: (0.0, ImdsError("GET", kind=kinds[int(now)]) if now < 5 else DOCUMENT))
 
     assert run.messages("kind", "failures") == [("refused", 1), ("timeout", 3), ("gone", 4), (5,)]
@@ -247,7 +246,7 @@ def test_trouble_of_changing_kinds_is_told_with_each_change_and_counted_as_one()
     [("server_error", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]), ("throttled", [0.0, 2.0, 6.0, 14.0])],
 )
 def test_the_name_is_asked_every_second_and_less_often_if_it_is_not_known(
-    kind: ImdsErrorKind, asked: list[float]
+    kind: HttpErrorKind, asked: list[float]
 ) -> None:
     clock = Clock()
     began, over = clock.now, asked[-1]
@@ -303,7 +302,7 @@ class Preview(Service):
     """It refuses the newest api-version for a time, and takes it after that."""
 
     refused_until = 0.0
-    kind: ImdsErrorKind = "not_found"
+    kind: HttpErrorKind = "not_found"
 
     def __init__(self, clock: Clock, *rest: Any) -> None:
         super().__init__(clock, *rest)
@@ -319,7 +318,7 @@ class Preview(Service):
 
 
 @pytest.mark.parametrize("refusal", ["not_found", "bad_request"])
-def test_a_refused_version_is_no_outage_and_is_asked_for_again_in_a_day(refusal: ImdsErrorKind) -> None:
+def test_a_refused_version_is_no_outage_and_is_asked_for_again_in_a_day(refusal: HttpErrorKind) -> None:
     kind = type("Refusing", (Preview,), {"refused_until": 25 * HOUR, "kind": refusal})
     run = Run(60.0, 49 * HOUR, lambda _: (0.0, DOCUMENT), kind)
 
@@ -348,7 +347,7 @@ def test_an_answer_like_the_one_before_is_passed_on_only_if_the_engine_needs_one
 
 
 @pytest.mark.parametrize("failure", ["timeout", "server_error", "gone", "unreachable"])
-def test_a_newest_version_that_fails_is_left_alone_for_ten_minutes(failure: ImdsErrorKind) -> None:
+def test_a_newest_version_that_fails_is_left_alone_for_ten_minutes(failure: HttpErrorKind) -> None:
     kind = type("Failing", (Preview,), {"refused_until": HOUR, "kind": failure})
     run = Run(60.0, HOUR + 1300.0, lambda _: (0.0, DOCUMENT), kind)
     newest = [at for version, at in cast("Preview", run.service).versions if version == "2024-07-09"]

@@ -12,7 +12,8 @@ import pytest
 import respx
 
 from scheduled_events_agent.events import parse_document
-from scheduled_events_agent.imds import Identity, ImdsClient, ImdsError, ImdsErrorKind
+from scheduled_events_agent.http.errors import HttpErrorKind
+from scheduled_events_agent.imds import Identity, ImdsClient, ImdsError
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 ENDPOINT = "http://127.0.0.1:8080"
@@ -86,7 +87,7 @@ def test_the_document_is_asked_for_with_the_metadata_header(service: respx.MockR
     ],
 )
 def test_every_other_status_is_an_error_that_quotes_its_body(
-    service: respx.MockRouter, status: int, body: bytes | str, kind: ImdsErrorKind, message: str
+    service: respx.MockRouter, status: int, body: bytes | str, kind: HttpErrorKind, message: str
 ) -> None:
     content = (PAYLOADS / body).read_bytes() if isinstance(body, str) else body
     service.get(URL).respond(status, content=content)
@@ -120,7 +121,7 @@ def test_an_empty_body_means_not_ready_yet_and_the_next_request_succeeds(service
     ],
 )
 def test_every_fault_of_the_transport_has_a_kind(
-    service: respx.MockRouter, fault: httpx.TransportError, kind: ImdsErrorKind
+    service: respx.MockRouter, fault: httpx.TransportError, kind: HttpErrorKind
 ) -> None:
     service.get(URL).side_effect = fault
 
@@ -179,7 +180,7 @@ def test_several_events_are_approved_in_one_request(service: respx.MockRouter) -
     ("status", "kind"), [("400 Bad Request", "bad_request"), ("404 Not Found", "not_found"), ("410 Gone", "gone")]
 )
 def test_a_refused_approval_is_told_with_its_answer(
-    service: respx.MockRouter, status: str, kind: ImdsErrorKind
+    service: respx.MockRouter, status: str, kind: HttpErrorKind
 ) -> None:
     service.post(URL).respond(int(status[:3]), content=b'{"error": "no such event"}')
 

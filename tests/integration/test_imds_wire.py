@@ -18,10 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ports import free_port
 
-from scheduled_events_agent import __version__, transport
+from scheduled_events_agent import __version__
 from scheduled_events_agent.events import DocumentError, parse_document
-from scheduled_events_agent.imds import IMDS_ERROR_KINDS, ImdsClient, ImdsError, ImdsErrorKind
-from scheduled_events_agent.transport import BoundedTransport
+from scheduled_events_agent.http import transport
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
+from scheduled_events_agent.http.transport import BoundedTransport
+from scheduled_events_agent.imds import ImdsClient, ImdsError
 
 DOCUMENT = b'{"DocumentIncarnation": 1, "Events": []}'
 PATH = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -182,7 +184,7 @@ def error_of(call: Callable[[], object]) -> ImdsError:
     return caught.value
 
 
-def assert_fails(server: Server, kind: ImdsErrorKind, message: str = "", **options: Any) -> None:
+def assert_fails(server: Server, kind: HttpErrorKind, message: str = "", **options: Any) -> None:
     error = error_of(client_of(server, **options).fetch)
     assert error.kind == kind
     assert str(error).startswith(f"GET {server.endpoint}{PATH}: {message}")
@@ -351,7 +353,7 @@ def test_what_follows_an_answer_is_neither_part_of_it_nor_the_next_one(serve: Se
     ids=["until-close", "length", "chunks", "chunk", "interim", "trailers", "headers", "line"],
 )
 def test_an_answer_without_end_is_given_up_when_it_is_too_large(
-    serve: Serve, head: bytes, filler: bytes, kind: ImdsErrorKind
+    serve: Serve, head: bytes, filler: bytes, kind: HttpErrorKind
 ) -> None:
     assert_fails(serve(once(head, then=lambda peer: peer.flood(filler))), kind)
 
@@ -452,7 +454,7 @@ def test_a_service_that_is_slow_to_connect_is_waited_for_in_slices(
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "], ids=["body", "head"])
 def test_an_answer_byte_by_byte_is_too_large(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     connection = Dripping(head)
-    monkeypatch.setattr(socket, "socket", lambda: connection)
+    monkeypatch.setattr(socket, "socket", lambda _: connection)
     error = error_of(client_of("http://127.0.0.1").fetch)
     assert (error.kind, connection.reads) == ("too_large", 20_001)
     assert str(error).endswith(": the answer comes in more than 20,000 parts")

@@ -23,11 +23,12 @@ from receiver import Receiver, read_request
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.http.errors import TooLargeError
+from scheduled_events_agent.http.transport import BoundedTransport, proxy_for
 from scheduled_events_agent.notices import SAMPLE, BodyError, NoticeError, deliver, doubts, render
 from scheduled_events_agent.settings import NotifyTarget
 from scheduled_events_agent.settings.model import SecretFile
 from scheduled_events_agent.status import SuggestedCommand
-from scheduled_events_agent.transport import SecureTransport, TooLargeError, proxy_for
 
 ROOT = Path(__file__).parents[2]
 URL = "https://hooks.example.com/T0/secret-path?sig=secret-query"
@@ -175,7 +176,7 @@ def test_the_status_decides_however_long_the_answer_is(receiver: Receiver, way: 
 
 def test_of_a_long_answer_64_kib_are_read(receiver: Receiver) -> None:
     receiver.behave = lambda: "200 without end"
-    with httpx.Client(transport=SecureTransport(65536, None, None, is_cut=True)) as client:
+    with httpx.Client(transport=BoundedTransport(65536, is_cut=True)) as client:
         assert 0 < len(client.post(receiver.url, json={}).content) < 65536
 
 

@@ -10,7 +10,8 @@ from scheduled_events_agent.api_version import (
     versions_to_ask,
 )
 from scheduled_events_agent.events import ApiVersion, ApiVersionSetting
-from scheduled_events_agent.imds import ImdsError, ImdsErrorKind
+from scheduled_events_agent.http.errors import HttpErrorKind
+from scheduled_events_agent.imds import ImdsError
 from scheduled_events_agent.policy import Rule, When
 
 DAY = 24 * 3600.0
@@ -71,7 +72,7 @@ def test_failures_count_in_a_row_and_only_if_the_other_version_is_answered() -> 
     ],
 )
 def test_only_refusals_keep_it_from_being_asked_for_a_day(
-    kinds: tuple[ImdsErrorKind, ImdsErrorKind], seconds: float
+    kinds: tuple[HttpErrorKind, HttpErrorKind], seconds: float
 ) -> None:
     fallback = NONE_YET
     for kind in kinds:
@@ -104,7 +105,7 @@ def test_the_reason_says_what_the_service_does(error: ImdsError, reason: str) ->
     ],
 )
 def test_any_failure_but_a_throttled_request_leads_to_the_other_version(
-    failures: dict[str, ImdsErrorKind], asked: list[str], result: str
+    failures: dict[str, HttpErrorKind], asked: list[str], result: str
 ) -> None:
     tried: list[str] = []
 

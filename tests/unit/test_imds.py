@@ -3,23 +3,22 @@
 import pytest
 
 from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
 from scheduled_events_agent.imds import (
-    IMDS_ERROR_KINDS,
     Backoff,
     EndpointError,
     ImdsClient,
     ImdsError,
-    ImdsErrorKind,
     resolve_endpoint,
 )
 
-PAUSES: dict[ImdsErrorKind, list[float]] = {
+PAUSES: dict[HttpErrorKind, list[float]] = {
     "throttled": [2, 4, 8, 16, 16, 16],
     "bad_request": [5, 10, 10, 10, 10, 10],
 }
 
 
-def pauses_after(*errors: ImdsErrorKind | ImdsError) -> list[float]:
+def pauses_after(*errors: HttpErrorKind | ImdsError) -> list[float]:
     backoff = Backoff()
     return [
         backoff.seconds_after(error if isinstance(error, ImdsError) else ImdsError("GET", kind=error))
@@ -28,14 +27,14 @@ def pauses_after(*errors: ImdsErrorKind | ImdsError) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", IMDS_ERROR_KINDS)
-def test_only_an_answer_that_asks_for_it_makes_polling_slower(kind: ImdsErrorKind) -> None:
-    six: list[ImdsErrorKind] = [kind] * 6
+def test_only_an_answer_that_asks_for_it_makes_polling_slower(kind: HttpErrorKind) -> None:
+    six: list[HttpErrorKind] = [kind] * 6
     assert pauses_after(*six) == PAUSES.get(kind, [0.0] * 6)
 
 
 def test_only_failures_of_one_kind_in_a_row_make_the_pause_grow() -> None:
-    fails: list[ImdsErrorKind] = ["server_error"] * 10
-    limited: list[ImdsErrorKind] = ["throttled", "throttled", "timeout", "throttled"]
+    fails: list[HttpErrorKind] = ["server_error"] * 10
+    limited: list[HttpErrorKind] = ["throttled", "throttled", "timeout", "throttled"]
     assert pauses_after(*fails, *limited)[10:] == [2, 4, 0, 2]
     backoff = Backoff()
     error = ImdsError("GET", kind="throttled")

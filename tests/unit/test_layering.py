@@ -32,19 +32,19 @@ ALLOWED: dict[str, set[str]] = {
     "status": {"events", "spelling", "status", "workflow"},
     "hook_times": {"policy", "workflow"},
     "settings": {"events", "policy", "spelling", "typed_yaml", "host", "web", "settings"},
-    "transport": set(),
-    "imds": PURE | {"settings", "host", "transport"},
-    "notices": PURE | {"settings", "host", "transport", "notices"},
-    "fleet": PURE | {"settings", "host", "transport", "fleet"},
+    "http": {"http"},
+    "imds": PURE | {"settings", "host", "http"},
+    "notices": PURE | {"settings", "host", "http", "notices"},
+    "fleet": PURE | {"settings", "host", "http", "fleet"},
     "hooks": PURE | {"settings", "host", "hooks"},
     "store": PURE | {"settings", "host", "store"},
     "web": {"web", "typed_yaml", "host"},
-    "metrics": PURE | {"settings"},
+    "metrics": PURE | {"settings", "http"},
     "log": PURE | {"settings", "host"},
     "simulator": {"simulator", "spelling", "typed_yaml"},
     "engine": PURE | EDGES - {"web"} | {"settings", "host", "engine"},
     "daemon": PURE | EDGES | {"settings", "host", "engine", "daemon"},
-    "cli": PURE | EDGES | {"settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
+    "cli": PURE | EDGES | {"http", "settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }
 # Files that wire parts together, though the rest of their folder does not.
 WIRING = {
@@ -220,6 +220,12 @@ def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them(tmp_path:
         assert "scheduled_events_agent.settings" in loaded
         assert ({"httpx", "ssl"} <= loaded) == is_with_http
         assert is_with_http or slow & loaded == set()
+
+
+def test_metrics_know_of_http_only_what_can_go_wrong() -> None:
+    known = {name for name in imports(ROOT / "metrics.py") if is_in(name, {"scheduled_events_agent.http"})}
+    assert known
+    assert {name for name in known if not is_in(name, {"scheduled_events_agent.http.errors"})} == set()
 
 
 def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:

@@ -14,9 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import scheduled_events_agent.metrics
 from scheduled_events_agent import __version__
 from scheduled_events_agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
-from scheduled_events_agent.imds import IMDS_ERROR_KINDS
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTICE_ERROR_KINDS
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import NOTICE_ERROR_KINDS
 from scheduled_events_agent.policy import ApproveMode, Decision, Rule
 from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import Attention

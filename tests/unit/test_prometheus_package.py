@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
-from scheduled_events_agent.imds import IMDS_ERROR_KINDS
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import ApproveMode, Decision
 from scheduled_events_agent.settings import NotifyTarget, Settings

@@ -16,7 +16,8 @@ from scheduled_events_agent.api_version import BestAnswer, not_available, reason
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal
 from scheduled_events_agent.events import DocumentError, parse_document
 from scheduled_events_agent.host.surroundings import STOP_ONE, ActingAgent, Approver, OwnService
-from scheduled_events_agent.imds import Answer, ImdsError, ImdsErrorKind
+from scheduled_events_agent.http.errors import HttpErrorKind
+from scheduled_events_agent.imds import Answer, ImdsError
 from scheduled_events_agent.settings import VmSettings
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import CommandOptions, NotifiedTarget
@@ -38,7 +39,7 @@ _AWAY = (
     "wrong route"
 )
 _SOMETHING_ELSE = "check imds.endpoint, and what else answers there: a proxy, a portal, another service"
-_ADVICE: dict[ImdsErrorKind, str] = {
+_ADVICE: dict[HttpErrorKind, str] = {
     "timeout": _AWAY,
     "refused": _AWAY,
     "unreachable": _AWAY,

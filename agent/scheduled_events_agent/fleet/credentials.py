@@ -1,6 +1,7 @@
 """What signs the requests to a fleet's table: a token for the identity of this VM, or the signature in a file."""
 
 import re
+import socket
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -9,23 +10,19 @@ from urllib.parse import parse_qs
 
 import httpx
 
-from scheduled_events_agent import __version__, host
+from scheduled_events_agent import host
 from scheduled_events_agent.events import DocumentError, excerpt, parse_json
 from scheduled_events_agent.fleet.backend import BackendError
+from scheduled_events_agent.http.errors import REQUEST_ERRORS, classify
+from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.settings.files import read_named_file
-from scheduled_events_agent.transport import BoundedTransport
 
 _PATH = "/metadata/identity/oauth2/token"
 _API_VERSION = "2018-02-01"
 _MAX_ANSWER_BYTES = 256 * 1024
 _RENEW_TOKEN_SECONDS = 300.0  # before its end
 _UPDATE_SECONDS = 70.0  # at most, that the service is away (410) while it is updated
-_HEADERS = {
-    "Metadata": "true",
-    "User-Agent": f"scheduled-events-agent/{__version__}",
-    "Accept-Encoding": "identity",
-    "Connection": "close",
-}
+_HEADERS = {"Metadata": "true"} | HEADERS
 _MAX_SAS_BYTES = 16 * 1024
 _RENEW_SAS_BEFORE = timedelta(days=7)
 # The letters of its permissions, as the service names them.
@@ -59,14 +56,14 @@ class ManagedIdentityCredential:
         query = {"api-version": _API_VERSION, "resource": self._audience}
         if self._client_id:
             query["client_id"] = self._client_id
-        transport = BoundedTransport(_MAX_ANSWER_BYTES)
+        transport = BoundedTransport(_MAX_ANSWER_BYTES, family=socket.AF_INET)
         with httpx.Client(transport=transport, trust_env=False, timeout=self._limit_seconds) as client:
             try:
                 answer = client.get(self._url, params=query, headers=_HEADERS)
-            except httpx.TimeoutException:
-                text = f"the metadata service gives no token within {self._limit_seconds:g} s"
-                raise BackendError(text, kind="timeout") from None
-            except (httpx.TransportError, httpx.InvalidURL) as error:
+            except REQUEST_ERRORS as error:
+                if classify(error).kind == "timeout":
+                    text = f"the metadata service gives no token within {self._limit_seconds:g} s"
+                    raise BackendError(text, kind="timeout") from None
                 raise BackendError(f"the metadata service gives no token: {error}", kind="unreachable") from None
         if answer.status_code != 200:
             raise self._refusal(answer)

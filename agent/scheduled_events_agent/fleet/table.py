@@ -16,7 +16,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 
-from scheduled_events_agent import __version__, host
+from scheduled_events_agent import host
 from scheduled_events_agent.events import DocumentError, parse_json
 from scheduled_events_agent.fleet.backend import (
     MAX_RECORDS,
@@ -27,21 +27,19 @@ from scheduled_events_agent.fleet.backend import (
     plain_key,
 )
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
+from scheduled_events_agent.http.errors import (
+    REQUEST_ERRORS,
+    HttpErrorKind,
+    classify,
+    error_for_status,
+)
+from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, trusting
 from scheduled_events_agent.settings.model import (
     FleetCredential,
     FleetSettings,
     TableAddress,
     is_foreign_path,
     parse_table,
-)
-from scheduled_events_agent.transport import (
-    SecureTransport,
-    SetupError,
-    TooLargeError,
-    connect_fault,
-    parse_retry_after,
-    proxy_for,
-    trusting,
 )
 
 ROLE = "Storage Table Data Contributor"
@@ -58,10 +56,19 @@ _HEADERS = {
     "x-ms-version": "2020-12-06",
     "DataServiceVersion": "3.0",
     "Accept": "application/json;odata=minimalmetadata",
-    "Accept-Encoding": "identity",
-    "User-Agent": f"scheduled-events-agent/{__version__}",
-    "Connection": "close",
+    **HEADERS,
 }
+_KIND_OF_STATUS: dict[int, HttpErrorKind] = {
+    401: "denied", 403: "denied",
+    408: "timeout", 500: "timeout", 502: "timeout", 504: "timeout",
+    503: "throttled",
+}  # fmt: skip
+_KINDS: dict[HttpErrorKind, ErrorKind] = {
+    "timeout": "timeout",
+    "too_large": "bad_response",
+    "malformed": "bad_response",
+}
+"""Of no answer; each other one is ``unreachable``."""
 _CODE = re.compile(r'"code"\s*:\s*"([A-Za-z]{1,64})"|<(?:\w+:)?code>([A-Za-z]{1,64})<', re.IGNORECASE)
 _OWN_NAMES = ("PartitionKey", "RowKey", "Timestamp")
 _CHANGED = {
@@ -231,22 +238,23 @@ class TableBackend:
     def _refusal(self, answer: httpx.Response) -> BackendError:
         """What an answer that is no success means."""
         status = answer.status_code
+        failure = error_for_status(answer, _KIND_OF_STATUS)
         code = _parse_code(answer.content)
         says = f"{self._account_url} answers {status}"
         if code:
             says += f" ({code})"
         if (status, code) in _CHANGED:
             return _PreconditionFailedError(says, is_gone=status == 404)
-        if status == 404:
+        if failure.kind == "not_found":
             remedy = "create it, or correct fleet.table"
             return BackendError(f"{says}: there is no table {self._table}: {remedy}", kind="not_found")
-        if status in (401, 403):
+        if failure.kind == "denied":
             return BackendError(f"{says}: {self._access_remedy(code)}", kind="denied")
-        if status in (408, 429, 500, 502, 503, 504):
-            after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
+        if failure.kind in ("throttled", "timeout"):
+            after = failure.retry_after or 0.0
             return BackendError(
                 f"{says}: it is busy",
-                kind="throttled" if status in (429, 503) else "timeout",
+                kind="throttled" if failure.kind == "throttled" else "timeout",
                 retry_after=min(max(0.0, after), _MAX_RETRY_AFTER_SECONDS),
             )
         return BackendError(f"{says}: not the answer of a table that can be used", kind="bad_response")
@@ -278,32 +286,23 @@ def _exchange(
     proxy: str | None, method: str, url: str, headers: Mapping[str, str], body: bytes
 ) -> httpx.Response | BackendError:
     """The whole answer. An error is returned, not raised: so its traceback has no URL with a signature."""
-    kind: ErrorKind
     try:
         target = httpx.URL(url)
         context = trusting(None) if target.scheme == "https" else None
-        transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(proxy, target))
+        transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=context, proxy=proxy_for(proxy, target))
     except (SetupError, httpx.InvalidURL) as error:
         return BackendError(f"the table cannot be asked: {error}", kind="setup")
     try:
         with httpx.Client(transport=transport, trust_env=False, timeout=_EXCHANGE_SECONDS) as client:
             return client.request(method, target, headers=headers, content=body)
-    except httpx.TimeoutException:
-        kind, what = "timeout", f"no whole answer within {_EXCHANGE_SECONDS:g} s"
-    except httpx.ConnectError as error:
-        fault, what = connect_fault(error)
-        kind = "unreachable"
-        if fault == "tls":
-            trusting.cache_clear()  # they may be other ones by now
-    except httpx.ProxyError:
-        kind, what = "unreachable", "the proxy refuses"
-    except TooLargeError:
-        kind, what = "bad_response", f"the answer is over {_MAX_ANSWER_BYTES // 1024**2} MiB"
-    except httpx.NetworkError:
-        kind, what = "unreachable", "the connection was lost"
-    except (httpx.TransportError, ValueError):
-        kind, what = "bad_response", "not a whole HTTP answer"
-    return BackendError(f"{target.host} gives no answer: {what}", kind=kind)
+    except REQUEST_ERRORS as error:
+        failure = classify(error)
+    what = failure.message
+    if failure.kind == "timeout":
+        what = f"no whole answer within {_EXCHANGE_SECONDS:g} s"
+    elif failure.kind == "proxy":
+        what = "the proxy refuses"
+    return BackendError(f"{target.host} gives no answer: {what}", kind=_KINDS.get(failure.kind, "unreachable"))
 
 
 def _parse_page(body: bytes, date: datetime | None) -> list[Record] | None:

@@ -9,16 +9,10 @@ nothing, retries nothing and starts no thread. The one invariant: no URL, header
 """
 
 from scheduled_events_agent.notices.bodies import BodyError, render
-from scheduled_events_agent.notices.delivery import (
-    NOTICE_ERROR_KINDS,
-    Delivered,
-    NoticeError,
-    deliver,
-    doubts,
-)
+from scheduled_events_agent.notices.delivery import Delivered, NoticeError, deliver, doubts
 from scheduled_events_agent.notices.happening import SAMPLE, Happening, happenings, has_news, is_wanted
 
 __all__ = [
-    "NOTICE_ERROR_KINDS", "SAMPLE", "BodyError", "Delivered", "Happening", "NoticeError",
+    "SAMPLE", "BodyError", "Delivered", "Happening", "NoticeError",
     "deliver", "doubts", "happenings", "has_news", "is_wanted", "render",
 ]  # fmt: skip

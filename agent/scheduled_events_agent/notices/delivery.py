@@ -3,42 +3,28 @@
 Errors are worded here by their kind: the texts of libraries may hold the URL or a header, which are secrets.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import httpx
 import msgspec
 
-from scheduled_events_agent import AgentError, __version__, host
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.events import excerpt
+from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
+from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, trusting
 from scheduled_events_agent.notices.bodies import BodyError, render
 from scheduled_events_agent.notices.happening import SAMPLE, Happening
 from scheduled_events_agent.settings.files import files_of_target, read_named_file
 from scheduled_events_agent.settings.model import NotifyTarget, SecretFile, is_foreign_path
-from scheduled_events_agent.transport import (
-    SecureTransport,
-    SetupError,
-    TooLargeError,
-    connect_fault,
-    parse_retry_after,
-    proxy_for,
-    trusting,
-)
 
-NoticeErrorKind = Literal[
-    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
-    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected",
-]  # fmt: skip
-NOTICE_ERROR_KINDS: tuple[NoticeErrorKind, ...] = get_args(NoticeErrorKind)
-_KIND_OF_STATUS: dict[int, NoticeErrorKind] = {
+_KIND_OF_STATUS: dict[int, HttpErrorKind] = {
     # Final: the body is at fault, and would be the same the next time.
     400: "rejected", 413: "rejected", 414: "rejected", 415: "rejected", 422: "rejected", 431: "rejected",
     401: "denied", 402: "denied", 403: "denied", 407: "denied",
-    404: "not_found", 405: "not_found", 410: "not_found",
-    408: "timeout", 429: "throttled",
+    405: "not_found", 410: "not_found",
+    408: "timeout",
 }  # fmt: skip
 
 _ROUTING_KEY = "x-routing-key"
@@ -50,13 +36,13 @@ _MAX_CA_BYTES = 1024 * 1024
 class NoticeError(AgentError):
     """A notice was not delivered. The message holds no secret."""
 
-    kind: NoticeErrorKind
+    kind: HttpErrorKind
 
     def __init__(
         self,
         message: str,
         *,
-        kind: NoticeErrorKind,
+        kind: HttpErrorKind,
         status: int | None = None,
         retry_after: float | None = None,
         answer: str = "",
@@ -116,7 +102,7 @@ class _Post:
     url: httpx.URL
     headers: dict[str, str]
     body: bytes
-    transport: SecureTransport
+    transport: BoundedTransport
     secrets: list[str]
 
 
@@ -130,21 +116,17 @@ def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
         content_type, body = render(target.body, happening, routing_key)
     except BodyError as error:
         raise NoticeError(f"body: {error}", kind="setup") from None
-    own = {
-        "content-type": content_type,
-        "user-agent": f"scheduled-events-agent/{__version__}",
-        "accept-encoding": "identity",
-        "connection": "close",
-    }
+    own = {"content-type": content_type} | {name.lower(): value for name, value in HEADERS.items()}
     try:
         if target.ca_file is not None:
             read_named_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
         context = trusting(target.ca_file) if url.scheme == "https" else None
-        transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(target.proxy, url), is_cut=True)
+        proxy = proxy_for(target.proxy, url)
     except host.HostError as error:
         raise NoticeError(f"ca_file: {error}", kind="setup") from None
     except SetupError as error:
         raise NoticeError(str(error), kind="setup") from None
+    transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=context, proxy=proxy, is_cut=True)
     return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
 
 
@@ -153,38 +135,30 @@ def _secrets_of(target: NotifyTarget) -> dict[str, str | SecretFile]:
 
 
 def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
-    kind: NoticeErrorKind
     try:
         return client.post(post.url, headers=post.headers, content=post.body)
-    except httpx.TimeoutException:
-        kind, what = "timeout", f"no whole answer within {client.timeout.read:g} s"
-    except httpx.ConnectError as error:
-        kind, what = connect_fault(error)
-    except httpx.ProxyError as error:
-        status = re.match(r"\d{3}\b", str(error))
-        answer = status[0] if status else "with an error"
-        kind, what = "proxy", f"the proxy answers {answer}"
-    except TooLargeError as error:
-        kind, what = "malformed", str(error)
-    except httpx.NetworkError:
-        kind, what = "unreachable", "the connection was lost"
-    except (httpx.TransportError, httpx.InvalidURL, ValueError):
-        kind, what = "malformed", "not a whole HTTP answer, or a header that cannot be sent"
-    if kind == "tls":
-        trusting.cache_clear()  # they may be other ones by now
-    # Outside of the except clauses, so that no traceback has the library's text.
+    except REQUEST_ERRORS as error:
+        failure = classify(error)
+    kind, what = failure.kind, failure.message
+    if kind == "timeout":
+        what = f"no whole answer within {client.timeout.read:g} s"
+    elif kind == "too_large":
+        kind = "malformed"
+    elif kind == "malformed":
+        what += ", or a header that cannot be sent"
+    # Outside of the except clause, so that no traceback has the library's text.
     raise NoticeError(what, kind=kind)
 
 
 def _refusal(response: httpx.Response, answer: str) -> NoticeError:
-    status = response.status_code
-    kind = _KIND_OF_STATUS.get(status, "unexpected_status")
-    if 300 <= status < 400:
-        kind = "redirect"
-    elif status >= 500:
-        kind = "server_error"
-    retry_after = parse_retry_after(response.headers.get("retry-after", ""))
-    return NoticeError(f"it answers {status}", kind=kind, status=status, retry_after=retry_after, answer=answer)
+    failure = error_for_status(response, _KIND_OF_STATUS)
+    return NoticeError(
+        failure.message,
+        kind=failure.kind,
+        status=response.status_code,
+        retry_after=failure.retry_after,
+        answer=answer,
+    )
 
 
 def _text_of(secret: str | SecretFile, key: str) -> str:

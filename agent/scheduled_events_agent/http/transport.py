@@ -7,25 +7,30 @@ The one invariant: each request has a connection of its own, so what is left on 
 import ipaddress
 import logging
 import os
-import re
 import selectors
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from functools import lru_cache
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 import httpcore
 import httpx
 
-from scheduled_events_agent import AgentError
+from scheduled_events_agent import AgentError, __version__
+from scheduled_events_agent.http.errors import TooLargeError
 
 # httpx logs whole URLs, which may hold secrets.
 logging.getLogger("httpx").setLevel(logging.WARNING)
+
+HEADERS = {
+    "User-Agent": f"scheduled-events-agent/{__version__}",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
+"""Of every request."""
 
 # httpx would unpack a small answer into a huge one, send cookies back, which may grow, and fail on an odd address.
 _DROPPED_HEADERS = (b"content-encoding", b"set-cookie", b"location")
@@ -35,10 +40,6 @@ _TOO_MANY_PARTS = f"the answer comes in more than {_MAX_PARTS:,} parts"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _RESOLVE_SECONDS = 30.0
 _SLICE_SECONDS = 1.0
-
-
-class TooLargeError(httpx.ReadError):
-    """The answer is over its limit."""
 
 
 class SetupError(AgentError):
@@ -52,10 +53,12 @@ class SetupError(AgentError):
 def trusting(ca_file: str | None) -> ssl.SSLContext:
     """A context that trusts the certificates of the file, or of the system. Raises SetupError."""
     try:
-        return ssl.create_default_context(cafile=ca_file)
+        context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # ssl.SSLError is one
         reason = error.strerror if not isinstance(error, ssl.SSLError) else "no certificates in PEM form"
         raise SetupError(f"ca_file: {ca_file} cannot be used: {reason}") from None
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
@@ -111,84 +114,70 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
-def connect_fault(error: httpx.ConnectError) -> tuple[Literal["tls", "refused", "unreachable"], str]:
-    """Why ``SecureTransport`` has no connection: a kind, and the words for it without any text of the service."""
-    cause = error.__cause__
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return "tls", f"its certificate is not trusted: {cause.verify_message}"
-    if isinstance(cause, ssl.SSLError):
-        return "tls", f"no TLS: {cause.reason or 'the handshake failed'}"
-    if isinstance(cause, ConnectionRefusedError):
-        return "refused", "connection refused"
-    reason = cause.strerror if isinstance(cause, OSError) else None
-    return "unreachable", reason or "it cannot be reached"
-
-
 class BoundedTransport(httpx.BaseTransport):
-    """For ``httpx.Client``: plain HTTP/1.1 over IPv4. Keeps nothing between requests; for any thread.
+    """For ``httpx.Client``: HTTP/1.1 or HTTPS, directly or through an HTTP proxy. For any thread.
 
-    The client's ``read`` time-out, in seconds, bounds the whole exchange, and its ``connect`` time-out the
-    connecting as well. A host name is resolved by the system, in its own time. Raises httpx.TransportError.
-    The extension ``headers`` of a response has the headers that httpx must not see, too.
-    """
-
-    def __init__(self, max_answer_bytes: int, on_wait: Callable[[float], None] = lambda _: None) -> None:
-        """``on_wait`` is called before each wait with the seconds that it may take."""
-        self._max_answer_bytes = max_answer_bytes
-        self._on_wait = on_wait
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.raw_host.decode()
-        port = request.url.port or 80
-        url = httpcore.URL(scheme=b"http", host=host, port=port, target=request.url.raw_path)
-        content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
-        stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], self._on_wait)
-        stream.connect(host, port, request.extensions["timeout"]["connect"])
-        with closing(stream):
-            return _exchange(httpcore.HTTP11Connection(url.origin, stream), content, stream)
-
-
-class SecureTransport(httpx.BaseTransport):
-    """For ``httpx.Client``: HTTPS or HTTP/1.1, over IPv4 or IPv6, directly or through an HTTP proxy.
-
-    Its limits are those of ``BoundedTransport``. Raises httpx.ProxyError if the proxy refuses.
+    Keeps nothing between requests. The client's ``read`` time-out, in seconds, bounds the whole exchange, and its
+    ``connect`` time-out the connecting as well. A host name is resolved by the system, in its own time. Raises
+    httpx.TransportError; httpx.ProxyError if the proxy refuses. The extension ``headers`` of a response has the
+    headers that httpx must not see, too.
     """
 
     def __init__(
         self,
-        max_answer_bytes: int,
-        ssl_context: ssl.SSLContext | None,
-        proxy: httpx.Proxy | None,
+        max_bytes: int,
         *,
+        ssl_context: ssl.SSLContext | None = None,
+        proxy: httpx.Proxy | None = None,
+        on_progress: Callable[[float], None] | None = None,
+        family: socket.AddressFamily = socket.AF_UNSPEC,
         is_cut: bool = False,
     ) -> None:
-        """``is_cut``: a body that is too long, or does not end in time, is no error; its beginning is kept."""
-        self._is_cut = is_cut
-        self._max_answer_bytes = max_answer_bytes
+        """``max_bytes``: of an answer. ``ssl_context``: for HTTPS; by default it trusts as the system does.
+
+        ``on_progress`` is called before each wait with the seconds that it may take.
+
+        ``family``: of the addresses that are connected to; by default any.
+
+        ``is_cut``: a body that is too long, or does not end in time, is no error; its beginning is kept.
+        """
+        self._max_bytes = max_bytes
         self._ssl_context = ssl_context
         self._proxy = proxy
+        self._on_progress = on_progress or (lambda _: None)
+        self._family = family
+        self._is_cut = is_cut
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         asked = request.url
         url = httpcore.URL(scheme=asked.raw_scheme, host=asked.raw_host, port=asked.port, target=asked.raw_path)
         content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
-        stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], lambda _: None)
-        backend = _Backend(stream)
-        pool = (
-            httpcore.HTTPProxy(
-                str(self._proxy.url),
-                proxy_auth=self._proxy.raw_auth,
-                ssl_context=self._ssl_context,
-                network_backend=backend,
-            )
-            if self._proxy
-            else httpcore.ConnectionPool(ssl_context=self._ssl_context, network_backend=backend)
+        stream = _BoundedStream(
+            self._max_bytes, request.extensions["timeout"], self._on_progress, self._family, is_cut=self._is_cut
+        )
+        if self._proxy:
+            return self._handle_by_proxy(self._proxy, content, stream)
+        host = asked.raw_host.decode()
+        stream.connect(host, asked.port or _DEFAULT_PORTS[asked.scheme])
+        with closing(stream):
+            if asked.scheme == "https":
+                stream.start_tls(self._ssl_context or trusting(None), host)
+            return _exchange(httpcore.HTTP11Connection(url.origin, stream), content, stream)
+
+    def _handle_by_proxy(
+        self, proxy: httpx.Proxy, content: httpcore.Request, stream: "_BoundedStream"
+    ) -> httpx.Response:
+        pool = httpcore.HTTPProxy(
+            str(proxy.url),
+            proxy_auth=proxy.raw_auth,
+            ssl_context=self._ssl_context,
+            network_backend=_Backend(stream),
         )
         with closing(pool):
             try:
-                return _exchange(pool, content, stream, is_cut=self._is_cut)
+                return _exchange(pool, content, stream)
             except httpx.ConnectError as error:
-                raise error from stream.fault  # the pool has removed it
+                raise error from stream.error  # the pool has removed it
             except httpcore.ProxyError as error:
                 raise httpx.ProxyError(str(error)) from error
 
@@ -197,8 +186,6 @@ def _exchange(
     connection: httpcore.ConnectionInterface | httpcore.ConnectionPool,
     request: httpcore.Request,
     stream: "_BoundedStream",
-    *,
-    is_cut: bool = False,
 ) -> httpx.Response:
     body = bytearray()
     try:
@@ -209,7 +196,7 @@ def _exchange(
     except httpcore.ProtocolError as error:
         raise httpx.RemoteProtocolError(str(error)) from error
     except (TooLargeError, httpx.ReadTimeout):
-        if stream.is_in_head or not is_cut:
+        if stream.is_in_head or not stream.is_cut:
             raise
     headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
     extensions = {"headers": httpx.Headers(answer.headers)}
@@ -221,16 +208,6 @@ def _parts_of(answer: httpcore.Response) -> Iterator[bytes]:
         if number == _MAX_PARTS:
             raise TooLargeError(_TOO_MANY_PARTS)
         yield part
-
-
-def parse_retry_after(value: str) -> float | None:
-    """Seconds from now that a Retry-After header gives, as a number or an HTTP date; None for anything else."""
-    if re.fullmatch(r"[0-9]{1,9}", value):
-        return float(value)
-    try:
-        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError, OverflowError):
-        return None
 
 
 class _Backend(httpcore.NetworkBackend):
@@ -248,7 +225,7 @@ class _Backend(httpcore.NetworkBackend):
         socket_options: object = None,
     ) -> httpcore.NetworkStream:
         del timeout, local_address, socket_options  # the deadline is stricter; none are set
-        self._stream.connect_to_any(host, port)
+        self._stream.connect(host, port)
         return self._stream
 
 
@@ -258,14 +235,25 @@ class _BoundedStream(httpcore.NetworkStream):
     While ``is_in_head`` it gives few, as h11 itself reads any number of interim answers.
     """
 
-    def __init__(self, max_bytes: int, seconds: float, on_wait: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        timeouts: Mapping[str, float],
+        on_progress: Callable[[float], None],
+        family: socket.AddressFamily,
+        *,
+        is_cut: bool,
+    ) -> None:
         self._max_bytes = max_bytes
-        self._seconds = seconds
-        self._deadline = monotonic() + seconds
-        self._on_wait = on_wait
+        self._seconds = timeouts["read"]
+        self._connect_seconds = timeouts["connect"]
+        self._deadline = monotonic() + self._seconds
+        self._on_progress = on_progress
+        self._family = family
         self._received_bytes = self._reads = 0
         self.is_in_head = True
-        self.fault: OSError | None = None
+        self.is_cut = is_cut
+        self.error: OSError | None = None
         """Why there is no connection, as the system says it."""
 
     def _seconds_left(self) -> float:
@@ -274,39 +262,22 @@ class _BoundedStream(httpcore.NetworkStream):
             raise httpx.ReadTimeout(f"no whole answer within {self._seconds:g} s")
         return left
 
-    def connect(self, host: str, port: int, limit: float) -> None:
+    def connect(self, host: str, port: int) -> None:
+        """To the first address that answers; they share the time."""
+        limit = self._connect_seconds
         try:
-            self._on_wait(_RESOLVE_SECONDS)
-            address = socket.gethostbyname(host)  # one address: several would multiply the time
+            self._on_progress(_RESOLVE_SECONDS)
+            found = socket.getaddrinfo(host, port, self._family, socket.SOCK_STREAM)
             limit = min(limit, self._seconds_left())
-            self._socket = self._open(address, port, limit)
+            self._socket = _open_first(found, limit, self._on_progress)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
         except OSError as error:
+            self.error = error
             raise httpx.ConnectError(error.strerror or str(error)) from error
         except UnicodeError as error:
             raise httpx.ConnectError(f"{host} cannot be looked up") from error
-
-    def connect_to_any(self, host: str, port: int) -> None:
-        """To the first address that answers; they share the time."""
-        try:
-            addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-            for left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
-                try:
-                    self._socket = socket.create_connection((address, port), self._seconds_left() / left)
-                except OSError:
-                    if left == 1:
-                        raise
-                else:
-                    return
-        except TimeoutError as error:
-            raise httpx.ConnectTimeout(f"no connection within {self._seconds:g} s") from error
-        except OSError as error:
-            self.fault = error
-            raise httpx.ConnectError(error.strerror or str(error)) from error
-        except UnicodeError as error:
-            raise httpx.ConnectError("its name cannot be looked up") from error
 
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
@@ -318,37 +289,11 @@ class _BoundedStream(httpcore.NetworkStream):
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no TLS handshake within {self._seconds:g} s") from error
         except OSError as error:  # ssl.SSLError is one
-            self.fault = error
+            self.error = error
+            if isinstance(error, ssl.SSLError):
+                trusting.cache_clear()  # the certificates may be other ones by now
             raise httpx.ConnectError("the TLS handshake failed") from error
         return self
-
-    def _open(self, address: str, port: int, limit: float) -> socket.socket:
-        deadline = monotonic() + limit
-        connection = socket.socket()
-        try:
-            connection.settimeout(self._slice_before(deadline))
-            try:
-                connection.connect((address, port))
-            except TimeoutError:
-                connection.settimeout(0.0)  # it goes on connecting
-                with selectors.DefaultSelector() as waiting:
-                    waiting.register(connection, selectors.EVENT_WRITE)
-                    while not waiting.select(self._slice_before(deadline)):
-                        pass
-                if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    raise OSError(code, os.strerror(code)) from None
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _slice_before(self, deadline: float) -> float:
-        """How long to wait at a time, which is announced. Raises TimeoutError."""
-        seconds = min(deadline - monotonic(), _SLICE_SECONDS)
-        if seconds <= 0:
-            raise TimeoutError
-        self._on_wait(seconds)
-        return seconds
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         del timeout  # the deadline is stricter
@@ -370,7 +315,7 @@ class _BoundedStream(httpcore.NetworkStream):
     def _receive(self, max_bytes: int) -> bytes:
         while True:
             seconds = min(self._seconds_left(), _SLICE_SECONDS)
-            self._on_wait(seconds)
+            self._on_progress(seconds)
             self._socket.settimeout(seconds)
             try:
                 return self._socket.recv(max_bytes)
@@ -394,3 +339,46 @@ class _BoundedStream(httpcore.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         del info
+
+
+def _open_first(found: list[Any], limit: float, on_progress: Callable[[float], None]) -> socket.socket:
+    """A connection to the first of the addresses that answers. Raises OSError for the last one."""
+    deadline = monotonic() + limit
+    *earlier, last = found
+    for number, (family, _, _, _, address) in enumerate(earlier):
+        now = monotonic()
+        share = (deadline - now) / (len(found) - number)
+        with suppress(OSError):
+            return _open(family, address, now + share, on_progress)
+    return _open(last[0], last[4], deadline, on_progress)
+
+
+def _open(
+    family: socket.AddressFamily, address: tuple[Any, ...], deadline: float, on_progress: Callable[[float], None]
+) -> socket.socket:
+    connection = socket.socket(family)
+    try:
+        connection.settimeout(_slice_before(deadline, on_progress))
+        try:
+            connection.connect(address)
+        except TimeoutError:
+            connection.settimeout(0.0)  # it goes on connecting
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(connection, selectors.EVENT_WRITE)
+                while not waiting.select(_slice_before(deadline, on_progress)):
+                    pass
+            if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(code, os.strerror(code)) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _slice_before(deadline: float, on_progress: Callable[[float], None]) -> float:
+    """How long to wait at a time, which is announced. Raises TimeoutError."""
+    seconds = min(deadline - monotonic(), _SLICE_SECONDS)
+    if seconds <= 0:
+        raise TimeoutError
+    on_progress(seconds)
+    return seconds

@@ -1,0 +1,104 @@
+"""What can go wrong with a request: one list of kinds, and which exception or status is of which kind.
+
+The one invariant: a message has neither a URL nor a text of the service or of a library, so it holds no secret.
+Each client words its own sentence around it.
+"""
+
+import re
+import ssl
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Literal, NamedTuple
+
+import httpx
+
+HttpErrorKind = Literal[
+    # no whole answer
+    "timeout", "refused", "unreachable", "tls", "proxy", "too_large", "malformed",
+    # an answer of another status
+    "redirect", "bad_request", "denied", "not_found", "gone", "throttled", "server_error", "unexpected_status",
+    # an answer that says nothing, or not what was asked for
+    "empty", "unconfirmed",
+    # the fault is on this machine, or in what is sent
+    "setup", "bug", "rejected",
+]  # fmt: skip
+IMDS_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
+    "timeout", "refused", "unreachable", "bad_request", "not_found", "gone", "throttled", "server_error",
+    "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
+)  # fmt: skip
+"""Those that a request to the metadata service can end with."""
+NOTICE_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
+    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
+    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected",
+)  # fmt: skip
+"""Those that a notice can fail with."""
+REQUEST_ERRORS = (httpx.TransportError, httpx.InvalidURL, ValueError)
+"""What sending a request raises: an argument for ``classify``."""
+
+_KIND_OF_STATUS: dict[int, HttpErrorKind] = {404: "not_found", 429: "throttled"}
+
+
+class TooLargeError(httpx.ReadError):
+    """The answer is over its limit."""
+
+
+class HttpFailure(NamedTuple):
+    """Why a request did not succeed."""
+
+    kind: HttpErrorKind
+    message: str
+    retry_after: float | None = None
+    """Seconds that the service asks to wait."""
+
+
+def classify(error: Exception) -> HttpFailure:
+    """What an exception of ``REQUEST_ERRORS`` means."""
+    if isinstance(error, httpx.TimeoutException):
+        return HttpFailure("timeout", "no whole answer in time")
+    if isinstance(error, httpx.ConnectError):
+        return _classify_cause(error.__cause__)
+    if isinstance(error, httpx.ProxyError):
+        status = re.match(r"\d{3}\b", str(error))
+        answer = status[0] if status else "with an error"
+        return HttpFailure("proxy", f"the proxy answers {answer}")
+    if isinstance(error, TooLargeError):
+        return HttpFailure("too_large", str(error))
+    if isinstance(error, httpx.NetworkError):
+        return HttpFailure("unreachable", "the connection was lost")
+    return HttpFailure("malformed", "not a whole HTTP answer")
+
+
+def _classify_cause(cause: BaseException | None) -> HttpFailure:
+    """Why there is no connection."""
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return HttpFailure("tls", f"its certificate is not trusted: {cause.verify_message}")
+    if isinstance(cause, ssl.SSLError):
+        return HttpFailure("tls", f"no TLS: {cause.reason or 'the handshake failed'}")
+    if isinstance(cause, ConnectionRefusedError):
+        return HttpFailure("refused", "connection refused")
+    reason = cause.strerror if isinstance(cause, OSError) else None
+    return HttpFailure("unreachable", reason or "it cannot be reached")
+
+
+def error_for_status(response: httpx.Response, own_kinds: Mapping[int, HttpErrorKind]) -> HttpFailure:
+    """What an answer means that is no success. ``own_kinds``: of statuses, as this one service means them."""
+    status = response.status_code
+    if 300 <= status < 400:
+        usual: HttpErrorKind = "redirect"
+    elif status >= 500:
+        usual = "server_error"
+    else:
+        usual = _KIND_OF_STATUS.get(status, "unexpected_status")
+    retry_after = _parse_retry_after(response.headers.get("retry-after", ""))
+    return HttpFailure(own_kinds.get(status, usual), f"it answers {status}", retry_after)
+
+
+def _parse_retry_after(value: str) -> float | None:
+    """Seconds from now that the header gives, as a number or an HTTP date; None for anything else."""
+    if re.fullmatch(r"[0-9]{1,9}", value):
+        return float(value)
+    try:
+        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
