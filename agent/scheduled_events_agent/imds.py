@@ -16,6 +16,7 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.api_version import GENERAL_VERSION
 from scheduled_events_agent.events import ApiVersion, DocumentError, clean_text, excerpt, parse_json
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
+from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.settings import ImdsSettings, parse_endpoint
 
@@ -38,10 +39,11 @@ _WAY_OUT: dict[HttpErrorKind, str] = {
 
 # Other failures do not slow polling down: a Spot VM has 30 s of notice, and a longer pause would use them up.
 # Microsoft's page asks for 2, 4, 8, 16 after 429. After 400 one quick second look is enough.
-_BACKOFF_SECONDS: dict[str, tuple[float, ...]] = {
-    "throttled": (2.0, 4.0, 8.0, 16.0),
+_BACKOFF_SECONDS: dict[str, tuple[float, float]] = {
+    "throttled": (2.0, 16.0),
     "bad_request": (5.0, 10.0),
 }
+"""The first pause, which doubles, and the longest."""
 _RETRY_AFTER_SECONDS = (1.0, 16.0)
 """Bounds for what a 429 asks for."""
 
@@ -133,26 +135,27 @@ def _parse_object(body: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-class Backoff:
-    """The shortest pause after a failure; 0: the usual one. Counts failures of one kind in a row."""
+class ImdsBackoff:
+    """The shortest pause after a failure; 0: the usual one. It grows with failures of one kind in a row."""
 
     def __init__(self) -> None:
         self._kind = ""
-        self._count = 0
+        self._backoff = Backoff(0.0, 0.0)
 
     def seconds_after(self, error: AgentError) -> float:
         """Call it once for each failure."""
-        self._count = self._count + 1 if error.kind == self._kind else 1
-        self._kind = error.kind
+        if error.kind != self._kind:
+            self._kind = error.kind
+            self._backoff = Backoff(*_BACKOFF_SECONDS.get(error.kind, (0.0, 0.0)))
+        delay = self._backoff.next_delay()
         if isinstance(error, ImdsError) and error.kind == "throttled" and error.retry_after is not None:
             least, most = _RETRY_AFTER_SECONDS
             return min(max(error.retry_after, least), most)
-        steps = _BACKOFF_SECONDS.get(error.kind, (0.0,))
-        return steps[min(self._count, len(steps)) - 1]
+        return delay
 
     def reset(self) -> None:
         """A request has succeeded."""
-        self._count = 0
+        self._backoff.reset()
 
 
 class ImdsClient:

@@ -16,10 +16,11 @@ from msgspec.structs import replace
 from receiver import WAYS_TO_FAIL, Receiver, wait_until
 
 from scheduled_events_agent.daemon import senders as module
-from scheduled_events_agent.daemon.senders import Senders, pause_after
+from scheduled_events_agent.daemon.senders import Senders, new_backoff
 from scheduled_events_agent.engine import NoticeEnded
+from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import SAMPLE, NoticeError
+from scheduled_events_agent.notices import SAMPLE
 from scheduled_events_agent.settings import NotifyTarget
 from scheduled_events_agent.settings.model import SecretFile
 from scheduled_events_agent.store import Store
@@ -88,7 +89,7 @@ def in_order(found: list[int]) -> list[int]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "pause_after", lambda *_: 0.01)
+    monkeypatch.setattr(Backoff, "next_delay", lambda *_: 0.01)
 
 
 @pytest.mark.usefixtures("quick")
@@ -161,11 +162,13 @@ def test_what_a_rotated_token_kept_back_arrives_in_order_once_the_file_has_the_n
 ) -> None:
     pauses: list[float] = []
 
-    def pause(failures: int, error: NoticeError | None) -> float:
-        pauses.append(pause_after(failures, error))
+    next_delay = Backoff.next_delay
+
+    def pause(backoff: Backoff, retry_after: float | None) -> float:
+        pauses.append(next_delay(backoff, retry_after))
         return 3600.0 if is_reloaded else 0.01
 
-    monkeypatch.setattr(module, "pause_after", pause)
+    monkeypatch.setattr(Backoff, "next_delay", pause)
     token = tmp_path / "token"
     token.write_text("Bearer old")
     put(store, 3)
@@ -240,23 +243,25 @@ def test_a_notice_is_given_up_after_a_day_but_tried_once_in_any_case(
 def test_an_urgent_notice_ends_the_pause_and_another_does_not(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[int] = []
+    pauses: list[float] = []
+    next_delay = Backoff.next_delay
 
-    def long_pause(failures: int, _: object) -> float:
-        pauses.append(failures)
+    def long_pause(backoff: Backoff, _: float | None) -> float:
+        pauses.append(next_delay(backoff))
         return 3600.0
 
-    monkeypatch.setattr(module, "pause_after", long_pause)
+    monkeypatch.setattr(Backoff, "next_delay", long_pause)
     answers = iter(["503", "429", "ok", "ok"])
     put(store, 1)
     with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
-        wait_until(lambda: pauses == [1], "it paused")
+        wait_until(lambda: len(pauses) == 1, "it paused")
         failure = run.senders.failures()["ops"]
         assert failure.reason == "it answers 503"
         put(store, 1, first=1)
         run.senders.notify(is_urgent=False)
         run.senders.notify(is_urgent=True)
-        wait_until(lambda: pauses == [1, 1], "it tried once and paused anew")
+        wait_until(lambda: len(pauses) == 2, "it tried once and paused anew")
+        assert max(pauses) <= 1.0
         assert run.senders.failures()["ops"].since == failure.since
         run.senders.notify(is_urgent=True)
         wait_until(lambda: ids(receiver) == [0, 1], "both arrived")
@@ -265,7 +270,7 @@ def test_an_urgent_notice_ends_the_pause_and_another_does_not(
 def test_a_stop_tries_once_more_and_waits_for_no_dead_service(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "pause_after", lambda *_: 3600.0)
+    monkeypatch.setattr(Backoff, "next_delay", lambda *_: 3600.0)
     monkeypatch.setattr(module, "_STOP_SECONDS", 60.0)
     answers = iter(["503", "ok", "ok", "503"])
     put(store, 4)
@@ -292,13 +297,14 @@ def test_a_target_that_is_taken_out_of_the_policy_hears_no_more(store: Store) ->
 def test_how_long_an_old_target_failed_does_not_count_for_its_successor(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[int] = []
+    pauses: list[float] = []
+    next_delay = Backoff.next_delay
 
-    def long_pause(failures: int, _: object) -> float:
-        pauses.append(failures)
+    def long_pause(backoff: Backoff, _: float | None) -> float:
+        pauses.append(next_delay(backoff))
         return 3600.0
 
-    monkeypatch.setattr(module, "pause_after", long_pause)
+    monkeypatch.setattr(Backoff, "next_delay", long_pause)
     answers = iter(["503", "ok"])
     put(store, 1, at=NOW - timedelta(days=2))
     with Receiver(lambda: "503") as old, Receiver(lambda: next(answers)) as new, sending(store, to(old)) as run:
@@ -328,13 +334,13 @@ def test_what_an_old_target_refuses_late_is_sent_to_its_successor(store: Store) 
 
 
 def test_pauses_grow_and_follow_the_service() -> None:
+    backoff = new_backoff()
+    pauses = [backoff.next_delay() for _ in range(10_000)]
     for failures, longest in ((1, 1), (2, 2), (5, 16), (9, 256), (10, 300), (10_000, 300)):
-        assert longest / 2 <= pause_after(failures, None) <= longest
-    asked = NoticeError("it answers 429", kind="throttled", retry_after=600.0)
-    assert 600.0 <= pause_after(1, asked) <= 900.0
-    assert pause_after(1, asked) != pause_after(1, asked)  # machines do not come back together
-    asked.retry_after = 1e9
-    assert 3600.0 <= pause_after(1, asked) <= 5400.0
+        assert longest / 2 <= pauses[failures - 1] <= longest
+    assert 600.0 <= new_backoff().next_delay(600.0) <= 900.0
+    assert new_backoff().next_delay(600.0) != new_backoff().next_delay(600.0)  # machines do not come back together
+    assert 3600.0 <= new_backoff().next_delay(1e9) <= 5400.0
 
 
 def test_ten_thousand_notices_while_the_service_is_away_keep_the_latest_thousand(store: Store) -> None:

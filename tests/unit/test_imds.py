@@ -5,8 +5,8 @@ import pytest
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
 from scheduled_events_agent.imds import (
-    Backoff,
     EndpointError,
+    ImdsBackoff,
     ImdsClient,
     ImdsError,
     resolve_endpoint,
@@ -19,7 +19,7 @@ PAUSES: dict[HttpErrorKind, list[float]] = {
 
 
 def pauses_after(*errors: HttpErrorKind | ImdsError) -> list[float]:
-    backoff = Backoff()
+    backoff = ImdsBackoff()
     return [
         backoff.seconds_after(error if isinstance(error, ImdsError) else ImdsError("GET", kind=error))
         for error in errors
@@ -36,7 +36,7 @@ def test_only_failures_of_one_kind_in_a_row_make_the_pause_grow() -> None:
     fails: list[HttpErrorKind] = ["server_error"] * 10
     limited: list[HttpErrorKind] = ["throttled", "throttled", "timeout", "throttled"]
     assert pauses_after(*fails, *limited)[10:] == [2, 4, 0, 2]
-    backoff = Backoff()
+    backoff = ImdsBackoff()
     error = ImdsError("GET", kind="throttled")
     assert [backoff.seconds_after(error), backoff.seconds_after(error)] == [2, 4]
     backoff.reset()

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "log": PURE | {"settings", "host"},
     "simulator": {"simulator", "spelling", "typed_yaml"},
     "engine": PURE | EDGES - {"web"} | {"settings", "host", "engine"},
-    "daemon": PURE | EDGES | {"settings", "host", "engine", "daemon"},
+    "daemon": PURE | EDGES | {"http", "settings", "host", "engine", "daemon"},
     "cli": PURE | EDGES | {"http", "settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }
 # Files that wire parts together, though the rest of their folder does not.

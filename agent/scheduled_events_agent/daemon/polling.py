@@ -28,7 +28,7 @@ from scheduled_events_agent.events import (
     DocumentError,
     parse_document,
 )
-from scheduled_events_agent.imds import Backoff, ImdsClient, ImdsError, connect
+from scheduled_events_agent.imds import ImdsBackoff, ImdsClient, ImdsError, connect
 from scheduled_events_agent.log import FailureLog, get_logger, is_debugging
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
@@ -64,7 +64,7 @@ class Poller:
         self._put = put
         self._metrics = metrics
         self._good_polls = metrics.polls.labels("ok")  # a look-up costs CPU at every poll
-        self._backoff = Backoff()
+        self._backoff = ImdsBackoff()
         self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
         # For what two threads share. Requests are numbered in the order in which they are sent.
         self._lock = threading.Lock()
@@ -258,7 +258,7 @@ class Identifier:
 
     def run(self) -> None:
         failure_log = FailureLog("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
-        backoff = Backoff()
+        backoff = ImdsBackoff()
         while True:
             try:
                 identity = connect(self._engine.settings.imds).fetch_identity()

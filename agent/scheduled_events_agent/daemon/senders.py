@@ -5,18 +5,19 @@ at least once, and those of one target arrive in their order.
 """
 
 import math
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from random import Random
 
 import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.engine import NoticeEnded
+from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
@@ -28,22 +29,15 @@ from scheduled_events_agent.store import Store, StoredNotice, StoreError
 GIVE_UP_AFTER = timedelta(days=1)
 # What has become old while the machine was off is tried for this long all the same.
 _OLD_SECONDS = 300.0
-_MAX_PAUSE_SECONDS = 300.0
-_MAX_ASKED_SECONDS = 3600.0
 # How long a stop waits for what is tried once more.
 _STOP_SECONDS = 3.0
 
 Report = Callable[[NoticeEnded], None]
 
 
-def pause_after(failures: int, error: NoticeError | None) -> float:
-    """Seconds to wait after so many failures in a row: 1, 2, 4 ... 300, less up to half of it.
-
-    Or as the service asks, and up to half more, so that not all machines come back together.
-    """
-    seconds = min(_MAX_PAUSE_SECONDS, 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)  # noqa: S311
-    asked = error.retry_after if error and error.retry_after else 0.0
-    return max(seconds, min(asked, _MAX_ASKED_SECONDS) * random.uniform(1.0, 1.5))  # noqa: S311
+def new_backoff() -> Backoff:
+    """Pauses of 1, 2, 4 ... 300 s, or as the service asks, up to an hour."""
+    return Backoff(1.0, 300.0, Random(), longest_retry_after=3600.0)  # noqa: S311
 
 
 class Senders:
@@ -145,7 +139,8 @@ class _Sender:
         return self._thread is not None and self._thread.is_alive() and not is_idle
 
     def _run(self) -> None:
-        last_id = failures = 0
+        last_id = 0
+        backoff = new_backoff()
         while not (self._has_ended or self._seconds_left() < 0):
             # Before the state file is read: what comes later is not overlooked.
             self._news.clear()
@@ -168,7 +163,7 @@ class _Sender:
                 if error is None or lost:
                     self._report(NoticeEnded(notice.id, self._name, lost))
                     last_id = notice.id
-                    failures = 0
+                    backoff.reset()
                     continue
             except StoreError as fault:
                 self._fail("store", str(fault))
@@ -176,9 +171,8 @@ class _Sender:
                 self._fail("bug", f"a bug in the agent: {type(fault).__name__}")
             if is_stopping:
                 return
-            failures += 1
-            if self._hurry.wait(pause_after(failures, error)):
-                failures = 0
+            if self._hurry.wait(backoff.next_delay(error.retry_after if error else None)):
+                backoff.reset()
 
     def _seconds_left(self) -> float:
         """Until the stop waits no longer."""

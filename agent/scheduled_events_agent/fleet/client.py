@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
 from scheduled_events_agent.fleet.plan import Plan, Write, plan, record_key, waits_for_text
+from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
 
 Waited = Literal["slot", "ready"]
@@ -25,8 +26,8 @@ _LATE_SECONDS = 125.0
 """A write that raised, or one that was sent twice, may take effect up to two minutes later."""
 _GRANTED_SECONDS = 60.0
 """So long the engine may take to write down that an event begins, from the list on that has allowed it."""
-_MAX_BACK_OFF_SECONDS = 30.0
-_MAX_RETRY_AFTER_SECONDS = 300.0
+_BACKOFF_SECONDS = (1.0, 30.0)
+"""The first pause after failures, and the longest."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class FleetClient:
         """When a list last allowed to begin, by the own claim's key."""
         self._look_again_at = monotonic() + _LATE_SECONDS if looks_again else None
         """When to look for what late requests have left."""
+        self._backoff = Backoff(*_BACKOFF_SECONDS, random)
         self._retry_at = 0.0
         self._waiting_since: dict[tuple[str, Waited], float] = {}
         self.statuses: Mapping[str, FleetEventStatus] = {}
@@ -107,6 +109,7 @@ class FleetClient:
             except BackendError as error:
                 self._back_off(error)
             else:
+                self._backoff.reset()
                 self.failures = 0
                 self.error = None
                 self.unavailable_from = None
@@ -216,9 +219,7 @@ class FleetClient:
         """A growing pause, and not the same for all VMs, so that they do not come back together."""
         now = self._monotonic()
         self.failures += 1
-        pause = min(_MAX_BACK_OFF_SECONDS, 2.0 ** min(self.failures - 1, 10)) * self._random.uniform(0.5, 1.0)
-        asked = min(error.retry_after, _MAX_RETRY_AFTER_SECONDS) * self._random.uniform(1.0, 1.5)
-        self._retry_at = self.next_sync_at = now + max(pause, asked)
+        self._retry_at = self.next_sync_at = now + self._backoff.next_delay(error.retry_after)
         self.error = error
         if self.unavailable_from is None:
             self.unavailable_from = now

@@ -2,4 +2,5 @@
 
 transport.py  one exchange within one deadline, with a bounded answer, TLS and a proxy
 errors.py     what can go wrong: one list of kinds, and which exception or status is which
+    retry.py      the growing pause after failures
 """
