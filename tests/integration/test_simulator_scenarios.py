@@ -186,7 +186,7 @@ def test_the_command_tells_programs_whether_a_file_is_valid(tmp_path: Path) -> N
     ]
     assert checked(path) == (2, False, problems, (None, []))
     assert run_command("--check", str(path)).stderr.splitlines() == problems
-    missing = [f"cannot read the scenario {tmp_path}/none.yaml: No such file or directory"]
+    missing = [f"scenario {tmp_path}/none.yaml: cannot be read: No such file or directory"]
     assert checked(tmp_path / "none.yaml") == (2, False, missing, (None, []))
 
 

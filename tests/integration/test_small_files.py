@@ -1,4 +1,4 @@
-"""Small files that the policy names: a named pipe in the place of one keeps nothing waiting."""
+"""Small files that users name: a named pipe in the place of one keeps nothing waiting."""
 
 import os
 import subprocess
@@ -107,3 +107,10 @@ def test_check_refuses_a_signature_that_is_a_named_pipe(tmp_path: Path, pipe: Pa
     )
     told = f"{policy}:1: fleet.credential.sas_file: {pipe}: is not a regular file\nnot valid: 1 error\n"
     assert check(policy) == (2, told)
+
+
+def test_a_named_pipe_is_no_scenario_and_is_not_waited_for(pipe: Path) -> None:
+    command = [sys.executable, "-m", "scheduled_events_agent", "simulate", "--check", str(pipe)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == f"scheduled-events-agent: scenario {pipe}: is not a regular file\n"

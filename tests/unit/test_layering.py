@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "web": {"web", "typed_yaml", "host"},
     "metrics": PURE | {"settings", "http"},
     "log": PURE | {"settings", "host"},
-    "simulator": {"simulator", "spelling", "typed_yaml"},
+    "simulator": {"simulator", "spelling", "typed_yaml", "host"},
     "engine": PURE | EDGES - {"web"} | {"settings", "host", "engine"},
     "daemon": PURE | EDGES | {"http", "settings", "host", "engine", "daemon"},
     "cli": PURE | EDGES | {"http", "settings", "host", "typed_yaml", "simulator", "daemon", "cli"},

@@ -184,7 +184,14 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     path = tmp_path / "missing.yaml"
     with pytest.raises(SimulatorError) as caught:
         load_scenario(str(path))
-    assert str(caught.value).startswith(f"cannot read the scenario {path}: ")
+    assert str(caught.value).startswith(f"scenario {path}: cannot be read: ")
+
+
+def test_a_scenario_has_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text("#" * (1024 * 1024 + 1))
+    with pytest.raises(SimulatorError, match=r"^scenario .*large\.yaml: expected at most 1024 KiB; it is larger$"):
+        load_scenario(str(path))
 
 
 def test_the_first_vms_of_a_scenario_can_be_called_by_real_names() -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from scheduled_events_agent import typed_yaml
+from scheduled_events_agent import host, typed_yaml
 from scheduled_events_agent.simulator.azure import Duration, Name, Plan, SimulatorError
 from scheduled_events_agent.simulator.faults import Fault
 from scheduled_events_agent.spelling import nearest
@@ -100,14 +100,9 @@ def load_scenario(name: str) -> Scenario:
 def read_file(name: str, what: str, max_bytes: int) -> bytes:
     """The content of a user's file; raises SimulatorError."""
     try:
-        with Path(name).open("rb") as file:
-            text = file.read(max_bytes + 1)
-    except (OSError, ValueError) as error:  # ValueError: no path at all
-        reason = getattr(error, "strerror", None) or error
-        raise SimulatorError(f"cannot read the {what} {name}: {reason}", kind="usage") from error
-    if len(text) > max_bytes:
-        raise SimulatorError(f"{name}: expected at most {max_bytes >> 10} KiB; it is larger", kind="config")
-    return text
+        return host.read_small_file(Path(name), max_bytes)
+    except host.HostError as error:
+        raise SimulatorError(f"{what} {error}", kind="usage") from error
 
 
 def list_scenarios() -> dict[str, str]:
