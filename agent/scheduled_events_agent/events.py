@@ -68,7 +68,7 @@ class DocumentError(AgentError):
         super().__init__(message, kind=kind)
 
 
-class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One event of a document. Names are the service's; texts are trimmed and printable."""
 
     id: str

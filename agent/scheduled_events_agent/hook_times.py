@@ -17,7 +17,7 @@ _FACTOR = 2.0
 _MARGIN_SECONDS = 10.0
 
 
-class HookTimes(msgspec.Struct, frozen=True, kw_only=True):
+class HookTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The last successful runs of one hook in ``prepare``."""
 
     command: str

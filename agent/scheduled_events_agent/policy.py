@@ -260,7 +260,7 @@ class Start(NamedTuple):
     """Why not earlier, as a clause; "" if at once."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is to be done about one event, and why. Kept with the event's workflow."""
 
     rule: str | None

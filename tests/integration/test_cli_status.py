@@ -137,10 +137,15 @@ def answered(state_dir: Path, status: Status, run: Run, *options: str) -> tuple[
         return run("status", "--state-dir", str(state_dir), *options)
 
 
+def as_stored(workflow: Workflow) -> Workflow:
+    """The workflow without the words that JSON has besides."""
+    return Workflow(**{name: getattr(workflow, name) for name in Workflow.__struct_fields__})
+
+
 def commit(state_dir: Path, *workflows: Workflow) -> None:
     """As the agent would have done."""
     store = Store.join(state_dir)
-    store.commit([Step(workflow=w, notes=(Note(kind="seen", text="it"),)) for w in workflows], NOW)
+    store.commit([Step(workflow=as_stored(w), notes=(Note(kind="seen", text="it"),)) for w in workflows], NOW)
     store.close()
 
 
@@ -228,7 +233,7 @@ OUTPUT = "one\ntwo\n\nthree \x1b[31mred\x1b[0m\nfour " + "x" * 300
 def with_output(state_dir: Path, workflow: Workflow) -> None:
     note = Note(kind="hook_finished", stage="prepare", hook="drain", outcome="failed", detail=OUTPUT)
     store = Store.join(state_dir)
-    store.commit([Step(workflow=workflow, notes=(note,))], NOW)
+    store.commit([Step(workflow=as_stored(workflow), notes=(note,))], NOW)
     store.close()
 
 
@@ -284,7 +289,7 @@ def test_without_an_agent_an_open_failed_recovery_is_told_after_that(state_dir: 
 
 def test_without_an_agent_the_notifications_that_wait_are_told(state_dir: Path, run: Run) -> None:
     store = Store.join(state_dir)
-    step = Step(workflow=PREPARING)
+    step = Step(workflow=as_stored(PREPARING))
     store.commit([step], NOW, {}, [("ops", "{}"), ("ops", "{}"), ("chat", "{}")])
     store.close()
     out = run("status", "--state-dir", str(state_dir))[1]
@@ -428,6 +433,18 @@ def test_an_agent_that_does_not_answer_is_named(
     assert re.match(r"ACT  The agent \(pid \d+\) does not answer\.\n", out)
     assert f"scheduled-events-agent doctor --state-dir {state_dir}" in out
     assert "it was killed" not in out
+
+
+def test_what_a_newer_agent_says_besides_is_left_out(state_dir: Path, run: Run) -> None:
+    status = with_words(msgspec.structs.replace(STATUS, pending=(PREPARING,)))
+    answer = msgspec.to_builtins(status)
+    (workflow,) = answer["pending"]
+    objects = (answer, answer["vm"], workflow, workflow["event"], workflow["decision"], workflow["prepare"])
+    for one in objects:
+        one["is_new"] = True
+    with an_agent(state_dir, msgspec.json.encode(answer)):
+        _, out, _ = run("status", "--state-dir", str(state_dir), "--json")
+    assert msgspec.json.decode(out, type=Status) == status
 
 
 @pytest.mark.parametrize("answer", [b'{"version":"9.9.9"}', b"refused: the event is not pending any more"])

@@ -234,6 +234,10 @@ def spoil(place: Path, statement: str) -> None:
             "a workflow in it cannot be read: Invalid enum value 'dancing' - at `$.phase`",
         ),
         (
+            "UPDATE workflow SET body = replace(body, '\"prepare\":{', '\"preparation\":{') WHERE id = 'event-7'",
+            "a workflow in it cannot be read: Object contains unknown field `preparation`",
+        ),
+        (
             "UPDATE workflow SET body = CAST(x'ff' AS TEXT) WHERE id = 'event-7'",
             "Could not decode to UTF-8 column",
         ),

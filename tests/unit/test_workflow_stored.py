@@ -1,12 +1,22 @@
 """Workflows as they are stored: an agent that starts reads them, and an event goes on in the middle."""
 
+import ast
+import copy
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 import pytest
 from msgspec.structs import replace
 from test_workflow import START, Agent, a_rule, an_event, started
 
+import scheduled_events_agent
+from scheduled_events_agent.hook_times import HookTimes
+from scheduled_events_agent.notices import Happening
+from scheduled_events_agent.store import Loss
 from scheduled_events_agent.workflow import AgentRestarted, OperatorSpoke, Reconsider, Workflow, is_ready
 
 IDLE: dict[str, Any] = {
@@ -58,6 +68,66 @@ def an_agent_that_goes_on(**changes: Any) -> Agent:
 def test_what_is_stored_keeps_its_form() -> None:
     stored = msgspec.json.encode(STORED)
     assert msgspec.json.decode(msgspec.json.encode(msgspec.json.decode(stored, type=Workflow))) == STORED
+
+
+def places_in(value: Any, *place: str) -> Iterator[tuple[str, ...]]:
+    """Each field of the JSON, also those of objects in it."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield (*place, name)
+        yield from places_in(inner, *place, name)
+
+
+@pytest.mark.parametrize("place", tuple(places_in(STORED)), ids=".".join)
+def test_a_stored_field_that_was_renamed_is_an_error(place: tuple[str, ...]) -> None:
+    stored = copy.deepcopy(STORED)
+    inner = stored
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[f"new_{place[-1]}"] = inner.pop(place[-1])
+    with pytest.raises(
+        msgspec.ValidationError, match=rf"unknown field `new_|missing required field `{place[-1]}`"
+    ):
+        msgspec.json.decode(msgspec.json.encode(stored), type=Workflow)
+
+
+def types_read_back() -> Iterator[Any]:
+    """All types as which the agent reads JSON and rows; what it writes is read as one of them.
+
+    Commands and simulator read what is not stored.
+    """
+    package = Path(scheduled_events_agent.__file__).parent
+    for path in package.rglob("*.py"):
+        place = path.relative_to(package)
+        if place.parts[0] in ("cli", "simulator"):
+            continue
+        names = [one for one in place.with_suffix("").parts if one != "__init__"]
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match call:
+                case ast.Call(func=ast.Attribute(attr="decode"), keywords=[ast.keyword(arg="type", value=type_)]):
+                    pass
+                case ast.Call(func=ast.Attribute(attr="convert"), args=[_, type_]):
+                    pass
+                case _:
+                    continue
+            module = importlib.import_module(".".join([package.name, *names]))
+            yield eval(ast.unparse(type_), vars(module))
+
+
+def structs_in(found: Any) -> Iterator[type[msgspec.Struct]]:
+    """The Structs that this type is made of."""
+    if isinstance(found, msgspec.inspect.StructType):
+        yield found.cls
+    for name in found.__struct_fields__:
+        inner = getattr(found, name)
+        for one in inner if isinstance(inner, tuple) else (inner,):
+            if isinstance(one, msgspec.inspect.Type | msgspec.inspect.Field):
+                yield from structs_in(one)
+
+
+def test_all_that_is_stored_forbids_unknown_fields() -> None:
+    found = {struct for type_ in types_read_back() for struct in structs_in(msgspec.inspect.type_info(type_))}
+    assert found > {Workflow, Happening, HookTimes, Loss}
+    assert [struct for struct in found if not struct.__struct_config__.forbid_unknown_fields] == []
 
 
 def test_a_hook_that_the_restart_cut_off_runs_again() -> None:

@@ -11,8 +11,10 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import msgspec.inspect
 
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
@@ -114,9 +116,31 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
     if answer is None:
         return f"{agent} does not answer"
     try:
-        return msgspec.json.decode(answer, type=Status)
+        return parse_status(answer)
     except msgspec.MsgspecError:
         return f"{agent} is of another version than this program ({__version__}): restart it"
+
+
+def parse_status(text: str) -> Status:
+    """Parse the status of an agent that may be newer. Raises msgspec.MsgspecError.
+
+    Fields that are not known here are left out. The stored types in it forbid them.
+    """
+    known = _known_fields(msgspec.json.decode(text), msgspec.inspect.type_info(Status))
+    return msgspec.convert(known, Status)
+
+
+def _known_fields(value: Any, type_: msgspec.inspect.Type) -> Any:
+    match type_:
+        case msgspec.inspect.StructType(fields=fields) if isinstance(value, dict):
+            types = {field.encode_name: field.type for field in fields}
+            return {name: _known_fields(one, types[name]) for name, one in value.items() if name in types}
+        case msgspec.inspect.VarTupleType(item_type=item_type) if isinstance(value, list):
+            return [_known_fields(one, item_type) for one in value]
+        case msgspec.inspect.UnionType(types=types_):
+            for one in types_:
+                value = _known_fields(value, one)
+    return value
 
 
 def start_command(options: CommandOptions) -> str:

@@ -26,7 +26,7 @@ _ASKING: tuple[NoticeWord, ...] = ("approval_needed", "held", "hook_missing", "r
 _MAX_COMMANDS = 2
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True):
+class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that has happened to an event. Stored as it is; docs/notifications.md says what each field is."""
 
     id: str

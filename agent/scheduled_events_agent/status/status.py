@@ -12,7 +12,7 @@ SCHEMA_VERSION = 1
 """Of all JSON that is shown; see docs/json.md. A further field leaves it; another meaning or name raises it."""
 
 
-class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of the journal."""
 
     at: datetime
@@ -159,7 +159,7 @@ AttentionKind = Literal[
 """What a person may be needed for, the worst first."""
 
 
-class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True):
+class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A command line that a person may copy."""
 
     command: str

@@ -31,7 +31,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     oldest_at: datetime
 
 
-class Loss(msgspec.Struct, frozen=True, kw_only=True):
+class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one target has lost since a notice was last delivered to it."""
 
     count: int

@@ -1,7 +1,7 @@
 """What a workflow is: its phases, what comes in, what goes out, and what a move rests on.
 
 Holds values only. A workflow is stored as it is here: once released, another form needs a migration in
-``store/file.py``.
+``store/file.py``. What is stored forbids unknown fields, so that a renamed one is not forgotten without a word.
 """
 
 from collections.abc import Container, Mapping
@@ -68,7 +68,7 @@ class WorkflowError(AgentError):
     """A bug: a step that the table of transitions does not allow, or steps without end."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far a stage (a list of hooks, run in order) has come."""
 
     state: Literal["idle", "running", "succeeded", "failed", "canceled", "resolved"] = "idle"
@@ -86,7 +86,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The hook at which the stage failed, until it is tried again."""
 
 
-class Approval(msgspec.Struct, frozen=True, kw_only=True):
+class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far the approval has come."""
 
     state: Literal["none", "requested", "confirmed"] = "none"
@@ -99,7 +99,7 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
     """The next try also waits for a later document, which may say that the event is over."""
 
 
-class Waits(msgspec.Struct, frozen=True, kw_only=True):
+class Waits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why a workflow does not move; ``status/messages.py`` has the words for it."""
 
     kind: WaitKind
@@ -111,7 +111,7 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """Of what would begin: why it would not be approved."""
 
 
-class Workflow(msgspec.Struct, frozen=True, kw_only=True):
+class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One event and what was done about it. Stored as it is."""
 
     id: str
@@ -338,7 +338,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     """By the event's fleet key."""
 
 
-class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True):
+class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What outlives the appearance of an event for which it was decided."""
 
     reason: Literal["hold", "expired"]
