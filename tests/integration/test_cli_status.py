@@ -27,7 +27,7 @@ from scheduled_events_agent.status import (
     Vm,
 )
 from scheduled_events_agent.status.summaries import with_words
-from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.store import RequestAnswer, Store, StoreError
 from scheduled_events_agent.workflow import Note, Progress, Step, Waits, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
@@ -117,7 +117,7 @@ def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
         while not is_over.wait(0.01):
             for request in store.load_requests(datetime.now(UTC)):
                 if answer is not None:
-                    store.answer_request(request.id, answer.decode())
+                    store.answer_request(request.id, RequestAnswer(succeeded=True, message=answer.decode()))
         store.close()
 
     lock = host.hold_lock(state_dir / "lock")

@@ -32,7 +32,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.settings import ImdsSettings, Settings
 from scheduled_events_agent.status.messages import as_shown
-from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, Store
+from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, RequestAnswer, Store
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
@@ -135,7 +135,9 @@ def test_a_word_that_could_not_be_kept_is_taken_up_when_it_can_be(
     assert executor.sent == []
     assert engine.turn(datetime.now(UTC))
     assert executor.sent == ["E1"]
-    assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
+    assert operator.load_answer(request) == RequestAnswer(
+        succeeded=True, message="approved: the event is prepared, approval requested"
+    )
 
 
 def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
@@ -158,8 +160,12 @@ def test_no_operators_word_is_lost_because_one_answer_could_not_be_written(
     with locked(tmp_path):
         assert not engine.turn(datetime.now(UTC))
     assert engine.turn(datetime.now(UTC))
-    assert operator.load_answer(late) == "refused: the event is not pending any more"
-    assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
+    assert operator.load_answer(late) == RequestAnswer(
+        succeeded=False, message="refused: the event is not pending any more"
+    )
+    assert operator.load_answer(request) == RequestAnswer(
+        succeeded=True, message="approved: the event is prepared, approval requested"
+    )
     assert executor.sent == ["E1"]
 
 
@@ -170,7 +176,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     impatient = ask_for_approval(engine, operator)
     patient = operator.add_request(workflow_id, "held", "lee", datetime.now(UTC))
     commit = engine._store.commit
-    withdrawn: list[str | None] = []
+    withdrawn: list[RequestAnswer | None] = []
 
     def commit_late(*arguments: object) -> list[tuple[str, str]]:
         if not withdrawn:
@@ -181,7 +187,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     assert engine.turn(datetime.now(UTC))
     assert withdrawn == [None]  # so whoever asked was told that it is withdrawn
     assert executor.sent == []
-    assert operator.load_answer(patient) == "hold: set; the event is held"
+    assert operator.load_answer(patient) == RequestAnswer(succeeded=True, message="hold: set; the event is held")
     said = [entry.text for entry in operator.load_journal() if entry.kind == "operator"]
     assert said == ["lee says: held"]
 
@@ -198,7 +204,9 @@ def test_what_was_answered_has_been_done_whatever_becomes_of_the_disk(
 
     monkeypatch.setattr(engine, "_perform", perform_on_a_full_disk)
     engine.turn(datetime.now(UTC))
-    assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
+    assert operator.load_answer(request) == RequestAnswer(
+        succeeded=True, message="approved: the event is prepared, approval requested"
+    )
 
 
 def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
@@ -208,7 +216,9 @@ def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
     engine.take(Document(incarnation="", events=(replace(EVENT, type="Redeploy"),)))
     assert engine.turn(datetime.now(UTC))
     assert executor.sent == []
-    assert operator.load_answer(request) == ("refused: the event has just changed, or another operator was faster")
+    assert operator.load_answer(request) == RequestAnswer(
+        succeeded=False, message="refused: the event has just changed, or another operator was faster"
+    )
 
 
 class Clearing(Approvals):
@@ -473,9 +483,11 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
         (workflow_id,) = engine.board
         number = operator.add_request(workflow_id, "held", "kim", machine.now())
         assert engine.turn(machine.now())
-        answer = operator.load_answer(number) or ""
-        assert answer.startswith("hold: set; ")
-        assert answer.endswith("; the other VMs that it names may still approve it")
+        answer = operator.load_answer(number)
+        assert answer is not None
+        assert answer.succeeded
+        assert answer.message.startswith("hold: set; ")
+        assert answer.message.endswith("; the other VMs that it names may still approve it")
     finally:
         operator.close()
         store.close()

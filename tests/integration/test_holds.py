@@ -69,7 +69,8 @@ class Agent:
             workflow_id = about or next(w.id for w in self.engine.board.values() if not w.is_over)
             request = operator.add_request(workflow_id, word, "kim", self.machine.now())  # type: ignore[arg-type]
             assert self.engine.turn(self.machine.now())
-            return operator.load_answer(request)
+            answer = operator.load_answer(request)
+            return answer.message if answer else None
 
     def vanish(self) -> None:
         self.read(times=2)

@@ -24,7 +24,7 @@ from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.status import CommandOptions
-from scheduled_events_agent.store import FILE_NAME, Store, StoreError, WithdrawnError, file
+from scheduled_events_agent.store import FILE_NAME, RequestAnswer, Store, StoreError, WithdrawnError, file
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
@@ -207,14 +207,14 @@ def test_the_number_of_a_request_is_never_used_again(store: Store, tmp_path: Pat
         first.withdraw_request(one)
         two = second.add_request("B", "held", "lee", NOW)
         with pytest.raises(WithdrawnError):
-            store.commit([], NOW, {one: "held: the event is held"})
+            store.commit([], NOW, {one: RequestAnswer(succeeded=True, message="held: the event is held")})
         assert second.load_answer(two) is None
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_an_answer_reaches_the_request_for_which_it_was_made(store: Store, tmp_path: Path, seed: int) -> None:
     """Two clients, one of them interrupted, beside an agent that loads requests and answers them later."""
-    dice, known = random.Random(seed), dict[int, str]()
+    dice, known = random.Random(seed), dict[int, RequestAnswer]()
     asked: dict[str, int] = {}
     with contextlib.closing(Store.join(tmp_path)) as client:
         for _ in range(30):
@@ -225,12 +225,15 @@ def test_an_answer_reaches_the_request_for_which_it_was_made(store: Store, tmp_p
                 case "interrupt" if who == "A" and who in asked:
                     client.withdraw_request(asked.pop(who))
                 case "load":
-                    known = {request.id: request.workflow_id for request in store.load_requests(NOW)}
+                    known = {
+                        request.id: RequestAnswer(succeeded=True, message=request.workflow_id)
+                        for request in store.load_requests(NOW)
+                    }
                 case "commit" if known:
                     with contextlib.suppress(WithdrawnError):
                         store.commit([], NOW, known)
                     known = {}
             for name, number in asked.items():
-                assert client.load_answer(number) in (None, name)
+                assert client.load_answer(number) in (None, RequestAnswer(succeeded=True, message=name))
             for name in [name for name, number in asked.items() if client.load_answer(number)]:
                 client.withdraw_request(asked.pop(name))

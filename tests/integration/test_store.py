@@ -33,7 +33,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Decision, When
 from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import CommandOptions, JournalEntry, Vm
-from scheduled_events_agent.store import FILE_NAME, Loss, Store, StoreError, Waiting, WithdrawnError
+from scheduled_events_agent.store import FILE_NAME, Loss, RequestAnswer, Store, StoreError, Waiting, WithdrawnError
 from scheduled_events_agent.store import file as store_file
 from scheduled_events_agent.workflow import Note, Phase, Step, Workflow
 
@@ -267,7 +267,12 @@ def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) 
 def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> None:
     store.commit([make_step("one", "seen")], NOW, None, [("ops", "{}")])
     with pytest.raises(WithdrawnError):
-        store.commit([make_step("one", "held")], NOW, {99: "no such request"}, [("ops", "{}")])
+        store.commit(
+            [make_step("one", "held")],
+            NOW,
+            {99: RequestAnswer(succeeded=True, message="no such request")},
+            [("ops", "{}")],
+        )
     assert store.notices.waiting() == {"ops": Waiting(count=1, oldest_at=NOW)}
     store.end_notices([1])
     assert store.notices.waiting() == {}
@@ -504,7 +509,7 @@ store = Store.join(Path(sys.argv[1]))
 number = store.add_request("one", "approved", "alice", datetime.now(UTC))
 while (answer := store.load_answer(number)) is None:
     time.sleep(0.01)
-print(answer)
+print(answer.succeeded, answer.message)
 """
     printed: list[str] = []
     asker = threading.Thread(target=lambda: printed.append(run_python(program, str(store.path.parent))))
@@ -513,15 +518,15 @@ print(answer)
     while not (requests := store.load_requests(datetime.now(UTC))) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [(r.workflow_id, r.word, r.user) for r in requests] == [("one", "approved", "alice")]
-    store.answer_request(requests[0].id, "taken: preparing")
+    store.answer_request(requests[0].id, RequestAnswer(succeeded=True, message="taken: preparing"))
     asker.join()
-    assert printed == ["taken: preparing\n"]
+    assert printed == ["True taken: preparing\n"]
 
 
 def test_an_answered_request_is_not_found_again(store: Store, second: Store) -> None:
     number = second.add_request("one", "held", "root", NOW)
     assert [request.id for request in store.load_requests(NOW)] == [number]
-    store.answer_request(number, "taken")
+    store.answer_request(number, RequestAnswer(succeeded=True, message="taken"))
     second.save_facts({"vm_name": "vm-1"})  # so that the file looks changed
     assert store.load_requests(NOW) == []
 

@@ -102,7 +102,9 @@ def test_an_agent_that_sleeps_answers_and_obeys_operators_at_once(tmp_path: Path
         wait_asleep(daemon, azure)
         (workflow_id,) = daemon._engine.board
         with closing(Store.join(tmp_path)) as store:
-            assert "vm-1" in (operator.ask_agent(store, "", "status", "kim") or "")
+            answer = operator.ask_agent(store, "", "status", "kim")
+            assert answer is not None
+            assert "vm-1" in answer.message
             assert operator.ask_agent(store, workflow_id, "approved", "kim")
         azure.wait_approved(event, timeout_seconds=PATIENCE)
 

@@ -29,7 +29,7 @@ from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.store import Notices, Store, StoredNotice
+from scheduled_events_agent.store import Notices, RequestAnswer, Store, StoredNotice
 from scheduled_events_agent.workflow import (
     Approval,
     ApprovalAnswered,
@@ -211,7 +211,7 @@ def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     """A turn whose effects are under way before they are on disk."""
     commit = engine._store.commit
     late: list[Step] = []
-    late_answers: dict[int, str] = {}
+    late_answers: dict[int, RequestAnswer] = {}
 
     def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any, remembered: Any) -> dict[str, int]:
         del at, notices, remembered

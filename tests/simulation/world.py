@@ -48,10 +48,12 @@ from scheduled_events_agent.policy import Hook, Rule, RuleAffects, When
 from scheduled_events_agent.settings import AgentSettings, Settings
 from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
 from scheduled_events_agent.simulator.azure import Azure, EventType, HappeningKind, Plan, SimulatedEvent
+from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.store import (
     NO_CHANGES,
     FactName,
     RememberedChanges,
+    RequestAnswer,
     RequestWord,
     Store,
     StoredNotice,
@@ -111,7 +113,7 @@ class CrashingStore(Store):
         self,
         steps: Sequence[Step],
         at: datetime,
-        answers: Mapping[int, str] | None = None,
+        answers: Mapping[int, RequestAnswer] | None = None,
         notices: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
     ) -> list[tuple[str, str]]:
@@ -1154,13 +1156,14 @@ class World(Machine):
             with contextlib.suppress(StoreError):
                 answer = self._store.load_answer(number)
                 if answer is not None:
-                    self.tell(f"the operator is answered: {answer}")
+                    self.tell(f"the operator is answered: {answer.message}")
                     del self._requests[number]
                     if word in ("retry", "resolve"):
-                        if not answer.startswith("refused"):
+                        if answer.succeeded:
                             self.judge.obeyed(name, word)
                         continue
-                    self._words[name] = before if answer.startswith("refused") else {word}
+                    is_refused = not answer.succeeded and answer.message != UNSETTLED_HOLD
+                    self._words[name] = before if is_refused else {word}
                     self.judge.spoke(name, self._words[name])
 
 

@@ -25,6 +25,7 @@ from scheduled_events_agent.store import (
     FILE_NAME,
     LOCK_NAME,
     REQUEST_VALID_SECONDS,
+    RequestAnswer,
     RequestWord,
     Store,
     StoreError,
@@ -120,7 +121,7 @@ def find_agent(state_dir: Path) -> str | None:
         return "unknown"  # it is asked anyway
 
 
-def ask_agent(store: Store, workflow_id: str, word: RequestWord, user: str) -> str | None:
+def ask_agent(store: Store, workflow_id: str, word: RequestWord, user: str) -> RequestAnswer | None:
     """The running agent's answer; None if none came within twelve seconds: then it is withdrawn.
 
     Raises StoreError.
@@ -197,31 +198,29 @@ class _Asked(NamedTuple):
     event_id: str
     workflow_id: str
     """Or the key of an event that is not in the document, and held."""
-    answer: str
+    answer: RequestAnswer
 
 
 def _request(arguments: argparse.Namespace) -> int:
     try:
         asked = _ask(arguments)
-        is_done = not asked.answer.startswith("refused") and asked.answer != UNSETTLED_HOLD
     except AgentError as error:
         if not arguments.json or error.kind in ("config", "usage"):
             raise
-        asked = _Asked("", "", str(error))
-        is_done = False
+        asked = _Asked("", "", RequestAnswer(succeeded=False, message=str(error)))
     if arguments.json:
         result = OperatorAnswer(
             at=datetime.now(UTC),
             command=arguments.command,
             event_id=asked.event_id,
             workflow_id=asked.workflow_id,
-            is_done=is_done,
-            answer=asked.answer,
+            is_done=asked.answer.succeeded,
+            answer=asked.answer.message,
         )
         print_json(result)
     else:
-        print(printable(asked.answer))
-    return 0 if is_done else 1
+        print(printable(asked.answer.message))
+    return 0 if asked.answer.succeeded else 1
 
 
 def _ask(arguments: argparse.Namespace) -> _Asked:

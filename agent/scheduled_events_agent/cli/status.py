@@ -116,7 +116,7 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
     if answer is None:
         return f"{agent} does not answer"
     try:
-        return parse_status(answer)
+        return parse_status(answer.message)
     except msgspec.MsgspecError:
         return f"{agent} is of another version than this program ({__version__}): restart it"
 

@@ -16,7 +16,7 @@ from scheduled_events_agent.engine.fleet import FleetState
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from scheduled_events_agent.engine.identity import load_identity, save_identity
 from scheduled_events_agent.engine.notifying import Notifying
-from scheduled_events_agent.engine.operators import answer, has_nothing_to_release, refusal
+from scheduled_events_agent.engine.operators import answer, has_nothing_to_release, refusal, refused
 from scheduled_events_agent.engine.parts import (
     Executor,
     FleetUpdate,
@@ -41,7 +41,7 @@ from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalEnt
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.attention import CRASHED_WITHIN
 from scheduled_events_agent.status.messages import pending_in_words
-from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
+from scheduled_events_agent.store import Request, RequestAnswer, Store, StoreError, WithdrawnError
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
@@ -277,7 +277,7 @@ class Engine:
         """Keep what has come last. Raises StoreError."""
         self.turn(None)
         for request_id in self._holds_on_the_way:
-            self._store.answer_request(request_id, UNSETTLED_HOLD)
+            self._store.answer_request(request_id, RequestAnswer(succeeded=False, message=UNSETTLED_HOLD))
         self._store.record("agent_stopped", pending_in_words(self.board.values()), self._machine.now())
 
     # --- policy
@@ -460,7 +460,8 @@ class Engine:
             if request.id in self._holds_on_the_way:
                 continue
             if request.word == "status":
-                self._store.answer_request(request.id, self._describe().decode())
+                status = RequestAnswer(succeeded=True, message=self._describe().decode())
+                self._store.answer_request(request.id, status)
                 continue
             workflow = self.board.get(request.workflow_id)
             if workflow is None and request.workflow_id in self.remembered.holds:
@@ -468,9 +469,10 @@ class Engine:
                 continue
             context = self._context(now, self._document_at)
             if why := refusal(request, workflow, context, self._why_not_acting()):
-                self._store.answer_request(request.id, f"refused: {why}")
+                self._store.answer_request(request.id, refused(why))
             elif has_nothing_to_release(request, workflow, self._requests):
-                self._store.answer_request(request.id, "nothing to release")
+                nothing = RequestAnswer(succeeded=True, message="nothing to release")
+                self._store.answer_request(request.id, nothing)
             else:
                 self._requests.append(request)
                 word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
@@ -483,17 +485,17 @@ class Engine:
         present = [workflow for workflow in self.board.values() if workflow.event.key == request.workflow_id]
         return next((replace(request, workflow_id=one.id) for one in present if not one.is_over), request)
 
-    def _release_of_absent(self, request: Request) -> str:
+    def _release_of_absent(self, request: Request) -> RequestAnswer:
         """What becomes of a request for the hold of an event that is not in the document; it names the key."""
         if request.word:
-            return "refused: the event is not in the document; its hold can be released"
+            return refused("the event is not in the document; its hold can be released")
         self.remembered.release(request.workflow_id)
-        return "released; the event is not in the document"
+        return RequestAnswer(succeeded=True, message="released; the event is not in the document")
 
     def _why_not_acting(self) -> str:
         return "" if self.is_acting() else "the agent only observes (agent.mode, --observe)"
 
-    def _answers(self, progression: Progression) -> dict[int, str]:
+    def _answers(self, progression: Progression) -> dict[int, RequestAnswer]:
         workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}
         asked = [(request, workflows[request.workflow_id]) for request in self._requests]
         return {
@@ -509,12 +511,12 @@ class Engine:
             if workflow is not None and workflow.approval.state == "requested":
                 continue
             if workflow is None:
-                text = "refused: the event is over"
+                result = refused("the event is over")
             elif workflow.approval.state == "confirmed":
-                text = "refused: Azure has taken the approval"
+                result = refused("Azure has taken the approval")
             else:
-                text = answer(request, workflow)
-            self._store.answer_request(request.id, text)
+                result = answer(request, workflow)
+            self._store.answer_request(request.id, result)
             del self._holds_on_the_way[request.id]
 
     def _forget_requests(self) -> None:

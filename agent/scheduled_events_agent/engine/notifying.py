@@ -16,7 +16,15 @@ from scheduled_events_agent.notices import Happening, happenings, has_news, is_w
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.status import CommandOptions, Status, Vm
 from scheduled_events_agent.status.messages import as_shown
-from scheduled_events_agent.store import NO_CHANGES, Loss, RememberedChanges, Store, StoreError, Waiting
+from scheduled_events_agent.store import (
+    NO_CHANGES,
+    Loss,
+    RememberedChanges,
+    RequestAnswer,
+    Store,
+    StoreError,
+    Waiting,
+)
 from scheduled_events_agent.workflow import Board, Step
 
 # An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
@@ -66,7 +74,7 @@ class Notifying:
         steps: Sequence[Step],
         board: Board,
         now: datetime,
-        answers: Mapping[int, str],
+        answers: Mapping[int, RequestAnswer],
         vm: Vm,
         *,
         remembered: RememberedChanges = NO_CHANGES,

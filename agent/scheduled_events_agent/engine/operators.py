@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from scheduled_events_agent.status.messages import wait_in_words
-from scheduled_events_agent.store import Request
+from scheduled_events_agent.store import Request, RequestAnswer
 from scheduled_events_agent.workflow import Context, Word, Workflow, ask_approval_gates, has_obeyed
 
 
@@ -66,10 +66,19 @@ def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> st
     return "an operator holds it; release it first" if workflow.operator == "held" else ""
 
 
-def answer(request: Request, workflow: Workflow) -> str:
+def answer(request: Request, workflow: Workflow) -> RequestAnswer:
     """The reply to the operator, after the turn that took the word in."""
     if not has_obeyed(workflow, request.word):
-        return "refused: the event has just changed, or another operator was faster"
+        return refused("the event has just changed, or another operator was faster")
+    return RequestAnswer(succeeded=True, message=_success(request, workflow))
+
+
+def refused(reason: str) -> RequestAnswer:
+    """The reply to a request that is not obeyed."""
+    return RequestAnswer(succeeded=False, message=f"refused: {reason}")
+
+
+def _success(request: Request, workflow: Workflow) -> str:
     waits = wait_in_words(workflow, workflow.waits)
     if request.word != "held":
         reason = f": {waits}" if waits else ""

@@ -28,8 +28,8 @@ from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
 from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [
-    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Loss", "Notices", "RememberedChanges", "Store",
-    "StoreError", "StoredNotice", "Waiting", "notified",
+    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Loss", "Notices", "RememberedChanges", "RequestAnswer",
+    "Store", "StoreError", "StoredNotice", "Waiting", "notified",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
@@ -50,6 +50,7 @@ REQUEST_VALID_SECONDS = 30.0
 
 _ENTRY = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
 _SELECT_ENTRIES = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
+_SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
 
 FactName = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use"]
 
@@ -70,6 +71,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """"" if it is about the agent."""
     word: RequestWord
     user: str
+
+
+class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The agent's answer to a request. Stored as it is."""
+
+    succeeded: bool
+    message: str
+    """For the operator; to the question how the agent is, its status as JSON."""
 
 
 class RememberedChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +202,7 @@ class Store:
         self,
         steps: Sequence[Step],
         at: datetime,
-        answers: Mapping[int, str] | None = None,
+        answers: Mapping[int, RequestAnswer] | None = None,
         notices: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
     ) -> list[tuple[str, str]]:
@@ -379,18 +388,18 @@ class Store:
         host.wake(self.wake_path)
         return cursor.lastrowid or 0
 
-    def load_answer(self, request_id: int) -> str | None:
+    def load_answer(self, request_id: int) -> RequestAnswer | None:
         """The agent's answer to a request; None if there is none yet."""
         with self._reading():
-            row = self._connection.execute("SELECT answer FROM request WHERE id = ?", (request_id,)).fetchone()
-        return row[0] if row else None
+            return _to_answer(self._fetch(_SELECT_ANSWER, request_id))
 
-    def withdraw_request(self, request_id: int) -> str | None:
+    def withdraw_request(self, request_id: int) -> RequestAnswer | None:
         """Delete a request and its answer; returns the answer if there was one already."""
         with self._transaction():
-            row = self._connection.execute("SELECT answer FROM request WHERE id = ?", (request_id,)).fetchone()
+            rows = self._fetch(_SELECT_ANSWER, request_id)
             self._connection.execute("DELETE FROM request WHERE id = ?", (request_id,))
-        return row[0] if row else None
+        with self._reading():
+            return _to_answer(rows)
 
     def load_requests(self, now: datetime) -> list[Request]:
         """Requests that wait for an answer."""
@@ -401,7 +410,7 @@ class Store:
             )
         return [Request(id=id_, workflow_id=workflow, word=word, user=user) for id_, workflow, word, user in rows]
 
-    def answer_request(self, request_id: int, answer: str) -> None:
+    def answer_request(self, request_id: int, answer: RequestAnswer) -> None:
         """Answer the operator."""
         with self._transaction():
             self._write_answer(request_id, answer)
@@ -495,9 +504,10 @@ class Store:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         return ""
 
-    def _write_answer(self, request_id: int, answer: str) -> bool:
+    def _write_answer(self, request_id: int, answer: RequestAnswer) -> bool:
         """Whether the request is still there."""
-        cursor = self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (answer, request_id))
+        body = msgspec.json.encode(answer).decode()
+        cursor = self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (body, request_id))
         return cursor.rowcount == 1
 
     def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
@@ -545,6 +555,10 @@ class Store:
 
 def _to_workflow(body: str) -> Workflow:
     return msgspec.json.decode(body, type=Workflow)
+
+
+def _to_answer(rows: list[tuple[Any, ...]]) -> RequestAnswer | None:
+    return msgspec.json.decode(rows[0][0], type=RequestAnswer) if rows else None
 
 
 def _storable(text: str) -> str:
