@@ -416,6 +416,7 @@ def test_an_event_without_an_id_is_no_subject() -> None:
 ASKED: dict[str, Any] = {
     "what": "held",
     "reason": "held, Azure starts it at NotBefore: preparation failed",
+    "addition": "Azure starts it at NotBefore: preparation failed",
     "deadline": SAMPLE.event.not_before,
     "commands": (
         SuggestedCommand(
@@ -460,14 +461,12 @@ def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
     assert list(body) == ["text"]
     assert body["text"].startswith("*The Reboot of vm-1 is held*\n")
     assert "&lt;!channel&gt; \\ &amp; ${vm}" in body["text"]
-    lines = body_of("slack", what="recovered", outcome="completed", reason="is over: completed")[
-        "text"
-    ].splitlines()
+    lines = body_of("slack", what="recovered", outcome="completed", addition="")["text"].splitlines()
     assert lines[:2] == ["*The Freeze of vm-1 is over: completed*", f"Event: {SAMPLE.event.id}"]
 
 
 def test_teams_gets_an_adaptive_card() -> None:
-    body = body_of("teams", what="started", reason="has started (approved)")
+    body = body_of("teams", what="started", addition="approved")
     (attachment,) = body["attachments"]
     card = attachment["content"]
     assert body["type"] == "message"
@@ -476,7 +475,7 @@ def test_teams_gets_an_adaptive_card() -> None:
     assert card["body"][0]["text"] == "The Freeze of vm-1 has started"
     assert card["body"][1]["text"] == "approved"
     assert {"title": "Event", "value": SAMPLE.event.id} in card["body"][2]["facts"]
-    card = body_of("teams", what="prepared", reason="preparation is done")["attachments"][0]["content"]
+    card = body_of("teams", what="prepared", addition="")["attachments"][0]["content"]
     assert [block["type"] for block in card["body"]] == ["TextBlock", "FactSet"]
 
 

@@ -20,8 +20,7 @@ from scheduled_events_agent.status.messages import (
     time_left,
     wait_in_words,
 )
-from scheduled_events_agent.workflow import Approval, Note, Progress, Waits
-from scheduled_events_agent.workflow.model import WaitKind
+from scheduled_events_agent.workflow import Approval, Note, Progress, WaitKind, Waits
 
 OBSERVED = {"rule": None, "reason": "no rule takes it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
@@ -235,3 +234,12 @@ def test_a_line_of_the_log_says_by_itself_what_happened_to_which_event(
     workflow: ShownWorkflow, note: Note, line: str
 ) -> None:
     assert note_in_log(workflow, note) == line
+
+
+@pytest.mark.parametrize("kind", get_args(WaitKind))
+def test_a_line_of_the_log_says_once_that_the_event_waits(kind: WaitKind) -> None:
+    waits = Waits(kind=kind, at=NOW, detail="x")
+    failed = a_workflow(event={"id_fault": "x"}, prepare=Progress(failure="x"), waits=waits)
+    workflow = replace(failed, waits_for=wait_in_words(failed, waits))
+    for said in (note_in_log(workflow, Note(kind="waits", waits=waits)), activity(workflow, (), NOW)):
+        assert said.count("waits") == 1

@@ -63,24 +63,6 @@ def _title(happening: Happening) -> str:
     return notice_title(happening.what, happening.event, happening.vm, happening.outcome, happening.at)
 
 
-def _addition(happening: Happening) -> str:
-    """What the reason says that the title does not; "" if nothing."""
-    in_title = {
-        "prepared": "preparation is done",
-        "held": "held",
-        "approved": "Azure has taken the approval",
-        "started": "has started",
-        "recovered": f"is over: {happening.outcome}",
-        "recovery_failed": "recovery failed",
-    }.get(happening.what, "")
-    if happening.what == "approval_needed":
-        return happening.reason.partition(" UTC: ")[2] or happening.reason.partition(": ")[2]
-    addition = happening.reason.removeprefix(in_title).removesuffix(": retry or resolve it").lstrip(" ,:")
-    if addition.startswith("("):
-        addition = addition.removeprefix("(").removesuffix(")")
-    return addition
-
-
 def _cloud_event(happening: Happening) -> dict[str, Any]:
     event: dict[str, Any] = {
         "specversion": "1.0",
@@ -112,7 +94,7 @@ def _facts(happening: Happening) -> dict[str, str]:
 
 
 def _slack(happening: Happening) -> dict[str, Any]:
-    lines = [f"*{_title(happening)}*", *filter(None, [_addition(happening)])]
+    lines = [f"*{_title(happening)}*", *filter(None, [happening.addition])]
     lines += [f"{name}: {text}" for name, text in _facts(happening).items()]
     lines += [f"`{one.command}`: {one.effect}" for one in happening.commands]
     text = "\n".join(lines)
@@ -126,8 +108,8 @@ def _teams(happening: Happening) -> dict[str, Any]:
     facts = [{"title": name, "value": text} for name, text in _facts(happening).items()]
     facts += [{"title": one.effect, "value": one.command} for one in happening.commands]
     texts = [{"type": "TextBlock", "text": _title(happening), "weight": "Bolder", "size": "Medium", "wrap": True}]
-    if addition := _addition(happening):
-        texts.append({"type": "TextBlock", "text": addition, "wrap": True})
+    if happening.addition:
+        texts.append({"type": "TextBlock", "text": happening.addition, "wrap": True})
     card = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "type": "AdaptiveCard",
@@ -139,8 +121,7 @@ def _teams(happening: Happening) -> dict[str, Any]:
 
 
 def _pagerduty(happening: Happening, routing_key: str) -> dict[str, Any]:
-    addition = _addition(happening)
-    summary = f"{_title(happening)} ({addition})" if addition else _title(happening)
+    summary = f"{_title(happening)} ({happening.addition})" if happening.addition else _title(happening)
     has_begun = happening.has_started and happening.what != "started"
     suffix = _AFTER_START if has_begun else ""
     event: dict[str, Any] = {

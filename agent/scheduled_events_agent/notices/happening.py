@@ -13,7 +13,7 @@ from scheduled_events_agent.policy import Facts, mismatch
 from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
 from scheduled_events_agent.status import Attention, Status, SuggestedCommand
 from scheduled_events_agent.status.attention import of_events
-from scheduled_events_agent.status.messages import note_in_words
+from scheduled_events_agent.status.messages import note_addition, note_in_words
 from scheduled_events_agent.workflow import NoteKind, Step
 
 _WORDS: dict[NoteKind, NoticeWord] = {
@@ -38,6 +38,8 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mode: Literal["act", "observe"]
     rule: str | None
     reason: str
+    addition: str
+    """What the reason says that the title does not."""
     seconds_left: int | None
     deadline: datetime | None = None
     commands: tuple[SuggestedCommand, ...] = ()
@@ -79,6 +81,7 @@ def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Ha
                     mode="act" if status.mode == "act" else "observe",
                     rule=workflow.decision.rule,
                     reason=note_in_words(workflow, note),
+                    addition=note_addition(workflow, note),
                     seconds_left=int((event.not_before - at).total_seconds())
                     if is_ahead and event.not_before
                     else None,
@@ -120,6 +123,7 @@ SAMPLE = Happening(
     mode="act",
     rule="test",
     reason='an operator sends a "test"',
+    addition='an operator sends a "test"',
     seconds_left=900,
     has_started=False,
     outcome="",

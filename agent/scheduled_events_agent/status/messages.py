@@ -11,7 +11,7 @@ from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, ShownWorkflow
-from scheduled_events_agent.workflow import Note, Waits, Workflow
+from scheduled_events_agent.workflow import Note, WaitKind, Waits, Workflow
 
 _WAITS = {
     "time": "begins at {at} ({detail})",
@@ -41,6 +41,8 @@ _WAITS = {
     "other_event": "event {detail} still needs it prepared",
     "lost_hook": "hook {detail} is not in the policy any more: put it back",
 }
+# The words of these say themselves that the event waits.
+_SAYS_WAITS: frozenset[WaitKind] = frozenset({"slot", "fleet", "other_run", "all_ready"})
 
 
 def as_shown(workflow: Workflow) -> ShownWorkflow:
@@ -109,11 +111,27 @@ def note_in_words(workflow: Workflow, note: Note) -> str:
     return f"{_held(workflow)}: {reason}" if note.kind == "held" else reason
 
 
+def note_addition(workflow: Workflow, note: Note) -> str:
+    """What the note says that the title of its notice does not; "" if nothing."""
+    if note.addition is not None:
+        return note.addition
+    if note.kind == "approval_needed":
+        return note.text
+    if note.kind == "held" and note.waits is not None:
+        return ": ".join(filter(None, [_start_while_held(workflow), wait_in_words(workflow, note.waits)]))
+    return note_in_words(workflow, note)
+
+
 def _held(workflow: Workflow) -> str:
+    return ", ".join(filter(None, ["held", _start_while_held(workflow)]))
+
+
+def _start_while_held(workflow: Workflow) -> str:
+    """When Azure starts the event that is held; "" if it never does."""
     if workflow.event.is_recommendation:
-        return "held"
+        return ""
     starts = _not_before(workflow)
-    return f"held, Azure starts it at {starts}" if starts else "held, Azure may start it at any moment"
+    return f"Azure starts it at {starts}" if starts else "Azure may start it at any moment"
 
 
 def _not_before(workflow: Workflow) -> str:
@@ -134,7 +152,7 @@ def note_in_log(workflow: Workflow, note: Note) -> str:
             by = "an operator" if workflow.operator == "approved" else f"rule {workflow.decision.rule}"
             text = f"approved ({by})"
         case "waits":
-            text = _waiting(text)
+            text = _waiting(note.waits, text)
     return of_event(workflow.event.type, workflow.event.id, text)
 
 
@@ -156,8 +174,8 @@ def _seen(workflow: Workflow) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _waiting(text: str) -> str:
-    return text if text.startswith("waits ") else f"waits: {text}"
+def _waiting(waits: Waits | None, text: str) -> str:
+    return text if waits is not None and waits.kind in _SAYS_WAITS else f"waits: {text}"
 
 
 def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
@@ -205,7 +223,8 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
         return f"{_held(workflow)}: {workflow.waits_for}"
     if workflow.waits_for:
         has_time = workflow.waits is not None and workflow.waits.at is not None
-        return _waiting(wait_in_words(workflow, workflow.waits, now) if has_time else workflow.waits_for)
+        text = wait_in_words(workflow, workflow.waits, now) if has_time else workflow.waits_for
+        return _waiting(workflow.waits, text)
     return _phase_in_words(workflow)
 
 

@@ -219,7 +219,7 @@ def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) 
     if workflow.approval.state != "requested":
         return None
     if not signal.error_kind:
-        notes = [Note(kind="approved", text="Azure has taken the approval")]
+        notes = [Note(kind="approved", text="Azure has taken the approval", addition="")]
         operator = workflow.operator
         if operator == "held":  # while the approval was on its way
             operator = ""

@@ -293,6 +293,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """How the hook ended; "" in other notes."""
     detail: str = ""
     """More about it, such as the end of a hook's output."""
+    addition: str | None = None
+    """What ``text`` says that the kind does not; None if it is all of it."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -186,7 +186,7 @@ def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> St
 def _end_preparation(workflow: Workflow) -> Step:
     prepare = workflow.prepare
     if prepare.state == "succeeded":
-        return _enter(workflow, "prepared", Note(kind="prepared", text="preparation is done"))
+        return _enter(workflow, "prepared", Note(kind="prepared", text="preparation is done", addition=""))
     is_approved = workflow.approval.state == "confirmed"
     if is_approved or (prepare.state == "failed" and workflow.decision.on_failure == "approve"):
         why = "Azure has taken the approval already" if is_approved else "the rule goes on anyway"
@@ -250,7 +250,7 @@ def is_to_begin(workflow: Workflow) -> bool:
 
 def _start(workflow: Workflow) -> Step:
     how = "approved" if workflow.approval.state == "confirmed" else f"not approved by us, {workflow.phase}"
-    note = Note(kind="started", text=f"has started ({how})")
+    note = Note(kind="started", text=f"has started ({how})", addition=how)
     return _enter(replace(workflow, was_started=True), "started", note)
 
 
@@ -311,7 +311,8 @@ def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> S
     if recover.state == "resolved":
         return _close(workflow)
     if recover.state == "failed":
-        note = Note(kind="recovery_failed", text=f"recovery failed ({recover.failure}): retry or resolve it")
+        text = f"recovery failed ({recover.failure}): retry or resolve it"
+        note = Note(kind="recovery_failed", text=text, addition=recover.failure)
         return _enter(workflow, "recovery_failed", note)
     if recover.current is None and next_hook(workflow, "recover") is None:
         return _close(replace(workflow, recover=replace(recover, state="succeeded")))
@@ -359,8 +360,9 @@ def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Wo
 
 
 def _close(workflow: Workflow) -> Step:
-    by_hand = ", an operator has put its recovery right by hand" if workflow.recover.state == "resolved" else ""
-    note = Note(kind="closed", text=f"is over: {workflow.outcome}{by_hand}")
+    by_hand = "an operator has put its recovery right by hand" if workflow.recover.state == "resolved" else ""
+    text = ", ".join(filter(None, [f"is over: {workflow.outcome}", by_hand]))
+    note = Note(kind="closed", text=text, addition=by_hand)
     return _enter(replace(workflow, waits=None), "closed", note)
 
 
