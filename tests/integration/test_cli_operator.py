@@ -12,7 +12,7 @@ from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli import operator
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Decision
-from scheduled_events_agent.store import Store
+from scheduled_events_agent.store import RequestAnswer, Store
 from scheduled_events_agent.workflow import Approval, Note, Step, Workflow
 
 NOW = datetime.now(UTC)
@@ -96,3 +96,13 @@ def test_a_hold_that_gets_no_answer_amid_an_approval_says_that_it_counts(
 
 def test_an_event_that_was_never_seen_is_not_found_among_the_pending(run: Run) -> None:
     assert run("approve", "dddd")[1].startswith('scheduled-events-agent: no pending event begins with "dddd"')
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_the_exit_code_is_what_the_answer_says_whatever_its_words(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, succeeded: bool
+) -> None:
+    monkeypatch.setattr(operator, "find_agent", lambda _: "1")
+    answer = RequestAnswer(succeeded=succeeded, message="refused or not")
+    monkeypatch.setattr(operator, "ask_agent", lambda *_: answer)
+    assert run("approve", "bbbb")[0] == (0 if succeeded else 1)

@@ -491,23 +491,23 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:
 @pytest.mark.parametrize(
     ("payload", "approval"),
     [
-        ("02-reboot-user-scheduled.json", "approved at once"),
+        ("02-reboot-user-scheduled.json", "at once"),
         (
             "04-freeze-started-duration6-a.json",
             "not approved: only a scheduled event can be approved, and its status is Started",
         ),
         (
             "08-freeze-scheduled-short-notice.json",
-            "approved as soon as its 2 hooks have succeeded; a failed hook holds it",
+            "as soon as its 2 hooks have succeeded; a failed hook holds it",
         ),
         (
             "15-preempt-spot-vm.json",
             (
-                "approved as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
+                "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
                 "a failed hook holds it"
             ),
         ),
-        ("28-docs-flow-2-freeze-scheduled.json", "approved at once"),
+        ("28-docs-flow-2-freeze-scheduled.json", "at once"),
         ("34-docs-maintenance-iso8601-bare-event.json", "not approved: it has no id to approve"),
     ],
 )
@@ -629,7 +629,7 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
         "expected_approval": {
             "answer": "yes",
             "at": "2022-08-09T16:52:37Z",
-            "text": "approved as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
+            "text": "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
             "a failed hook holds it",
         },
     }

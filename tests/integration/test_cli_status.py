@@ -213,7 +213,7 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
     assert f"{card}\n" == (
         "Redeploy 602D9444: not before 14m 12s from now (22:26:12Z)\n"
         "  now       runs the prepare hook drain, 12s so far\n"
-        "  rule      impactful takes it: type Redeploy\n"
+        "  reason    rule impactful takes it: type Redeploy\n"
         '  event     Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
         "  names     this VM only\n"
         "  overrule  scheduled-events-agent hold 602D9444 --state-dir /its/own\n"
@@ -384,10 +384,10 @@ def test_without_an_agent_it_is_told_what_the_state_file_says(state_dir: Path, r
         f"     {doctor}  look for what is wrong\n"
         "\n"
         "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12Z)\n"
-        "  now    preparing\n"
-        "  rule   impactful takes it: type Redeploy\n"
-        '  event  Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
-        "  names  this VM only\n"
+        "  now     preparing\n"
+        "  reason  rule impactful takes it: type Redeploy\n"
+        '  event   Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
+        "  names   this VM only\n"
         "\n"
         "  vm      web-1\n"
         f"  source  all but the first lines is what {state_dir / 'state.db'} says\n"

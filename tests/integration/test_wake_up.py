@@ -15,7 +15,7 @@ from scheduled_events_agent import daemon as module
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import operator
 from scheduled_events_agent.daemon import Daemon, watchdog
-from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
 
@@ -130,6 +130,18 @@ def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_p
         azure.wait_until(lambda: "polling fails" in (daemon._told_status or ""), "it is told", PATIENCE)
         azure.clear_faults()
         azure.wait_until(lambda: "polling fails" not in (daemon._told_status or ""), "its end is told", PATIENCE)
+
+
+def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_every_version(tmp_path: Path) -> None:
+    """The script of the packages reads the line of the agent that it replaces: these words never change."""
+    script = Path(__file__).parents[2] / "packaging" / "restart.sh"
+    assert 'case $(show StatusText) in\n        "runs hook"*) return 0 ;;\n' in script.read_text(encoding="utf-8")
+    hooks = {"drain": Hook(run=(sys.executable, "-c", "import time; time.sleep(600)"))}
+    rules = (Rule(name="all", prepare=("drain",), approve="when-prepared"),)
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules, hooks) as daemon:
+        event = azure.schedule("Reboot", notice_seconds=NEVER)
+        azure.wait_until(lambda: (daemon._told_status or "").startswith("runs hook"), "it is told", PATIENCE)
+        azure.cancel(event)
 
 
 def test_an_event_is_begun_when_its_time_comes_although_no_document_says_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli.terminal import Cell, Terminal
 from scheduled_events_agent.simulator import SimulatedEvent, Simulator
-from scheduled_events_agent.status import JournalEntry
+from scheduled_events_agent.status import History
 from scheduled_events_agent.store import Store
 
 _WITHIN_SECONDS = 15.0
@@ -223,9 +223,10 @@ def _run(_arguments: argparse.Namespace) -> int:
             azure.wait_polls(1, timeout_seconds=_WITHIN_SECONDS)
             events = [_play(azure, scene, shown) for scene in _SCENES]
         with contextlib.closing(Store.look_into(directory / "state")) as store:
-            journal = store.load_journal()
+            histories = {history.workflow.event.id: history for history in store.load_histories()}
     print("\nHow it ended:\n")
-    ends = [_end_of(scene, event, journal) for scene, event in zip(_SCENES, events, strict=True)]
+    ended = zip(_SCENES, events, strict=True)
+    ends = [_end_of(scene, event, histories.get(event.id)) for scene, event in ended]
     print(*shown.terminal.table([end.row for end in ends]), sep="\n")
     wrong = [end for end in ends if not end.is_right]
     verdict = f"{len(wrong)} of {len(events)} did not end as expected" if wrong else "all as expected"
@@ -265,17 +266,16 @@ class _End(NamedTuple):
     row: tuple[Cell, ...]
 
 
-def _end_of(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry]) -> _End:
-    """What Azure and the agent's journal say of the event, and whether that is as the scene has it."""
-    entries = [entry for entry in journal if entry.event_id == event.id]
-    decided = next((entry.text for entry in entries if entry.kind == "decided"), "")
-    rule = decided.removeprefix("rule ").partition(" ")[0]
+def _end_of(scene: _Scene, event: SimulatedEvent, history: History | None) -> _End:
+    """What Azure and the agent's history say of the event, and whether that is as the scene has it."""
+    entries = history.entries if history else ()
+    rule = history.workflow.decision.rule if history else None
     hooks = tuple(f"{entry.hook}: {entry.outcome}" for entry in entries if entry.kind == "hook_finished")
-    is_closed = any(entry.kind == "closed" and entry.text == "is over: completed" for entry in entries)
+    is_completed = history is not None and not history.workflow.is_open and history.workflow.outcome == "completed"
     is_approved = event.approved_at is not None
-    is_right = (rule, hooks, is_approved) == (scene.rule, scene.hooks, scene.is_approved) and is_closed
+    is_right = (rule, hooks, is_approved) == (scene.rule, scene.hooks, scene.is_approved) and is_completed
     approved = "approved" if is_approved else "not approved"
     started = ((event.started_at or event.scheduled_at) - event.scheduled_at).total_seconds()
-    told = ", ".join((f"rule {rule}", *hooks, approved, f"started after {started:.1f}s"))
+    told = ", ".join((f"rule {rule or 'none'}", *hooks, approved, f"started after {started:.1f}s"))
     verdict = "ok" if is_right else "WRONG"
     return _End(is_right, (Cell(verdict), Cell(scene.type), Cell(event.id[:8]), Cell(told)))

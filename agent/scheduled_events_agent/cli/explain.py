@@ -83,6 +83,7 @@ class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime | None
     """When at the earliest; None unless ``answer`` is yes, or if it was approved already."""
     text: str
+    """When it would be approved, or why not."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,20 +325,20 @@ def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
         if decision.approve == "when-prepared" and life.prepare:
             count = len(life.prepare)
             hooks = f"hook {life.prepare[0]} has" if count == 1 else f"its {count} hooks have"
-            text = f"approved as soon as {hooks} succeeded"
+            text = f"as soon as {hooks} succeeded"
             text += "" if is_now else f", {when}"
             text += ", and once the other VMs are ready" if needs_all(workflow) else ""
             fails = "a failed hook holds it" if decision.on_failure == "hold" else "even if a hook fails"
             return ExpectedApproval(answer="yes", at=approved_at, text=f"{text}; {fails}")
-        return ExpectedApproval(answer="yes", at=approved_at, text=f"approved {when}")
+        return ExpectedApproval(answer="yes", at=approved_at, text=when)
     if workflow.approval.state == "confirmed":
-        return ExpectedApproval(answer="yes", at=None, text="approved already")
+        return ExpectedApproval(answer="yes", at=None, text="already")
     if workflow.is_over:
         return ExpectedApproval(answer="no", at=None, text="not approved: it is over")
     leave = ask_approval_gates(workflow, life.context)
     if leave.answer == "not yet" and decision.approve == "manual":
         line = command(assumed.options, "approve", quoted(event.id))
-        return ExpectedApproval(answer="operator", at=None, text=f"approved when an operator says so: {line}")
+        return ExpectedApproval(answer="operator", at=None, text=f"when an operator says so: {line}")
     text = f"not approved: {wait_in_words(workflow, leave.waits)}"
     return ExpectedApproval(answer="no", at=None, text=text)
 
@@ -584,7 +585,7 @@ def _plan_of(explanation: Explanation, now: datetime) -> Plan:
         until=clock(until, now) if until is not None else "",
         on_start=_hooks_on_start(explanation),
         on_start_when="now, as it has started" if event.is_started else "once it has started",
-        approve=explanation.expected_approval.text.removeprefix("approved "),
+        approve=explanation.expected_approval.text,
         recover=decision.recover if is_recovered else (),
         recover_when=end,
     )

@@ -285,7 +285,7 @@ def _card(workflow: ShownWorkflow, status: Status, output: Sequence[str], short_
         yield Row("now", f"{doing}; {decision.reason}")
     else:
         yield Row("now", doing, "cyan" if running else _PHASE_STYLES.get(workflow.phase, ""))
-        yield Row("rule", decision.reason.removeprefix("rule "))
+        yield Row("reason", decision.reason)
     if failures := [stage.failure for stage in workflow.stages if stage.failure]:
         yield Row("failed", "; ".join(failures), "yellow")
         for line in output:
@@ -320,7 +320,7 @@ def _last_poll(status: Status) -> Row:
 
 
 def _life(note: JournalEntry, now: datetime) -> str:
-    what = note.kind.removeprefix("agent_")
+    what = "started" if note.kind == "agent_started" else "stopped"
     text = f": {note.text}" if note.text else ""
     return f"{what} {_ago(note.at, now)}{text}"
 

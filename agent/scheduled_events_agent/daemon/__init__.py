@@ -367,14 +367,16 @@ class Daemon:
         """What the agent is at, in one line, which only changes when that does."""
         parts = []
         if hooks := [one.hook for one in self._executor.running() if one.state == "running"]:
-            # Packages look for these words, to restart the agent when no hook runs.
+            # That the line begins with "runs hook" is a contract: packaging/restart.sh reads it of the agent that
+            # it replaces, whatever its version, and restarts the service when no hook runs.
             noun = "hook" if len(hooks) == 1 else "hooks"
             parts.append(f"runs {noun} {', '.join(hooks)}")
         needs = self._pages.attention()
         parts += [needs[0].message.removesuffix(".")] if needs else []
         if self._engine.settings.agent.mode == "observe":
             parts.append("only observes")
-        if self._poller.failure and not any(self._poller.failure in part for part in parts):
+        is_failure_told = bool(needs) and needs[0].kind == "unhealthy" and self._pages.lacks_poll()
+        if self._poller.failure and not is_failure_told:
             parts.append(f"polling fails ({self._poller.failure})")
         board = self._engine.board
         parts += [summarize(workflow) for workflow in islice(board.values(), _MOST_DESCRIBED)]

@@ -163,14 +163,18 @@ class Pages:
             problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
         if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
             problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
-        since_poll = now - (self._poller.succeeded or self._started)
-        if since_poll > self._engine.settings.agent.healthy_within:
+        if self.lacks_poll():
             since = self._poller.succeeded_at or self._started_at
             why = self._poller.failure or "it hangs"
             problems.append(f"no poll has succeeded since {utc(since)}: {why}")
         if self.failure:  # for the command status, which asks through the state file
             problems.append(f"the pages are not shown: {self.failure}")
         return problems
+
+    def lacks_poll(self) -> bool:
+        """Whether the last poll that succeeded is so long ago that the agent is unhealthy."""
+        since_poll = time.monotonic() - (self._poller.succeeded or self._started)
+        return since_poll > self._engine.settings.agent.healthy_within
 
     def _health_page(self) -> Page:
         problems = self._health_problems()
