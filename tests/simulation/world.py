@@ -1320,12 +1320,12 @@ class Executor:
 
     def cancel_all(self, grace_seconds: float) -> None:
         del grace_seconds
-        for key in [*self._live]:
+        for key in sorted(self._live):
             self.cancel_hook(key)
 
     def end_all(self, chance: random.Random) -> None:
         """The machine goes down and ends what runs."""
-        for key in [*self._live]:
+        for key in sorted(self._live):
             number = self._numbers[key]
             if chance.random() < 0.5:
                 self._world.after(0.0, lambda key=key, number=number: self._end(key, number, "failed"))  # type: ignore[misc]
