@@ -608,7 +608,7 @@ class FleetJudge:
         if trouble_until > life.announced_at:
             return max(last_at, trouble_until, seen_at) + slow + 5.0
         is_quick = seen_at < min(work.since for work in works.values()) and not last.killed_until > last_at
-        return last_at + (3.0 if is_quick else slow)
+        return last_at + 3.0 if is_quick else max(last_at, seen_at) + slow
 
     # --- (10) a kill and a start
 

@@ -172,7 +172,8 @@ class Vm(Machine):
 
     def set_clock(self, offset: int) -> None:
         if self.is_frozen:
-            self._frozen.append(lambda: self.set_clock(offset))
+            # Once it has polled again: see below.
+            self.world.after(self.frozen_until - self.world.at + 2.0, lambda: self.set_clock(offset))
             return
         self.world.tell(f"{self.vm_id}: its clock is set, now {offset:+d} s")
         if self.engine is not None and self._read_at is not None:
