@@ -577,7 +577,7 @@ def test_the_limit_is_for_the_whole_exchange_and_drops_do_not_stretch_it(serve: 
 def test_the_first_answer_may_take_longer_and_later_ones_may_not(serve: Serve) -> None:
     def play(peer: Peer) -> None:
         while peer.request():
-            if not peer._server.is_over.wait(0.25):
+            if not peer._server.is_over.wait(1.5):
                 peer.send(answer())
 
     server = serve(play)

@@ -420,6 +420,15 @@ def test_while_it_has_leave_it_asks_every_5_s() -> None:
     assert ask(both, ready_request("web_1")).next_sync_seconds == 5.0
 
 
+def test_it_asks_more_often_while_a_ready_vm_has_only_to_write_again() -> None:
+    """Its record is from before this VM has seen the event: that is so after a restart."""
+    both = [record("a", "web_0", "ready"), record("a", "web_1", "ready", age=9.0)]
+    seen = ready_request("web_1", seen_seconds=5.0)
+    assert not ask(both, seen).statuses["a"].is_all_ready
+    assert ask(both, seen).next_sync_seconds == 5.0
+    assert ask([both[0], record("a", "web_1", "ready", age=61.0)], seen).next_sync_seconds == 20.0
+
+
 def test_a_record_is_written_again_by_the_interval_that_it_names() -> None:
     assert (
         ask([record("a", "web_0", "not_ready", renew_seconds="20")], request("not_ready")).next_sync_seconds == 20

@@ -37,6 +37,7 @@ _CLAIMED_SECONDS = 1.5
 _REQUESTED_SECONDS = 5.0
 _READY_SECONDS = 20.0
 _READY_SECONDS_PER_RECORD = 0.5
+_RENEWALS = 4.0  # so much more often while a VM that is ready has only to write it again
 _ALLOWED_SECONDS = 5.0  # the engine has not acted on it yet
 _QUIET_SECONDS = 60.0
 
@@ -325,6 +326,12 @@ class _Group:
             if key not in records or not _is_ready(records[key], seen_seconds)
         )
 
+    def _awaits_renewal(self, request: FleetRequest) -> bool:
+        """Whether a VM is ready but wrote so before this VM saw the event: it counts when it is written again."""
+        seen_seconds = self.listed_at - request.seen_at
+        ready = [one for one in self._of(event_key(request.event)) if one.state == "ready" and one.is_fresh]
+        return not all(_is_ready(one, seen_seconds) for one in ready)
+
     # --- what is written
 
     def interval_of(self, request: FleetRequest, state: str, status: FleetEventStatus) -> float:
@@ -334,7 +341,8 @@ class _Group:
         if state in ("claimed", "requested"):
             return min(_REQUESTED_SECONDS * (1 + len(status.ahead)), _RENEW_SECONDS[1])
         if state == "ready" and request.needs_all:
-            return min(max(_READY_SECONDS, _READY_SECONDS_PER_RECORD * self.listed), _RENEW_SECONDS[1])
+            seconds = min(max(_READY_SECONDS, _READY_SECONDS_PER_RECORD * self.listed), _RENEW_SECONDS[1])
+            return seconds / _RENEWALS if self._awaits_renewal(request) else seconds
         return _QUIET_SECONDS
 
     def write_of(self, request: FleetRequest, state: str, interval: float) -> Write | None:
