@@ -88,9 +88,9 @@ class Kept:
     claimed_at: float = inf
     """Since when it is claimed, or was."""
 
-    def counts(self, at: float, *, has_ages: bool) -> bool:
-        """Whether it counts for a slot; for ever if the store tells no ages."""
-        is_young = at - self.written_at <= _SLOT_SECONDS + _DATE_SECONDS
+    def counts(self, at: float, *, has_ages: bool, margin_seconds: float = _DATE_SECONDS) -> bool:
+        """Whether it may count for a slot; for ever if the store tells no ages. It must without a margin."""
+        is_young = at - self.written_at <= _SLOT_SECONDS + margin_seconds
         return self.state in _COUNTED and (is_young or not has_ages)
 
 
@@ -541,9 +541,8 @@ class FleetJudge:
         for kept in life.records.values():
             other = world.vms[kept.vm_id]
             work = life.works.get(kept.vm_id, Work())
-            is_known = kept.counts(world.at, has_ages=world.has_ages) and kept.made_at < max(
-                vm.listed_at, world.at - _STATUS_SECONDS
-            )
+            must_count = kept.counts(world.at, has_ages=world.has_ages, margin_seconds=0.0)
+            is_known = must_count and kept.made_at < max(vm.listed_at, world.at - _STATUS_SECONDS)
             is_ready = work.is_ready or self._may_seem_ready(work, vm, appeared_at)
             if is_known and other.name not in awaited and not is_ready:
                 missing.append(other.name)
