@@ -178,9 +178,7 @@ class FleetThread:
         ready = {request.event for request in requests if request.stage == "ready"}
         not_ready = {name for event in ready & update.statuses.keys() for name in update.statuses[event].not_ready}
         self._metrics.fleet_not_ready.set(len(not_ready))
-        other = next(filter(None, (status.other_vm_id for status in update.statuses.values())), "")
-        text = f"another VM uses the name of this one: vmId {other}, this one has {vm_id}" if other else ""
-        self._warn(LogId.FLEET_SAME_NAME, text)
+        self._warn(LogId.FLEET_SAME_NAME, next(iter(update.same_name_warnings(vm_id)), ""))
 
     def _warn_of_members(self, settings: FleetSettings, names: tuple[str, ...]) -> None:
         self._warn(LogId.FLEET_MEMBERS, settings.members_fault(names))

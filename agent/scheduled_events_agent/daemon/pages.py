@@ -23,7 +23,6 @@ from scheduled_events_agent.engine import Engine
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.settings import FleetSettings
 from scheduled_events_agent.status import (
     NO_OPTIONS,
     Attention,
@@ -49,7 +48,7 @@ from scheduled_events_agent.store import FILE_NAME, Store, StoreError, notified
 from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebError, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
-from scheduled_events_agent.workflow import Board, FleetEventStatus, Workflow, is_ready
+from scheduled_events_agent.workflow import Board, Workflow, is_ready
 
 # An engine that has not turned for this long hangs. (It rests ten seconds, and waits two for a slow disk.)
 _STALL_SECONDS = 20.0
@@ -304,20 +303,14 @@ class Pages:
         update = self._engine.fleet.last_update
         if settings is None:
             return None
+        same_name = update.same_name_warnings(self._engine.identity.vm_id)
         return FleetState(
             group=settings.group or update.group,
             error=update.error,
             unavailable_since=update.unavailable_since,
             not_ready=self._engine.fleet.not_ready,
-            warnings=self._fleet_warnings(settings, update.statuses.values()),
+            warnings=tuple(filter(None, (settings.members_fault(self._engine.names()), *same_name))),
         )
-
-    def _fleet_warnings(self, settings: FleetSettings, statuses: Iterable[FleetEventStatus]) -> tuple[str, ...]:
-        """What keeps the fleet from working as it was meant to."""
-        own = self._engine.identity.vm_id
-        others = {status.other_vm_id for status in statuses} - {""}
-        same_name = [f"another VM uses the name of this one: vmId {other}, this one has {own}" for other in others]
-        return tuple(filter(None, (settings.members_fault(self._engine.names()), *sorted(same_name))))
 
     def _notified(self) -> Iterator[NotifiedTarget]:
         waiting = self._engine.notifying.waiting

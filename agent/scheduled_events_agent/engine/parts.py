@@ -76,6 +76,13 @@ class FleetUpdate:
     settings: FleetSettings | None = None
     """With which the store was asked."""
 
+    def same_name_warnings(self, vm_id: str) -> tuple[str, ...]:
+        """One for each other VM that goes by the name of this one, which has ``vm_id``."""
+        others = {status.other_vm_id for status in self.statuses.values()} - {""}
+        return tuple(
+            f"another VM uses the name of this one: vmId {other}, this one has {vm_id}" for other in sorted(others)
+        )
+
 
 Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded | FleetUpdate
 

@@ -118,7 +118,8 @@ class FleetClient:
     def _sync(self, requests: tuple[FleetRequest, ...]) -> None:
         seconds = self._write_known(requests)
         must_list = self._must_list or self.error is not None  # only an answer tells that it is available again
-        if must_list or any(_waits_for_others(request) for request in requests) or self._is_late_due():
+        is_asked = any(_waits_for_others(request) for request in requests)
+        if must_list or is_asked or self._is_late_due(self._monotonic()):
             seconds = self._list_and_write(requests) * self._random.uniform(_SHORTEN_TO, 1.0)
         now = self._monotonic()
         due = [self._look_again_at] if self._look_again_at is not None else []
@@ -126,8 +127,8 @@ class FleetClient:
             due.append(now + seconds)
         self.next_sync_at = min(due, default=None)
 
-    def _is_late_due(self) -> bool:
-        return self._look_again_at is not None and self._look_again_at <= self._monotonic()
+    def _is_late_due(self, now: float) -> bool:
+        return self._look_again_at is not None and self._look_again_at <= now
 
     def _write_known(self, requests: tuple[FleetRequest, ...]) -> float:
         """Write what does not depend on other VMs, without a list."""
@@ -146,7 +147,7 @@ class FleetClient:
         for _ in range(_MAX_ROUNDS):
             sent_at = self._monotonic()
             records = self._backend.list()
-            if self._look_again_at is not None and self._look_again_at <= sent_at:
+            if self._is_late_due(sent_at):
                 self._look_again_at = None
             self._listed = len(records)
             found = self._plan(records, requests, sent_at)
