@@ -223,3 +223,18 @@ def test_another_limit_does_not_free_the_slot() -> None:
             assert store.list(), "it was deleted"
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_bug_while_it_leaves_a_group_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(time.monotonic)
+    updates = queue.Queue[Any]()
+    other = FleetSettings(table="https://a.example/abc", group="other", max_events=1)
+    thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, lambda *_: MemoryBackend(store))
+    with running(thread) as entries:
+        thread.publish((REQUEST,), ("web_1",), "id", "web")
+        until(updates, may_begin)
+        monkeypatch.delattr(MemoryStore, "delete")
+        thread.use(Settings(fleet=other))
+        thread.publish((REQUEST,), ("web_1",), "id", "web")
+        until(updates, lambda update: update.settings == other and may_begin(update))
+    assert "a bug in the agent" in [entry["event"] for entry in entries]

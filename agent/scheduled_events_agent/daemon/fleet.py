@@ -102,7 +102,7 @@ class FleetThread:
             given = self._input
             settings = given.settings.fleet
             if client is not None and store != given.store:
-                client.sync(())  # the VMs of the group that it leaves need not wait for it
+                self._leave(client)
                 client = None
             if settings is None or given.requests is None:
                 client = key = None
@@ -160,6 +160,13 @@ class FleetThread:
             on_wait_ended=lambda what, seconds: self._metrics.fleet_wait_seconds.labels(what).observe(seconds),
             looks_again=looks_again,
         )
+
+    def _leave(self, client: FleetClient) -> None:
+        """Delete its records: the VMs of the group that it leaves need not wait for it."""
+        try:
+            client.sync(())
+        except Exception as error:  # noqa: BLE001 - the group that it joins does not wait for that
+            self._log_outcome(self._fault(error))
 
     def _fault(self, error: Exception) -> AgentError:
         if isinstance(error, AgentError):
