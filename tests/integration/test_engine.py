@@ -32,7 +32,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.settings import ImdsSettings, Settings
 from scheduled_events_agent.status.messages import as_shown
-from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, RequestAnswer, Store
+from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
@@ -178,7 +178,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     commit = engine._store.commit
     withdrawn: list[RequestAnswer | None] = []
 
-    def commit_late(*arguments: object) -> list[tuple[str, str]]:
+    def commit_late(*arguments: object) -> CommitResult:
         if not withdrawn:
             withdrawn.append(operator.withdraw_request(impatient))
         return commit(*arguments)  # type: ignore[arg-type]

@@ -22,18 +22,28 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import host
 from scheduled_events_agent import store as store_module
-from scheduled_events_agent.engine import Executor, Machine, NoticeEnded
+from scheduled_events_agent.engine import Engine, Executor, Machine, NoticeEnded
 from scheduled_events_agent.engine.engine import unclean_starts
 from scheduled_events_agent.engine.notifying import Notifying
 from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.engine.upkeep import Upkeep
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.events import Document, ScheduledEvent
+from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.policy import Decision, When
+from scheduled_events_agent.policy import Decision, Hook, Rule, When
 from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import CommandOptions, JournalEntry, Vm
-from scheduled_events_agent.store import FILE_NAME, Loss, RequestAnswer, Store, StoreError, Waiting, WithdrawnError
+from scheduled_events_agent.store import (
+    FILE_NAME,
+    CommitResult,
+    Loss,
+    RequestAnswer,
+    Store,
+    StoreError,
+    Waiting,
+    WithdrawnError,
+)
 from scheduled_events_agent.store import file as store_file
 from scheduled_events_agent.workflow import Note, Phase, Step, Workflow
 
@@ -188,27 +198,65 @@ def test_a_commit_that_fails_in_the_middle_leaves_nothing_behind(store: Store) -
     assert [entry.text for entry in store.load_journal()] == ["seen"]
 
 
-def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
+def leave_pages(store: Store, count: int) -> None:
+    """Let the file grow by so many pages at most, as on a full disk."""
+    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store._connection.execute(f"PRAGMA max_page_count = {pages + count}")
+
+
+def test_notices_give_way_if_only_the_step_has_room(store: Store) -> None:
+    leave_pages(store, 4)
+    large = ("ops", "x" * 100_000)
+    result = store.commit([make_step("one", "seen")], NOW, {}, [large, ("chat", "{}")])
+    assert result == CommitResult(dropped=(large, ("chat", "{}")), reason="no_room")
+    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
+    assert [entry.text for entry in store.load_journal()] == ["seen"]
+    assert store.notices.waiting() == {}
+
+
+def test_a_step_that_has_no_room_without_its_notices_either_is_an_error(store: Store) -> None:
+    leave_pages(store, 4)
+    with pytest.raises(StoreError) as caught:
+        store.commit([make_step("one", *("x" * 8000 for _ in range(20)))], NOW, {}, [("ops", "{}")])
+    assert caught.value.kind == "full"
+    assert store.load_workflows() == []
+
+
+def test_of_too_many_notices_the_commit_says_which_older_ones_are_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit, metrics = store.commit, Metrics(tuple)
+    monkeypatch.setattr("scheduled_events_agent.store.notices.MAX_NOTICES", 2)
+    assert store.commit([make_step("one")], NOW, {}, [("ops", "1"), ("ops", "2"), ("chat", "3")]) == CommitResult()
+    result = store.commit([make_step("one")], NOW, {}, [("ops", "4")])
+    assert result == CommitResult(dropped=(("ops", "1"),), reason="too_many")
 
-    def commit_without_room(*arguments: Any, **options: Any) -> list[tuple[str, str]]:
-        if arguments[3:] and arguments[3]:
-            raise StoreError("database or disk is full", kind="full")
-        return commit(*arguments, **options)
 
-    monkeypatch.setattr(store, "commit", commit_without_room)
-    settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))
-    executor = mock.create_autospec(Executor, instance=True)
-    notifying = Notifying(settings, store, metrics, executor, CommandOptions())
-    notifying.commit([make_step("one", "seen")], {}, NOW, {}, VM)
-    notifying.perform([make_step("one", "seen")])
-    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
-    assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 1
-    notifying.settle(NOW)
-    assert [entry.text[-17:] for entry in store.load_notes(kind="notification_lost")] == [" the disk is full"]
+def test_on_a_full_disk_an_event_is_committed_and_its_notices_are_counted_as_lost(store: Store) -> None:
+    names = [f"ops-{number}" for number in range(100)]
+    settings = Settings(
+        rules=(Rule(name="all", prepare=("drain",), approve="when-prepared"),),
+        hooks={"drain": Hook(run=("/bin/true",))},
+        notify=tuple(NotifyTarget(name=name, to="https://example.com", on=("seen",)) for name in names),
+    )
+    metrics, executor = Metrics(tuple), mock.create_autospec(Executor, instance=True)
+    executor.is_running.return_value = False
+    engine = Engine(settings, store, metrics, executor)
+    engine.start()
+    engine.take(Identity(name="vm-1", vm_id="id-1"))
+    assert engine.turn(None)
+    leave_pages(store, 8)
+    engine.take(Document(incarnation="1", events=(make_workflow("one").event,)))
+    assert engine.turn(NOW)
+    assert [workflow.event.id for workflow in store.load_workflows()] == ["ONE"]
+    executor.start_hook.assert_called_once()
     executor.notify.assert_not_called()
+    assert store.notices.waiting() == {}
+    assert {metrics.notices_dropped.labels(name, "no_room")._value.get() for name in names} == {1}
+    assert set(engine.notifying.losses) == set(names)
+    store._connection.execute("PRAGMA max_page_count = 1000000")
+    assert engine.turn(NOW)
+    lost = [entry.text for entry in store.load_notes(kind="notification_lost")]
+    assert lost == [f"{name}: seen of ONE: the disk is full" for name in names]
 
 
 def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(store: Store) -> None:
@@ -220,7 +268,7 @@ def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(s
 
     notifying = restarted()
     steps = [make_step(name, "seen") for name in ("one", "two", "three")]
-    notifying.commit(steps, {}, NOW, {}, VM)
+    store.commit(steps, NOW, {}, notifying.make(steps, {}, NOW, VM))
     with structlog.testing.capture_logs() as log:
         for id_, reason in ((1, "it answers 400"), (2, "too old: it answers 503")):
             notifying.end(NoticeEnded(id_, "ops", reason))
@@ -260,8 +308,7 @@ def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) 
     step = make_step("one", "seen")
     event = replace(step.workflow.event, type="SpotRebalanceRecommendation")
     step = replace(step, workflow=replace(step.workflow, event=event))
-    notifying.commit([step], {}, NOW, {}, VM)
-    assert [*store.notices.waiting()] == ["all"]
+    assert [target for target, _ in notifying.make([step], {}, NOW, VM)] == ["all"]
 
 
 def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> None:

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 from mutants import break_workflow
 from runs import judge_seed, judge_seeds
-from world import START, TROUBLES, Trouble
+from world import START, TROUBLES, CrashingStore, Trouble
 
 from scheduled_events_agent.daemon.inbox import Inbox
 from scheduled_events_agent.engine import Engine, Executor, HookEnded, Machine
@@ -29,7 +29,7 @@ from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.store import Notices, RequestAnswer, Store, StoredNotice
+from scheduled_events_agent.store import CommitResult, Notices, RequestAnswer, Store, StoredNotice
 from scheduled_events_agent.workflow import (
     Approval,
     ApprovalAnswered,
@@ -130,7 +130,7 @@ REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approving.take_ans
 REAL_FINISH, REAL_END = Engine.finish, stages.with_end
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = Documents.take, recommendations.expires_at, signals._admit
 REAL_CLEAR = HookRuns.decide_on_clear
-REAL_LOAD_NEXT = Notices.load_next
+REAL_LOAD_NEXT, REAL_COMMIT = Notices.load_next, CrashingStore.commit
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
 
 
@@ -213,11 +213,11 @@ def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     late: list[Step] = []
     late_answers: dict[int, RequestAnswer] = {}
 
-    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any, remembered: Any) -> dict[str, int]:
+    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any, remembered: Any) -> CommitResult:
         del at, notices, remembered
         late.extend(steps)
         late_answers.update(answers)
-        return {}
+        return CommitResult()
 
     engine._store.commit = commit_nothing  # type: ignore[method-assign,assignment]
     try:
@@ -275,16 +275,13 @@ def _expires_at_once(workflow: Workflow) -> datetime | None:
     return workflow.first_seen_at if REAL_EXPIRES(workflow) else None
 
 
-def _commit_notices_later(
-    self: Notifying, steps: Any, board: Any, now: datetime, *answers_and_vm: Any, remembered: Any
-) -> None:
+def _commit_notices_later(self: CrashingStore, steps: Any, at: datetime, *rest: Any) -> CommitResult:
     """Notices in a transaction of their own, after that of their steps."""
-    answers, vm = answers_and_vm
-    self._store.commit(steps, now, answers, remembered=remembered)
-    notices = self._make(steps, board, now, vm)
-    with self._store._transaction():
-        self._store.notices.add(now.isoformat(), notices)
-    self._has_new = bool(notices)
+    answers, notices, remembered = rest
+    result = REAL_COMMIT(self, steps, at, answers, (), remembered)
+    with self._transaction():
+        self.notices.add(at.isoformat(), notices)
+    return result
 
 
 def _load_and_delete(self: Notices, target: str, after_id: int) -> StoredNotice | None:
@@ -414,7 +411,7 @@ MUTANTS: dict[str, Mutant] = {
         Notices, {"load_next": _load_and_delete}, "(12)", frozenset({"bad receivers"})
     ),
     "12: a notice is not committed with its step": Mutant(
-        Notifying, {"commit": _commit_notices_later}, "(12)", frozenset({"power cuts"})
+        CrashingStore, {"commit": _commit_notices_later}, "(12)", frozenset({"power cuts"})
     ),
     "12: the newest notice goes first": Mutant(Notices, {"load_next": _load_newest}, "(12)"),
     "12: what is dropped is not counted": Mutant(

@@ -51,6 +51,7 @@ from scheduled_events_agent.simulator.azure import Azure, EventType, HappeningKi
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.store import (
     NO_CHANGES,
+    CommitResult,
     FactName,
     RememberedChanges,
     RequestAnswer,
@@ -116,13 +117,13 @@ class CrashingStore(Store):
         answers: Mapping[int, RequestAnswer] | None = None,
         notices: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
-    ) -> list[tuple[str, str]]:
+    ) -> CommitResult:
         if self.world is not None:
             self.world.commits(steps, at)
-        lost = super().commit(steps, at, answers, notices, remembered)
+        result = super().commit(steps, at, answers, notices, remembered)
         if self.world is not None:
             self.world.committed(steps)
-        return lost
+        return result
 
     def save_facts(self, facts: dict[FactName, str]) -> None:
         super().save_facts(facts)

@@ -363,14 +363,17 @@ class Engine:
             steps = tuple([step for step in progression.steps if not step.is_small])
             changes = changes_by_steps(self.remembered.known, signals, steps, self.documents.unlisted, now)
             vm = Vm(names=self.names(), vm_id=self.identity.vm_id)
-            self.notifying.commit(steps, progression.board, now, answers, vm, remembered=changes)
+            notices = self.notifying.make(steps, progression.board, now, vm)
+            result = self._store.commit(steps, now, answers, notices, changes)
         except WithdrawnError:
             self._forget_requests()
             self._take_requests(now)
             self._decide_and_do(now)
             return
+        # The intent is on the disk, and nothing of it is done yet.
         self._holds_on_the_way |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
+        self.notifying.committed(notices, result, now)
         self.remembered.committed(changes)
         self.documents.committed(has_faults=bool(progression.faults))
         self.board = progression.board

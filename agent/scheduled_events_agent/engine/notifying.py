@@ -16,19 +16,13 @@ from scheduled_events_agent.notices import Happening, happenings, has_news, is_w
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.status import CommandOptions, Status, Vm
 from scheduled_events_agent.status.messages import as_shown
-from scheduled_events_agent.store import (
-    NO_CHANGES,
-    Loss,
-    RememberedChanges,
-    RequestAnswer,
-    Store,
-    StoreError,
-    Waiting,
-)
+from scheduled_events_agent.store import CommitResult, Loss, Store, StoreError, Waiting
 from scheduled_events_agent.workflow import Board, Step
 
 # An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
 _URGENT_TYPES = ("SpotRebalanceRecommendation", "Preempt", "Terminate")
+# Why a commit has dropped a notice, as a phrase.
+_DROPPED = {"too_many": "too many waited", "no_room": "the disk is full"}
 # Records of lost notices that wait until the journal can be written; of more, the oldest go.
 _MAX_UNWRITTEN = 1000
 
@@ -69,39 +63,11 @@ class Notifying:
         """The sender has delivered the notice, or it is lost."""
         self._ended.append(ended)
 
-    def commit(
-        self,
-        steps: Sequence[Step],
-        board: Board,
-        now: datetime,
-        answers: Mapping[int, RequestAnswer],
-        vm: Vm,
-        *,
-        remembered: RememberedChanges = NO_CHANGES,
-    ) -> None:
-        """Put steps, answers, notices and what is remembered on the disk. Raises as Store.commit does.
+    def make(self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm) -> list[tuple[str, str]]:
+        """Target and body of each notice of these steps, to be committed with them.
 
         ``board``: as it is after the steps.
         """
-        notices = self._make(steps, board, now, vm)
-        try:
-            lost = self._store.commit(steps, now, answers, notices, remembered)
-        except StoreError as error:
-            if not notices or error.kind != "full":
-                raise
-            # Notices must not take the room that events need.
-            self._store.commit(steps, now, answers, remembered=remembered)
-            for target, body in notices:
-                self._metrics.notices_dropped.labels(target, "no_room").inc()
-                self._lose(target, body, "the disk is full", now)
-            return
-        for target, body in lost:
-            self._metrics.notices_dropped.labels(target, "too_many").inc()
-            self._lose(target, body, "too many waited", now)
-        self._has_new = bool(notices)
-
-    def _make(self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm) -> list[tuple[str, str]]:
-        """Target and body of each notice of these steps."""
         targets = self._settings.notify
         if not targets or not any(map(has_news, steps)):
             return []
@@ -114,6 +80,13 @@ class Notifying:
         except Exception:  # noqa: BLE001 - no event may suffer from it
             get_logger().exception("a bug in the agent: a notice is missing", log_id=LogId.NOTICES_DROPPED)
         return notices
+
+    def committed(self, notices: Sequence[tuple[str, str]], result: CommitResult, now: datetime) -> None:
+        """Count and record what was lost when these were committed."""
+        for target, body in result.dropped:
+            self._metrics.notices_dropped.labels(target, result.reason).inc()
+            self._lose(target, body, _DROPPED[result.reason], now)
+        self._has_new = bool(notices) and result.reason != "no_room"
 
     def _status(self, board: Board, now: datetime, vm: Vm) -> Status:
         """As much of it as notices need."""

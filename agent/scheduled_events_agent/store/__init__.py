@@ -28,8 +28,8 @@ from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
 from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [
-    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Loss", "Notices", "RememberedChanges", "RequestAnswer",
-    "Store", "StoreError", "StoredNotice", "Waiting", "notified",
+    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "CommitResult", "Loss", "Notices", "RememberedChanges",
+    "RequestAnswer", "Store", "StoreError", "StoredNotice", "Waiting", "notified",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
@@ -79,6 +79,15 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     succeeded: bool
     message: str
     """For the operator; to the question how the agent is, its status as JSON."""
+
+
+class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The notifications that a commit has dropped."""
+
+    dropped: tuple[tuple[str, str], ...] = ()
+    """Target and body of each."""
+    reason: Literal["", "too_many", "no_room"] = ""
+    """too_many: older ones, of which their target had too many; no_room: all that were new, on a full disk."""
 
 
 class RememberedChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,14 +214,33 @@ class Store:
         answers: Mapping[int, RequestAnswer] | None = None,
         notices: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
-    ) -> list[tuple[str, str]]:
+    ) -> CommitResult:
         """Put workflows, their notes, answers to operators' requests, notices and what is remembered on the disk.
 
-        ``notices``: target and body of each. Returns the older ones of which a target had too many: they are lost.
-        Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing is written.
+        ``notices``: target and body of each. If the disk is full, all else is written without them. Raises
+        StoreError, or WithdrawnError if one of these requests is gone; then nothing is written.
         """
         if not (steps or answers or remembered):
-            return []
+            return CommitResult()
+        try:
+            lost = self._write_commit(steps, at, answers or {}, notices, remembered)
+        except StoreError as error:
+            if not notices or error.kind != "full":
+                raise
+            # Notices must not take the room that events need.
+            self._write_commit(steps, at, answers or {}, (), remembered)
+            return CommitResult(dropped=tuple(notices), reason="no_room")
+        return CommitResult(dropped=tuple(lost), reason="too_many") if lost else CommitResult()
+
+    def _write_commit(
+        self,
+        steps: Sequence[Step],
+        at: datetime,
+        answers: Mapping[int, RequestAnswer],
+        notices: Sequence[tuple[str, str]],
+        remembered: RememberedChanges,
+    ) -> list[tuple[str, str]]:
+        """One transaction. Returns the older notices of which a target had too many."""
         latest = {step.workflow.id: step.workflow for step in steps}
         stamp = _stamp(at)
         rows = [(w.id, w.event.id, w.is_open, stamp, msgspec.json.encode(w).decode()) for w in latest.values()]
@@ -225,7 +253,7 @@ class Store:
             )
             self._write_journal([(stamp, step.workflow, note) for step in steps for note in step.notes])
             self._write_remembered(remembered)
-            for request_id, answer in (answers or {}).items():
+            for request_id, answer in answers.items():
                 if not self._write_answer(request_id, answer):
                     raise WithdrawnError
             return self.notices.add(stamp, notices)
