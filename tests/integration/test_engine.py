@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import msgspec
 import pytest
 import structlog
 from msgspec.structs import replace
@@ -29,8 +30,9 @@ from scheduled_events_agent.events import Document, DocumentError, ScheduledEven
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.log import set_up
 from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.notices import Happening
 from scheduled_events_agent.policy import Hook, Rule, When
-from scheduled_events_agent.settings import ImdsSettings, Settings
+from scheduled_events_agent.settings import ImdsSettings, NotifyTarget, Settings
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
@@ -491,6 +493,36 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
     finally:
         operator.close()
         store.close()
+
+
+def test_journal_log_and_notification_have_the_same_text_of_a_record(tmp_path: Path) -> None:
+    settings = Settings(
+        rules=(Rule(name="hand", approve="manual"),),
+        notify=(NotifyTarget(name="ops", to="https://example.com", on=("seen", "approval_needed", "held")),),
+    )
+    executor = mock.create_autospec(Executor, instance=True)
+    with contextlib.closing(Store.open(tmp_path, START)) as store, structlog.testing.capture_logs() as log:
+        engine = Engine(settings, store, Metrics(tuple), executor)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(Document(incarnation="1", events=(EVENT,)))
+        assert engine.turn(datetime.now(UTC))
+        (workflow_id,) = engine.board
+        store.add_request(workflow_id, "held", "kim", datetime.now(UTC))
+        assert engine.turn(datetime.now(UTC))
+        journal = {entry.kind: entry.text for entry in store.load_journal() if entry.workflow_id}
+        notified: dict[str, str] = {}
+        last = store.notices.load_next("ops", 0)
+        while last is not None:
+            happening = msgspec.json.decode(last.body, type=Happening)
+            notified[happening.what] = happening.reason
+            last = store.notices.load_next("ops", last.id)
+    logged = {line["event"].replace(" ", "_"): line["reason"] for line in log if "sentence" in line}
+    assert logged == journal
+    assert set(notified) == {"seen", "approval_needed", "held"}
+    assert notified == {kind: journal[kind] for kind in notified}
+    assert journal["approval_needed"].startswith("an operator must approve it: ")
+    assert journal["held"] == "held, Azure may start it at any moment: an operator holds it"
 
 
 def events_of(*vms: str) -> Document:

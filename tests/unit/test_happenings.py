@@ -15,7 +15,7 @@ from scheduled_events_agent.notices import Happening, happenings, is_wanted, ren
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.settings import NotifyTarget
 from scheduled_events_agent.status import CommandOptions, History, JournalEntry, Vm
-from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.status.messages import as_shown, with_messages
 from scheduled_events_agent.workflow import Note, Signal, Step, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
@@ -99,7 +99,7 @@ class Told(Agent):
             command_options=CommandOptions(state="--state-dir /srv/state"),
             command_prefix="sudo ",
         )
-        for step, happening in happenings(self.last.steps, status):
+        for step, happening in happenings(map(with_messages, self.last.steps), status):
             self.summaries.append(json.loads(render("pagerduty", happening)[1])["payload"]["summary"])
             self.happenings.append((step, happening))
         return effects

@@ -228,6 +228,13 @@ def test_metrics_know_of_http_only_what_can_go_wrong() -> None:
     assert {name for name in known if not is_in(name, {"scheduled_events_agent.http.errors"})} == set()
 
 
+def test_the_store_knows_of_the_status_only_its_types() -> None:
+    status = "scheduled_events_agent.status"
+    known = {name for path in files("store") for name in imports(path) if is_in(name, {status})}
+    assert known
+    assert {name for name in known if not is_in(name, {f"{status}.status"})} == set()
+
+
 def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:
     plugin = "scheduled_events_agent.simulator.testing"
     knowing = {name_of(path) for path in files() if any(is_in(name, {"pytest", plugin}) for name in imports(path))}

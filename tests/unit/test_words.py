@@ -14,13 +14,13 @@ from scheduled_events_agent.status.messages import (
     by_urgency,
     clock,
     lasting,
-    note_in_log,
     pending_in_words,
     span,
     time_left,
     wait_in_words,
+    with_messages,
 )
-from scheduled_events_agent.workflow import Approval, Note, Progress, WaitKind, Waits
+from scheduled_events_agent.workflow import Approval, Note, Progress, Step, WaitKind, Waits
 
 OBSERVED = {"rule": None, "reason": "no rule takes it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
@@ -233,7 +233,8 @@ LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "dur
 def test_a_line_of_the_log_says_by_itself_what_happened_to_which_event(
     workflow: ShownWorkflow, note: Note, line: str
 ) -> None:
-    assert note_in_log(workflow, note) == line
+    (finished,) = with_messages(Step(workflow=workflow, notes=(note,))).notes
+    assert finished.log_line == line
 
 
 @pytest.mark.parametrize("kind", get_args(WaitKind))
@@ -241,5 +242,6 @@ def test_a_line_of_the_log_says_once_that_the_event_waits(kind: WaitKind) -> Non
     waits = Waits(kind=kind, at=NOW, detail="x")
     failed = a_workflow(event={"id_fault": "x"}, prepare=Progress(failure="x"), waits=waits)
     workflow = replace(failed, waits_for=wait_in_words(failed, waits))
-    for said in (note_in_log(workflow, Note(kind="waits", waits=waits)), activity(workflow, (), NOW)):
+    (finished,) = with_messages(Step(workflow=workflow, notes=(Note(kind="waits", waits=waits),))).notes
+    for said in (finished.log_line, activity(workflow, (), NOW)):
         assert said.count("waits") == 1

@@ -40,7 +40,7 @@ from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalEntry, Vm
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.attention import CRASHED_WITHIN
-from scheduled_events_agent.status.messages import pending_in_words
+from scheduled_events_agent.status.messages import pending_in_words, with_messages
 from scheduled_events_agent.store import Request, RequestAnswer, Store, StoreError, WithdrawnError
 from scheduled_events_agent.workflow import (
     AgentRestarted,
@@ -360,7 +360,7 @@ class Engine:
         progression = proceed(self.board, signals, context)
         try:
             answers = self._answers(progression)
-            steps = tuple([step for step in progression.steps if not step.is_small])
+            steps = tuple([with_messages(step) for step in progression.steps if not step.is_small])
             changes = changes_by_steps(self.remembered.known, signals, steps, self.documents.unlisted, now)
             vm = Vm(names=self.names(), vm_id=self.identity.vm_id)
             notices = self.notifying.make(steps, progression.board, now, vm)
@@ -378,7 +378,7 @@ class Engine:
         self.documents.committed(has_faults=bool(progression.faults))
         self.board = progression.board
         self._signals = []
-        self._teller.tell_steps(progression.steps, now)
+        self._teller.tell_steps(steps, now)
         self._teller.forget_closed(self.board)
         bugs: dict[str, str] = {}
         for workflow_id, fault in progression.faults:

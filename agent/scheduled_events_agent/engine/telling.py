@@ -1,7 +1,7 @@
 """What the engine tells: each note of an event to log and metrics, and its own news to log and journal."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from scheduled_events_agent.log import FailureLog, get_logger
@@ -9,7 +9,6 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import CommandOptions
 from scheduled_events_agent.status.actions import command, quoted
-from scheduled_events_agent.status.messages import note_in_log, note_in_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import Note, Step, Workflow
 
@@ -35,9 +34,8 @@ class Teller:
         self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
         self._faults = FailureLog("handling an event", LogId.EVENT_FAULT)
 
-    def tell_steps(self, steps: Iterable[Step], now: datetime) -> None:
-        """Every note of the steps of one turn."""
-        steps = list(steps)
+    def tell_steps(self, steps: Sequence[Step], now: datetime) -> None:
+        """Every note of the steps of one turn; they have their messages."""
         self.leave_out([step.workflow.id for step in steps if any(note.kind == "seen" for note in step.notes)])
         for step in steps:
             for note in step.notes:
@@ -62,8 +60,8 @@ class Teller:
             tell(
                 note.kind.replace("_", " "),
                 log_id=log_id,
-                sentence=note_in_log(workflow, note),
-                reason=note_in_words(workflow, note),
+                sentence=note.log_line,
+                reason=note.text,
                 **fields,
             )
         self._metrics.record_note(workflow, note, now.timestamp())

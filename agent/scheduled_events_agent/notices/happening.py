@@ -13,7 +13,6 @@ from scheduled_events_agent.policy import Facts, mismatch
 from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
 from scheduled_events_agent.status import Attention, Status, SuggestedCommand
 from scheduled_events_agent.status.attention import of_events
-from scheduled_events_agent.status.messages import note_addition, note_in_words
 from scheduled_events_agent.workflow import NoteKind, Step
 
 _WORDS: dict[NoteKind, NoticeWord] = {
@@ -58,7 +57,10 @@ def has_news(step: Step) -> bool:
 
 
 def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Happening]]:
-    """What the steps have to tell, in their order. ``status``: of the agent after the last of them."""
+    """What the steps have to tell, in their order; their notes have their messages.
+
+    ``status``: of the agent after the last of them.
+    """
     at = status.at
     needs = {one.workflow_id: one for one in of_events(status)}
     for step in steps:
@@ -80,8 +82,8 @@ def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Ha
                     vm_id=status.vm.vm_id,
                     mode="act" if status.mode == "act" else "observe",
                     rule=workflow.decision.rule,
-                    reason=note_in_words(workflow, note),
-                    addition=note_addition(workflow, note),
+                    reason=note.text,
+                    addition=note.text if note.addition is None else note.addition,
                     seconds_left=int((event.not_before - at).total_seconds())
                     if is_ahead and event.not_before
                     else None,

@@ -7,11 +7,13 @@ journal does not say, and nothing that is only expected.
 from collections.abc import Iterable
 from datetime import datetime
 
+from msgspec.structs import replace
+
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, ShownWorkflow
-from scheduled_events_agent.workflow import Note, WaitKind, Waits, Workflow
+from scheduled_events_agent.workflow import Note, Step, WaitKind, Waits, Workflow
 
 _WAITS = {
     "time": "begins at {at} ({detail})",
@@ -99,8 +101,19 @@ def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
     return f"{when} {', then '.join(steps)}"
 
 
+def with_messages(step: Step) -> Step:
+    """The step with the finished texts of its notes, for the journal, the log and notifications."""
+    workflow = step.workflow
+    notes: list[Note] = []
+    for note in step.notes:
+        text = note_in_words(workflow, note)
+        log_line = note_in_log(workflow, note, text)
+        notes.append(replace(note, text=text, log_line=log_line, addition=note_addition(workflow, note)))
+    return replace(step, notes=tuple(notes))
+
+
 def note_in_words(workflow: Workflow, note: Note) -> str:
-    """What happened, for journal and log."""
+    """What happened, for the journal."""
     if note.kind == "approval_needed":
         starts = _not_before(workflow)
         before = f" before {starts}" if starts else ""
@@ -111,15 +124,13 @@ def note_in_words(workflow: Workflow, note: Note) -> str:
     return f"{_held(workflow)}: {reason}" if note.kind == "held" else reason
 
 
-def note_addition(workflow: Workflow, note: Note) -> str:
-    """What the note says that the title of its notice does not; "" if nothing."""
-    if note.addition is not None:
-        return note.addition
+def note_addition(workflow: Workflow, note: Note) -> str | None:
+    """What the note says that the title of its notice does not; None if that is all of its text."""
     if note.kind == "approval_needed":
         return note.text
     if note.kind == "held" and note.waits is not None:
         return ": ".join(filter(None, [_start_while_held(workflow), wait_in_words(workflow, note.waits)]))
-    return note_in_words(workflow, note)
+    return note.addition
 
 
 def _held(workflow: Workflow) -> str:
@@ -140,9 +151,8 @@ def _not_before(workflow: Workflow) -> str:
     return utc(at, workflow.noticed_at) if at else ""
 
 
-def note_in_log(workflow: Workflow, note: Note) -> str:
-    """What happened, as one line for people that says of which event it is."""
-    text = note_in_words(workflow, note)
+def note_in_log(workflow: Workflow, note: Note, text: str) -> str:
+    """What happened, as one line for people that says of which event it is. ``text``: what the journal has."""
     match note.kind:
         case "seen":
             text = _seen(workflow)

@@ -19,8 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.status import History, JournalEntry
-from scheduled_events_agent.status.messages import note_in_words
+from scheduled_events_agent.status.status import History, JournalEntry
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.notices import Loss, Notices, StoredNotice, Waiting, notified
@@ -217,8 +216,9 @@ class Store:
     ) -> CommitResult:
         """Put workflows, their notes, answers to operators' requests, notices and what is remembered on the disk.
 
-        ``notices``: target and body of each. If the disk is full, all else is written without them. Raises
-        StoreError, or WithdrawnError if one of these requests is gone; then nothing is written.
+        The notes have their messages. ``notices``: target and body of each; if the disk is full, all else is
+        written without them. Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing
+        is written.
         """
         if not (steps or answers or remembered):
             return CommitResult()
@@ -540,8 +540,7 @@ class Store:
 
     def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
         self._insert_entries(
-            (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, note_in_words(w, n), n.detail)
-            for at, w, n in entries
+            (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, n.text, n.detail) for at, w, n in entries
         )
 
     def _insert_entries(self, rows: Iterable[tuple[str, ...]]) -> None:

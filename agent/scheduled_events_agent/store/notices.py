@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-from scheduled_events_agent.status import NotifiedTarget
+from scheduled_events_agent.status.status import NotifiedTarget
 
 MAX_NOTICES = 1000
 """Of one target; the oldest go first."""

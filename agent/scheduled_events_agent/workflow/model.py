@@ -284,7 +284,9 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: NoteKind
     text: str = ""
-    """"" if ``waits`` says it; see ``messages.note_in_words``."""
+    """For the journal. "" if ``waits`` says it, until ``messages.with_messages`` has made it."""
+    log_line: str = ""
+    """For the log: of which event it is, too. "" until ``messages.with_messages`` has made it."""
     waits: Waits | None = None
     """Why the workflow waits, or is held."""
     stage: str = ""
