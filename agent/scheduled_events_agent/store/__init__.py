@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -134,7 +134,7 @@ class Store:
         directory: Path,
         now: datetime,
         on_locked: Callable[[StoreError], None] = lambda _: None,
-        lock: host.HeldLock | None = None,
+        lock: IO[bytes] | None = None,
     ) -> "Store":
         """Open or make the state file in ``directory``, for the agent; see ``file.open_as_owner``.
 

@@ -7,6 +7,7 @@ there all is always in its place.
 
 import sqlite3
 from pathlib import Path
+from typing import IO
 
 from scheduled_events_agent import host
 from scheduled_events_agent.store import file
@@ -18,7 +19,7 @@ LOCK_NAME = "lock"
 class OpenFiles:
     """The state file that the agent has open, and the lock of its directory."""
 
-    def __init__(self, path: Path, lock: host.HeldLock | None) -> None:
+    def __init__(self, path: Path, lock: IO[bytes] | None) -> None:
         """``path``: of the state file, which is open. ``lock``: closed together with this one."""
         self._path = path.absolute()
         self._lock = lock

@@ -142,18 +142,11 @@ def flush_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-class HeldLock:
-    """A lock that ends with ``close`` or with the process."""
+def hold_lock(path: Path) -> IO[bytes]:
+    """Take the lock of this path, until the file is closed or the process ends.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def hold_lock(path: Path) -> HeldLock:
-    """Take the lock of this path. Raises HostError, naming the holder, if another process has it."""
+    Raises HostError, naming the holder, if another process has it.
+    """
     patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
@@ -176,7 +169,7 @@ def hold_lock(path: Path) -> HeldLock:
     with suppress(OSError):  # the disk is full: the holder is then "unknown"
         os.ftruncate(file.fileno(), 0)
         os.pwrite(file.fileno(), b"%d\n" % os.getpid(), 0)
-    return HeldLock(file)
+    return file
 
 
 def lock_holder(path: Path) -> str | None:

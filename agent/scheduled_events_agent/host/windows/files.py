@@ -7,13 +7,15 @@ import contextlib
 import os
 import sys
 import time
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows import permissions
 
 if sys.platform == "win32" or TYPE_CHECKING:
+    import msvcrt
     import winreg
 
     import pywintypes
@@ -205,18 +207,11 @@ def flush_directory(path: Path) -> None:
     del path
 
 
-class HeldLock:
-    """A lock that ends with ``close`` or with the process, whichever comes first."""
+def hold_lock(path: Path) -> IO[bytes]:
+    """Take the lock that ``path`` stands for, until the file is closed or the process ends.
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def close(self) -> None:
-        self._handle.Close()
-
-
-def hold_lock(path: Path) -> HeldLock:
-    """Take the lock that ``path`` stands for. Raises HostError, naming the holder, if another process has it."""
+    Raises HostError, naming the holder, if another process has it.
+    """
     patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
     while True:
         try:
@@ -233,9 +228,11 @@ def hold_lock(path: Path) -> HeldLock:
                 kind="locked",
             )
         time.sleep(0.01)
-    with contextlib.suppress(pywintypes.error):  # on a full disk the holder remains unknown
-        win32file.WriteFile(handle, b"%d\n" % os.getpid())
-    return HeldLock(handle)
+    descriptor = msvcrt.open_osfhandle(handle.Detach(), os.O_NOINHERIT)  # type: ignore[attr-defined,unused-ignore] # Linux
+    file = FileIO(descriptor, "wb")
+    with contextlib.suppress(OSError):  # on a full disk the holder remains unknown
+        file.write(b"%d\n" % os.getpid())
+    return file
 
 
 def lock_holder(path: Path) -> str | None:
