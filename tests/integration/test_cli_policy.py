@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from scheduled_events_agent import cli
+from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli import run as run_command
 from scheduled_events_agent.cli import terminal
 from scheduled_events_agent.hook_times import encode, with_run
@@ -425,13 +425,14 @@ def test_the_file_is_the_given_one_else_the_environments_else_the_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = tmp_path / "system.yaml"
+    monkeypatch.setattr(host, "default_config_path", lambda: system)
     monkeypatch.setenv(CONFIG_VARIABLE, "from-environment.yaml")
-    assert find_config("given.yaml", system) == Path("given.yaml")
-    assert find_config(None, system) == Path("from-environment.yaml")
+    assert find_config("given.yaml") == Path("given.yaml")
+    assert find_config(None) == Path("from-environment.yaml")
     monkeypatch.setenv(CONFIG_VARIABLE, "")
-    assert find_config(None, system) is None
+    assert find_config(None) is None
     system.write_text("")
-    assert find_config(None, system) == system
+    assert find_config(None) == system
 
 
 @pytest.mark.parametrize("name", ["absent.yaml", "absent/policy.yaml"])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from scheduled_events_agent import AgentError, host
+from scheduled_events_agent import AgentError
 from scheduled_events_agent.api_version import versions_to_ask
 from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.plan import Plan, plan_rows
@@ -120,7 +120,7 @@ class _Report(NamedTuple):
 def _examine(config: str | None, *, is_alone: bool) -> _Report:
     """``is_alone``: look at nothing but the policy file."""
     try:
-        inspected = inspect_policy(find_config(config, host.default_config_path()))
+        inspected = inspect_policy(find_config(config))
     except ConfigError as error:
         return _Report(None, error.problems, (), error.problems)
     loaded = inspected.loaded
@@ -147,7 +147,7 @@ def _in_order(problems: tuple[Problem, ...]) -> tuple[str, ...]:
 
 def load_checked(config: str | None) -> Loaded:
     """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
-    loaded = load_policy(find_config(config, host.default_config_path()))
+    loaded = load_policy(find_config(config))
     if errors := loaded.parsed.gather(_refused(loaded)):
         raise ConfigError(tuple(map(str, errors)))
     return loaded

@@ -125,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
-    path = find_config(config, host.default_config_path())
+    path = find_config(config)
     loaded: Loaded | None = None
     policy_error: ConfigError | None = None
     try:

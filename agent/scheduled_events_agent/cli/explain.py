@@ -427,7 +427,7 @@ def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    loaded = load_policy(find_config(arguments.config, host.default_config_path()))
+    loaded = load_policy(find_config(arguments.config))
     settings = loaded.settings
     state_dir = state_dir_of(settings, arguments.state_dir)
     if arguments.raw:

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.word == "release") != bool(arguments.event):
         raise AgentError("expected: fleet status, or fleet release EVENT", kind="usage")
-    loaded = load_policy(find_config(arguments.config, host.default_config_path()))
+    loaded = load_policy(find_config(arguments.config))
     settings = loaded.settings
     if settings.fleet is None:
         raise AgentError(f"{loaded.name} has no fleet", kind="usage")

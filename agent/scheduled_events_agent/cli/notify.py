@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 from msgspec.structs import replace
 
-from scheduled_events_agent import AgentError, host
+from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.terminal import print_json
 from scheduled_events_agent.events import clean_text
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    settings = load_policy(find_config(arguments.config, host.default_config_path())).settings
+    settings = load_policy(find_config(arguments.config)).settings
     names = [target.name for target in settings.notify]
     if not names:
         raise AgentError("the policy names no service to notify: add one as notify", kind="usage")

@@ -75,7 +75,7 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
         state_dir_of,
     )
 
-    path = find_config(arguments.config, host.default_config_path())
+    path = find_config(arguments.config)
     try:
         return state_dir_of(load_settings(path))
     except ConfigError as error:
@@ -108,9 +108,7 @@ def options_of(arguments: argparse.Namespace, state_dir: Path) -> CommandOptions
     """The options in force, by this command line and its environment."""
     from scheduled_events_agent.settings import find_config  # noqa: PLC0415  # 25 ms, most of it PyYAML's
 
-    return options_in_force(
-        arguments.state_dir, find_config(arguments.config, host.default_config_path()), state_dir
-    )
+    return options_in_force(arguments.state_dir, find_config(arguments.config), state_dir)
 
 
 def find_agent(state_dir: Path) -> str | None:

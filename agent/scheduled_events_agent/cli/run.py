@@ -208,7 +208,7 @@ def open_daemon(
 
     ``config``, ``state_dir`` and ``is_observing`` are the options of that name. Raises AgentError.
     """
-    path = find_config(config, host.default_config_path())
+    path = find_config(config)
     policy = _PolicyFile(path, state_dir, set_up_log, is_observing=is_observing)
     settings = policy.load()
     directory = state_dir_of(settings)

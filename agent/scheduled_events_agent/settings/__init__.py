@@ -100,8 +100,9 @@ def _part_of(path: str) -> str:
     return part[0] if part else path
 
 
-def find_config(argument: str | None, system_path: Path) -> Path | None:
+def find_config(argument: str | None) -> Path | None:
     """The policy file to use: --config, else the environment's, else the system's if there is one."""
+    system_path = host.default_config_path()
     chosen = argument or os.environ.get(CONFIG_VARIABLE)
     if chosen:
         return Path(chosen)
