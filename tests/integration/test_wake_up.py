@@ -127,9 +127,10 @@ def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_p
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         wait_asleep(daemon, azure)
         azure.fault("vm-1", "status", status=500)
-        azure.wait_until(lambda: "polling fails" in (daemon._told_status or ""), "it is told", PATIENCE)
+        failing = "Nothing was pending at the last good poll"
+        azure.wait_until(lambda: daemon._told_status == failing, "it is told", PATIENCE)
         azure.clear_faults()
-        azure.wait_until(lambda: "polling fails" not in (daemon._told_status or ""), "its end is told", PATIENCE)
+        azure.wait_until(lambda: daemon._told_status == "Nothing is pending", "its end is told", PATIENCE)
 
 
 def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_every_version(tmp_path: Path) -> None:

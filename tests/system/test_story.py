@@ -113,7 +113,7 @@ def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(
     assert web.health() == 0  # out of service, and stopped, before Azure was told to go ahead
     web.wait_notes(f"drain for Reboot {event}")
     web.wait_log("started")
-    web.wait_status(f"Reboot {event} (rule impactful): started")
+    web.wait_status("Reboot is under way")
 
     boot = web.machine.boot_id()
     web.machine.reboot()  # what Azure does to it now
@@ -127,7 +127,7 @@ def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(
     sim.end(event)
     web.machine.wait_for(lambda: web.health() == 200, "it was back in service")
     web.wait_notes(f"drain for Reboot {event}", "resume, completed")
-    web.wait_status("nothing is pending")
+    web.wait_status("Nothing is pending")
 
     web.machine.reboot()
     web.machine.wait_for(lambda: web.health() == 200, "it was up again")
@@ -176,7 +176,7 @@ def test_killed_in_the_middle_of_the_recovery_it_recovers_after_all(web: WebServ
     web.machine.path("/root/wait").unlink()
     web.wait_notes(f"drain for Reboot {event}", "resume, completed", "resume, completed")
     web.wait_log("closed")
-    web.wait_status("nothing is pending")
+    web.wait_status("Nothing is pending")
     assert web.health() == 200
     assert len(sim.approvals(event)) == 1
 

@@ -130,9 +130,9 @@ def test_it_has_a_place_in_the_order_in_which_images_of_azure_boot(
 def test_it_is_started_when_it_polls_and_says_what_is_pending(service: Service, sim: Simulator) -> None:
     service.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
     service.systemctl("restart")
-    assert service.show("StatusText") == "nothing is pending"
-    event = sim.schedule("Reboot", notice_seconds=600)
-    service.wait_status(f"Reboot {event} (rule reboots, not before ")
+    assert service.show("StatusText") == "Nothing is pending"
+    sim.schedule("Reboot", notice_seconds=600)
+    service.wait_status("needs an operator's approval")
 
 
 def test_a_slow_first_answer_does_not_hold_up_the_start(service: Service, sim: Simulator) -> None:
@@ -220,7 +220,7 @@ def poller_of(pid: int, sim: Simulator) -> int:
 
 def see_restart_by_watchdog(service: Service, *, shows_threads: bool = True) -> None:
     service.machine.wait_for(lambda: service.show("NRestarts") == "1", "it was started again")
-    service.wait_status("nothing is pending" if shows_threads else "Reboot")
+    service.wait_status("Nothing is pending" if shows_threads else "Reboot")
     messages = [str(entry["MESSAGE"]) for entry in service.machine.journal(UNIT)]
     assert any(re.search(r"Watchdog timeout \(limit 8s\)", message) for message in messages)
     if shows_threads:  # a thread that is stopped by a debugger, or waits for its disk, may keep it from that
@@ -507,7 +507,7 @@ def show_secret(service: Service, sim: Simulator, secret: str, directory: str) -
 def test_without_the_directory_of_secrets_it_starts_all_the_same(service: Service) -> None:
     service.machine.run("rmdir", f"{ETC}/credentials")
     service.systemctl("restart")
-    assert service.show("StatusText") == "nothing is pending"
+    assert service.show("StatusText") == "Nothing is pending"
 
 
 # --- strict
@@ -622,7 +622,7 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
     with urllib.request.urlopen(f"https://{address}/healthz", context=context) as answer:
         assert answer.read() == b"ok\n"
     service.reload()  # which checks the file as well, and as the agent sees it
-    machine.wait_for(lambda: service.show("StatusText") == "nothing is pending", "nothing was amiss")
+    machine.wait_for(lambda: service.show("StatusText") == "Nothing is pending", "nothing was amiss")
 
 
 def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Service, sim: Simulator) -> None:
@@ -630,7 +630,7 @@ def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Servi
     strict.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
     strict.systemctl("restart")
     event = sim.schedule("Reboot", notice_seconds=600)
-    strict.wait_status(event)
+    strict.wait_status("needs an operator's approval")
     strict.systemctl("stop")
     machine.run("sh", "-c", f"rm -f {state}/state.db-*")  # whoever opens the state now makes these anew
     told = machine.run("scheduled-events-agent", "status", check=False)
@@ -647,8 +647,8 @@ def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Servi
 def test_back_from_strict_the_state_is_kept(strict: Service, sim: Simulator) -> None:
     strict.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
     strict.systemctl("restart")
-    event = sim.schedule("Reboot", notice_seconds=600)
-    strict.wait_status(event)
+    sim.schedule("Reboot", notice_seconds=600)
+    strict.wait_status("needs an operator's approval")
     make_root(strict.machine)
     assert strict.process_status()["Uid"].split() == ["0"] * 4
     assert strict.log("agent started", pending=1)

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -48,7 +47,6 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import FleetSettings, Settings, keys_for_next_start
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, PolicyInForce
-from scheduled_events_agent.status.messages import summarize
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.server import WebServer
 from scheduled_events_agent.workflow import FleetRequest
@@ -70,7 +68,6 @@ _COMMIT_RETRY_SECONDS = 1.0
 # For the web server to be there at the start, and gone at the end.
 _WEB_PATIENCE_SECONDS = 2.0
 DEFAULT_STOP_TIMEOUT = 5.0
-_MOST_DESCRIBED = 10
 
 
 class PolicySource(Protocol):
@@ -371,20 +368,7 @@ class Daemon:
             # it replaces, whatever its version, and restarts the service when no hook runs.
             noun = "hook" if len(hooks) == 1 else "hooks"
             parts.append(f"runs {noun} {', '.join(hooks)}")
-        needs = self._pages.attention()
-        parts += [needs[0].message.removesuffix(".")] if needs else []
-        if self._engine.settings.agent.mode == "observe":
-            parts.append("only observes")
-        is_failure_told = bool(needs) and needs[0].kind == "unhealthy" and self._pages.lacks_poll()
-        if self._poller.failure and not is_failure_told:
-            parts.append(f"polling fails ({self._poller.failure})")
-        board = self._engine.board
-        parts += [summarize(workflow) for workflow in islice(board.values(), _MOST_DESCRIBED)]
-        if not board:
-            parts.append("nothing is pending")
-        if len(board) > _MOST_DESCRIBED:
-            parts.append(f"and {len(board) - _MOST_DESCRIBED} more")
-        return "; ".join(parts)
+        return "; ".join([*parts, self._pages.headline()])
 
     # --- policy
 

@@ -42,7 +42,7 @@ from scheduled_events_agent.status import (
     WebConfigRejected,
 )
 from scheduled_events_agent.status.attention import attention
-from scheduled_events_agent.status.messages import as_shown, utc
+from scheduled_events_agent.status.messages import as_shown, headline, utc
 from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.store import FILE_NAME, Store, StoreError, notified
 from scheduled_events_agent.web.files import FILES
@@ -162,7 +162,7 @@ class Pages:
             problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
         if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
             problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
-        if self.lacks_poll():
+        if self._lacks_poll():
             since = self._poller.succeeded_at or self._started_at
             why = self._poller.failure or "it hangs"
             problems.append(f"no poll has succeeded since {utc(since)}: {why}")
@@ -170,7 +170,7 @@ class Pages:
             problems.append(f"the pages are not shown: {self.failure}")
         return problems
 
-    def lacks_poll(self) -> bool:
+    def _lacks_poll(self) -> bool:
         """Whether the last poll that succeeded is so long ago that the agent is unhealthy."""
         since_poll = time.monotonic() - (self._poller.succeeded or self._started)
         return since_poll > self._engine.settings.agent.healthy_within
@@ -246,6 +246,11 @@ class Pages:
     def status(self) -> Status:
         """How the agent is now, in words too. For any thread."""
         return with_words(self._facts())
+
+    def headline(self) -> str:
+        """How the agent is now, in one line. For any thread."""
+        facts = self._facts()
+        return headline(replace(facts, attention=attention(facts)))
 
     def attention(self) -> tuple[Attention, ...]:
         """What needs a person now. For any thread."""

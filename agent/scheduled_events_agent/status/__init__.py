@@ -2,8 +2,8 @@
 
 status.py     the types that commands, pages and programs read; docs/json.md says what each field is
 attention.py  what needs a person
-summaries.py  the headline, and each event in a few words
-messages.py   sentences for people: terminal, page, log, service manager
+summaries.py  the whole status as people are shown it
+messages.py   sentences for people, among them the two lines of an event's state: headline and activity
 actions.py    the commands with which an operator overrules the agent
 """
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status.actions import SHORT_ID
-from scheduled_events_agent.status.status import RunningHook, ShownWorkflow
+from scheduled_events_agent.status.status import RunningHook, ShownWorkflow, Status
 from scheduled_events_agent.workflow import Note, Step, WaitKind, Waits, Workflow
 
 _WAITS = {
@@ -42,6 +42,17 @@ _WAITS = {
     "recommendation": "prepared until it is over, at the latest until {at}",
     "other_event": "event {detail} still needs it prepared",
     "lost_hook": "hook {detail} is not in the policy any more: put it back",
+}
+_HEADLINES = {
+    "waiting": "{type} is pending",
+    "preparing": "Preparing for a {type}",
+    "prepared": "Prepared for a {type}, which is not approved yet",
+    "recommendation_prepared": "Prepared for a {type}",
+    "held": "{type} is held: {waits_for}",
+    "approved": "{type} is approved and may start",
+    "started": "{type} is under way",
+    "over": "{type} is over",
+    "recovering": "Recovering from a {type}",
 }
 # The words of these say themselves that the event waits.
 _SAYS_WAITS: frozenset[WaitKind] = frozenset({"slot", "fleet", "other_run", "all_ready"})
@@ -208,14 +219,30 @@ def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: da
     }[what]
 
 
-def summarize(workflow: Workflow) -> str:
-    """The event in one line, which changes only when something happens to it."""
-    event = workflow.event
-    rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
-    not_before = f", not before {event.not_before:%Y-%m-%dT%H:%M:%SZ}" if event.not_before else ""
-    waits = wait_in_words(workflow, workflow.waits)
-    doing = ", ".join(filter(None, [workflow.phase.replace("_", " "), waits]))
-    return f"{event.type} {event.id} ({rule}{not_before}): {doing}"
+def headline(status: Status) -> str:
+    """How things are, in one line for terminal, page and service manager.
+
+    It is the first message of ``status.attention``, else it is about the most urgent event of this VM. It has no
+    time that runs, so it changes only when something happens.
+    """
+    if status.attention:
+        return status.attention[0].message
+    if not status.pending:
+        if status.last_poll_at is None:
+            return "Azure has not answered yet"
+        return "Nothing was pending at the last good poll" if status.poll_failure else "Nothing is pending"
+    first = next(filter(is_for_this_vm, by_urgency(status.pending)), None)
+    if first is None:
+        return f"{plural(len(status.pending), 'event')} pending, none for this VM"
+    phase: str = first.phase
+    if first.event.is_recommendation and phase == "prepared":
+        phase = "recommendation_prepared"
+    elif first.is_over and phase not in ("recovering", "recovery_failed"):
+        phase = "over"
+    text = _HEADLINES.get(phase, "{type}: {phase}").format(
+        type=first.event.type or "event", phase=phase, waits_for=first.waits_for
+    )
+    return f"{text}, and {len(status.pending) - 1} more" if len(status.pending) > 1 else text
 
 
 def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datetime) -> str:
@@ -300,6 +327,11 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
     are = "is" if len(workflows) == 1 else "are"
     events = f"{plural(len(workflows), 'event')} {are} pending"
     return f"{events} ({told})" if told else events
+
+
+def is_for_this_vm(workflow: Workflow) -> bool:
+    """Whether it is known that the event names this VM."""
+    return workflow.decision.affects in ("self", "shared")
 
 
 def is_held(workflow: Workflow) -> bool:

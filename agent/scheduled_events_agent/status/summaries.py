@@ -5,11 +5,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
 from scheduled_events_agent.status.attention import attention
-from scheduled_events_agent.status.messages import activity, by_urgency
-from scheduled_events_agent.status.status import Attention, EventSummary, HookStep, ShownWorkflow, Status
+from scheduled_events_agent.status.messages import activity, by_urgency, headline, is_for_this_vm
+from scheduled_events_agent.status.status import Attention, EventSummary, HookStep, Status
 from scheduled_events_agent.workflow import Progress, Stage, Workflow
 
 Tone = Literal["good", "busy", "bad"]
@@ -25,7 +24,7 @@ def with_words(status: Status) -> Status:
     """The status with what needs a person, its headline and the summaries of its events."""
     pending = by_urgency(status.pending)
     needs = attention(status)
-    headline = needs[0].message if needs else _course_of_all(status, pending)
+    status = replace(status, attention=needs)
     short = short_ids([workflow.event.id for workflow in status.pending])
     summaries = tuple(
         EventSummary(
@@ -41,48 +40,13 @@ def with_words(status: Status) -> Status:
         for workflow in pending
     )
     tone = _tone(needs, pending)
-    return replace(status, attention=needs, headline=headline, tone=tone, summaries=summaries)
+    return replace(status, headline=headline(status), tone=tone, summaries=summaries)
 
 
 def _tone(needs: Sequence[Attention], pending: Sequence[Workflow]) -> Tone:
     if any(one.severity == "act" for one in needs):
         return "bad"
-    return "busy" if needs or any(map(_is_ours, pending)) else "good"
-
-
-def _is_ours(workflow: Workflow) -> bool:
-    return workflow.decision.affects in ("self", "shared")
-
-
-def _course_of_all(status: Status, pending: Sequence[ShownWorkflow]) -> str:
-    """How things are with the events, when no person is needed."""
-    ours = [workflow for workflow in pending if _is_ours(workflow)]
-    if ours:
-        more = f", and {len(pending) - 1} more" if len(pending) > 1 else ""
-        return f"{_course(ours[0])}{more}"
-    if pending:
-        return f"{plural(len(pending), 'event')} pending, none for this VM"
-    if status.last_poll_at is None:
-        return "Azure has not answered yet"
-    return "Nothing was pending at the last good poll" if status.poll_failure else "Nothing is pending"
-
-
-def _course(workflow: ShownWorkflow) -> str:
-    """What becomes of an event of this VM."""
-    name = workflow.event.type or "event"
-    if workflow.event.is_recommendation and workflow.phase == "prepared":
-        return f"Prepared for a {name}"
-    if workflow.is_over and workflow.phase not in ("recovering", "recovery_failed"):
-        return f"{name} is over"
-    return {
-        "waiting": f"{name} is pending",
-        "preparing": f"Preparing for a {name}",
-        "prepared": f"Prepared for a {name}, which is not approved yet",
-        "held": f"{name} is held: {workflow.waits_for}",
-        "approved": f"{name} is approved and may start",
-        "started": f"{name} is under way",
-        "recovering": f"Recovering from a {name}",
-    }.get(workflow.phase, f"{name}: {workflow.phase}")
+    return "busy" if needs or any(map(is_for_this_vm, pending)) else "good"
 
 
 def _approval(workflow: Workflow) -> str:
