@@ -16,7 +16,7 @@ Decisions are values, and edges carry them out.
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     notices/      EDGE   notifications: their bodies, and one exchange with the service they are for
     fleet/        EDGE   several VMs: the table through which they tell each other what they do
-    hooks/        EDGE   run one hook: environment, time limit, whole process tree, output
+    hooks/        EDGE   run one hook; before that, what this machine says about the policy (preflight.py)
     store/        EDGE   SQLite: workflows, journal, operator requests
     web/          EDGE   the web server, its certificates, and the files of the status page
     metrics.py    EDGE   every metric in one table

@@ -368,6 +368,25 @@ def test_doubts_about_the_policy_are_carried_over(examine: Examine, endpoint: En
     assert found.finding.endswith("p.yaml:3: hooks.idle: no rule names this hook")
 
 
+def test_pages_that_would_not_be_shown_are_a_warning(
+    run: Callable[..., tuple[int, str, str]], endpoint: Endpoint, tmp_path: Path
+) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        f"imds: {{endpoint: '{endpoint.url}'}}\n"
+        f"agent: {{state_dir: '{tmp_path / 'state'}', web_config: '{tmp_path / 'web.yml'}'}}\n"
+    )
+    (told,) = [
+        one for one in json.loads(run("--config", str(file), "--json")[1])["checks"] if one["check"] == "policy"
+    ]
+    text = (
+        f"{file}:2: agent.web_config: without it the pages are not shown: {tmp_path / 'web.yml'}: cannot be read: "
+    )
+    assert told["state"] == "warning"
+    assert told["finding"].startswith(text)
+    assert told["advice"] == "correct it, or remove the key"
+
+
 def test_a_policy_that_only_observes_is_a_warning(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
     assert examine(endpoint.url, mode="observe").one("policy") == Check(
         "warning",

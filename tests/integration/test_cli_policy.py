@@ -740,11 +740,11 @@ def test_neither_start_nor_reload_waits_for_what_this_machine_says_of_the_policy
     may_answer = threading.Event()
     was_allowed = []
 
-    def look_up_accounts(_: Any) -> tuple[()]:
+    def look_up_accounts(*_: Any, **__: Any) -> tuple[()]:
         was_allowed.append(may_answer.wait(10.0))
         return ()
 
-    monkeypatch.setattr(run_command, "check_files", look_up_accounts)
+    monkeypatch.setattr(run_command, "check_machine", look_up_accounts)
     file = run_command._PolicyFile(path, None, lambda *_: None, is_observing=False)
     try:
         file.load()

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduled_events_agent.settings import load_policy
-from scheduled_events_agent.settings.files import check_files
+from scheduled_events_agent import host
+from scheduled_events_agent.hooks.preflight import check_machine, problems
+from scheduled_events_agent.settings import Loaded, load_policy
 
 
 @pytest.fixture(autouse=True)
@@ -15,10 +16,14 @@ def _another_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, str(tmp_path / "temporary"))
 
 
+def problems_here(loaded: Loaded) -> list[str]:
+    return [str(problem) for problem in problems(loaded, check_machine(loaded, is_root=host.is_privileged()))]
+
+
 def _warnings(tmp_path: Path, policy: str) -> list[str]:
     path = tmp_path / "policy.yaml"
     path.write_text(policy, encoding="utf-8")
-    return [str(problem).removeprefix(f"{path}:") for problem in check_files(load_policy(path))]
+    return [line.removeprefix(f"{path}:") for line in problems_here(load_policy(path))]
 
 
 def _policy(tmp_path: Path, hook: str = "") -> str:
@@ -64,7 +69,7 @@ def test_files_that_others_could_change_or_read_are_told(tmp_path: Path) -> None
     ]
     (tmp_path / "policy.yaml").chmod(0o666)
     path = tmp_path / "policy.yaml"
-    assert str(check_files(load_policy(path))[0]) == (
+    assert problems_here(load_policy(path))[0] == (
         f"{path}:1: {path} can be changed by every account, {danger}: chmod go-w {path}"
     )
 

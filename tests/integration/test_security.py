@@ -18,11 +18,11 @@ from scheduled_events_agent.cli.run import _PolicyFile
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import read_sas
 from scheduled_events_agent.hooks import HookResult, HookRun
+from scheduled_events_agent.hooks.preflight import check_machine, hook_tampering_fault
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.notices import SAMPLE, NoticeError, deliver
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import ConfigError, load_policy
-from scheduled_events_agent.settings.files import hook_tampering_fault
 from scheduled_events_agent.settings.model import FleetCredential
 
 if sys.platform == "win32":
@@ -398,7 +398,8 @@ def test_doctor_fails_for_such_a_file_if_the_agent_is_root(
     loaded = load_policy(path)
     for is_root, verdict in ((True, "failure"), (False, "warning")):
         monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda is_root=is_root: is_root)
-        found = doctor._look_at_files(loaded, None, is_root_service=False)
+        findings = [*check_machine(loaded, is_root=is_root)]
+        found = doctor._look_at_files(loaded, findings, is_root_service=False)
         assert [(finding.state, finding.finding) for finding in found] == [(verdict, fault)]
 
 
@@ -412,6 +413,21 @@ def test_files_of_the_pages_are_warned_of_and_used(
     assert main(["check", "--json", "--config", str(policy)]) == 0
     told = f"{policy}:1: agent.web_config: {danger(file, 'every account', f'chmod go-w {file}')}"
     assert told in json.loads(capsys.readouterr().out)["warnings"]
+
+
+def test_doctor_fails_if_one_of_the_places_that_name_a_file_is_an_error(file: Path) -> None:
+    file.parent.chmod(0o777)
+    policy = file.parent / "policy.yaml"
+    web_config = file.parent / "web.yml"
+    web_config.touch()
+    policy.write_text(f"agent: {{web_config: '{web_config}'}}\n", encoding="utf-8")
+    loaded = load_policy(policy)
+    findings = [*check_machine(loaded, is_root=True)]
+    fault = danger(file.parent, "every account", f"chmod go-w {file.parent}")
+    severities = [finding.severity for finding in findings if finding.message == fault]
+    assert severities == ["error", "warning"]  # of the policy, and of the pages
+    found = doctor._look_at_files(loaded, findings, is_root_service=False)
+    assert [(finding.state, finding.finding) for finding in found] == [("failure", fault)]
 
 
 def run_once(hook: Hook) -> HookResult:
@@ -584,8 +600,11 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     assert secret_warnings(policy, capsys) == [told]
     loaded = load_policy(policy)
     assert told in [str(problem) for problem in run._look_at_machine(loaded)]  # which an agent that starts logs
-    found = [*doctor._look_at_files(loaded, None, is_root_service=False)]
+    findings = [*check_machine(loaded, is_root=False)]
+    found = [*doctor._look_at_files(loaded, findings, is_root_service=False)]
     assert [(finding.state, finding.finding) for finding in found] == [("warning", told)]
+    of_hooks = doctor._look_at_hooks(loaded, findings, None, units_fault="")
+    assert [finding.state for finding in of_hooks] == ["ok"]  # it is said once
     policy.chmod(0o640)
     assert secret_warnings(policy, capsys) == []
 

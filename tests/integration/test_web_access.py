@@ -21,8 +21,8 @@ import pytest
 from test_daemon import running
 
 from scheduled_events_agent import host
-from scheduled_events_agent.settings import AgentSettings, parse_settings
-from scheduled_events_agent.settings.files import check_files
+from scheduled_events_agent.hooks import preflight
+from scheduled_events_agent.settings import AgentSettings, Loaded, parse_settings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.web import server as web
 from scheduled_events_agent.web import tls
@@ -367,6 +367,11 @@ def test_the_file_of_the_documentation_can_be_used_as_it_is(place: Path) -> None
 # --- what ``check`` says
 
 
+def lines_of_web_config(loaded: Loaded) -> list[str]:
+    found = preflight.problems(loaded, preflight.check_machine(loaded, is_root=host.is_privileged()))
+    return [str(problem) for problem in found if problem.path == "agent.web_config"]
+
+
 @needs_openssl
 @pytest.mark.parametrize(
     ("listen", "text", "expected"),
@@ -386,11 +391,11 @@ def test_check_tells_when_the_pages_are_open_to_others(
     file = write(place, text)
     loaded = parse_settings(f"agent:\n  listen: {listen}\n  web_config: '{file}'\n", "p")
     assert loaded.warnings == ()
-    found = [problem for problem in check_files(loaded) if problem.path == "agent.web_config"]
-    messages = [problem.message.replace(str(place), "DIR").replace("\\", "/") for problem in found]
+    found = [line.partition("agent.web_config: ") for line in lines_of_web_config(loaded)]
+    messages = [message.replace(str(place), "DIR").replace("\\", "/") for _, _, message in found]
     # (Whether others could change or read the files depends on where the tests run.)
     assert [text for text in messages if not re.search("could change|can be (changed|read) by", text)] == expected
-    assert {problem.line for problem in found} <= {3}
+    assert {place for place, _, _ in found} <= {"p:3: "}
 
 
 @needs_openssl
@@ -399,10 +404,10 @@ def test_check_tells_which_accounts_could_change_who_gets_in(place: Path) -> Non
     file = write(place, TLS + CLIENTS)
     loaded = parse_settings(f"agent:\n  web_config: '{file}'\n", "p")
     (place / "ca.pem").chmod(0o666)
-    (text,) = [str(problem) for problem in check_files(loaded) if "ca.pem can be changed by" in str(problem)]
+    (text,) = [line for line in lines_of_web_config(loaded) if "ca.pem can be changed by" in line]
     assert text.startswith(f"p:2: agent.web_config: {place / 'ca.pem'} can be changed by every account, ")
     place.chmod(0o777)
-    found = [str(problem) for problem in check_files(loaded) if f"{place} can be changed by" in str(problem)]
+    found = [line for line in lines_of_web_config(loaded) if f"{place} can be changed by" in line]
     assert len(found) == 1  # though four files are in it
 
 
@@ -418,7 +423,7 @@ def shared_place(certificates: Path) -> Iterator[Path]:
 
 def exposures(file: Path) -> list[str]:
     loaded = parse_settings(f"agent:\n  web_config: '{file}'\n", "p")
-    return [str(problem) for problem in check_files(loaded) if "can be read by" in str(problem)]
+    return [line for line in lines_of_web_config(loaded) if "can be read by" in line]
 
 
 @needs_openssl

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from scheduled_events_agent import AgentError
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.api_version import versions_to_ask
 from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
 from scheduled_events_agent.events import RECOMMENDATION
+from scheduled_events_agent.hooks.preflight import Finding, check_machine, problems, rejections
 from scheduled_events_agent.policy import Rule, When, promised_times
 from scheduled_events_agent.settings import (
     BUILT_IN_NAME,
@@ -25,8 +26,6 @@ from scheduled_events_agent.settings import (
     inspect_policy,
     load_policy,
 )
-from scheduled_events_agent.settings.checks import Finding
-from scheduled_events_agent.settings.files import file_doubts, refused_files
 from scheduled_events_agent.settings.schema import policy_schema
 from scheduled_events_agent.spelling import format_duration, plural
 from scheduled_events_agent.status import SCHEMA_VERSION
@@ -124,13 +123,11 @@ def _examine(config: str | None, *, is_alone: bool) -> _Report:
     except ConfigError as error:
         return _Report(None, error.problems, (), error.problems)
     loaded = inspected.loaded
-    refused: list[Finding] = []
-    doubts: list[Finding] = []
+    found: list[Finding] = []
     if not is_alone:
-        refused += dict.fromkeys(inspected.in_valid_parts(_refused(loaded)))
-        doubts += inspected.in_valid_parts((*file_doubts(loaded), *_target_doubts(loaded.settings)))
-    errors = (*inspected.errors, *loaded.parsed.gather(refused))
-    warnings = (*loaded.warnings, *loaded.parsed.gather(doubt for doubt in doubts if doubt not in refused))
+        found += [finding for finding in _look_around(loaded) if inspected.is_valid(finding.key)]
+    errors = (*inspected.errors, *problems(loaded, [one for one in found if one.severity == "error"]))
+    warnings = (*loaded.warnings, *problems(loaded, [one for one in found if one.severity == "warning"]))
     by_line = [(error.line, str(error)) for error in errors]
     by_line += [(warning.line, f"warning: {warning}") for warning in warnings]
     return _Report(
@@ -148,46 +145,51 @@ def _in_order(problems: tuple[Problem, ...]) -> tuple[str, ...]:
 def load_checked(config: str | None) -> Loaded:
     """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
     loaded = load_policy(find_config(config))
-    if errors := loaded.parsed.gather(_refused(loaded)):
+    if errors := problems(loaded, (*rejections(loaded), *_fleet_errors(loaded.settings))):
         raise ConfigError(tuple(map(str, errors)))
     return loaded
 
 
-def _refused(loaded: Loaded) -> Iterator[Finding]:
-    """Why this machine does not use the policy."""
-    yield from refused_files(loaded)
-    fleet = loaded.settings.fleet
+def _look_around(loaded: Loaded) -> Iterator[Finding]:
+    """What this machine, the services that are to be notified and the fleet's table say about the policy."""
+    settings = loaded.settings
+    yield from check_machine(loaded, is_root=host.is_privileged())
+    yield from _fleet_errors(settings)
+    if settings.notify:
+        from scheduled_events_agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
+
+        for key, message in doubts(settings.notify):
+            yield Finding("notify", key, "warning", message)
+    if settings.fleet:
+        from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
+
+        for key, message in table.warnings(settings.fleet):
+            yield Finding("fleet", key, "warning", message)
+
+
+def _fleet_errors(settings: Settings) -> Iterator[Finding]:
+    """Why an agent of this machine cannot act with its fleet."""
+    fleet = settings.fleet
     if fleet is None:
         return
     from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
-    yield from table.errors(fleet)
-    if not fleet.group:
-        yield from _group_faults(loaded.settings)
+    for key, message in table.errors(fleet):
+        yield Finding("fleet", key, "error", message)
+    if not fleet.group and _is_without_group(settings):
+        text = "the key is missing, and this VM is in no scale set that could be the group: add it"
+        yield Finding("fleet", "fleet.group", "error", text)
 
 
-def _group_faults(settings: Settings) -> Iterator[Finding]:
+def _is_without_group(settings: Settings) -> bool:
+    """Whether the metadata service says that this VM is in no scale set; False if it does not answer."""
     from scheduled_events_agent import imds  # noqa: PLC0415  # with httpx, half of this command's start
 
     brief = replace(settings.imds, request_timeout=min(_ASK_SECONDS, settings.imds.request_timeout))
     try:
-        group = imds.connect(brief).fetch_identity().group
+        return not imds.connect(brief).fetch_identity().group
     except imds.ImdsError:
-        return  # not on the VM that the policy is for
-    if not group:
-        yield "fleet.group", "the key is missing, and this VM is in no scale set that could be the group: add it"
-
-
-def _target_doubts(settings: Settings) -> Iterator[Finding]:
-    """Warnings about services that are to be notified, and about the fleet's table."""
-    if settings.notify:
-        from scheduled_events_agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
-
-        yield from doubts(settings.notify)
-    if settings.fleet:
-        from scheduled_events_agent.fleet import table  # noqa: PLC0415  # as above
-
-        yield from table.warnings(settings.fleet)
+        return False  # not on the VM that the policy is for
 
 
 def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:

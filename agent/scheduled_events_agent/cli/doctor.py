@@ -11,10 +11,10 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -37,6 +37,7 @@ from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.cli.status import ask_status, start_command
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import ApiVersion
+from scheduled_events_agent.hooks import preflight
 from scheduled_events_agent.host import processes, surroundings
 from scheduled_events_agent.host.surroundings import OwnService
 from scheduled_events_agent.imds import Answer, ImdsError, connect, parse_identity, resolve_endpoint
@@ -51,8 +52,7 @@ from scheduled_events_agent.settings import (
     load_policy,
     state_dir_of,
 )
-from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures, files_of_target
-from scheduled_events_agent.settings.model import is_foreign_path
+from scheduled_events_agent.settings.model import files_of_target, is_foreign_path
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import command
@@ -269,35 +269,43 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
 
 def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | None) -> Iterator[Finding]:
     """``account``: the service's, if it is not that of this process; so too below."""
+    may_look = account is None or host.is_privileged()
+    found = tuple(preflight.check_machine(loaded, is_root=_is_root(account))) if may_look else ()
+    of_pages = [finding for finding in found if finding.subject == "web"]
     for doubt in loaded.warnings:
         yield warning("policy", str(doubt), "check that this is intended")
+    for finding in of_pages:
+        yield warning("policy", _line_of(loaded, finding), finding.hint)
     if loaded.settings.agent.mode == "observe":
         what = f"{loaded.name}: agent.mode is observe, so no hook runs and nothing is approved"
         yield warning("policy", what, "set it to act when explain and the log show what you want")
-    elif not loaded.warnings:
+    elif not loaded.warnings and not of_pages:
         yield ok("policy", f"{loaded.name}: valid")
     yield from _look_at_units(loaded)
-    if account is None or host.is_privileged():
-        yield from _look_at_hooks(loaded, account, units_fault=service.units_fault if service is not None else "")
+    if may_look:
+        units_fault = service.units_fault if service is not None else ""
+        yield from _look_at_hooks(loaded, found, account, units_fault=units_fault)
         yield from _look_at_secrets(account, is_loaded=service is not None and service.has_credentials)
         is_root_service = service is not None and _is_system(service.account)
-        yield from _look_at_files(loaded, account, is_root_service=is_root_service)
+        yield from _look_at_files(loaded, found, is_root_service=is_root_service)
         return
     yield from (hidden(check, host.account_name()) for check in ("hooks", "secrets", "files"))
 
 
-def _look_at_hooks(loaded: Loaded, account: str | None, *, units_fault: str) -> Iterator[Finding]:
+def _line_of(loaded: Loaded, finding: preflight.Finding) -> str:
+    """The finding with the line of the policy file that it is about."""
+    return str(loaded.parsed.problem(finding.key, finding.message))
+
+
+def _look_at_hooks(
+    loaded: Loaded, findings: Sequence[preflight.Finding], account: str | None, *, units_fault: str
+) -> Iterator[Finding]:
     """``units_fault``: why run-as-root cannot start a hook's unit."""
     hooks = loaded.settings.hooks
     if not hooks:
         yield ok("hooks", "the policy names no hook")
         return
-    exposed = {fault for _, fault in exposures(loaded, "code")}  # see _look_at_files
-    found = {
-        problem.path: str(problem)
-        for problem in check_files(loaded)
-        if problem.path.startswith("hooks.") and problem.message not in exposed
-    }
+    found = {finding.key: _line_of(loaded, finding) for finding in findings if finding.subject == "hook"}
     unknown: set[str] = set()
     for name, hook in hooks.items():
         if units_fault and hook.run and Path(hook.run[0]).name == "run-as-root":
@@ -310,9 +318,7 @@ def _look_at_hooks(loaded: Loaded, account: str | None, *, units_fault: str) -> 
         except host.HostError as error:
             unknown.add(str(error))
     for text in found.values():
-        yield failure(
-            "hooks", text, "correct it: until then the hook fails, and a failed prepare hook holds its event"
-        )
+        yield failure("hooks", text, preflight.HOOK_HINT)
     for text in sorted(unknown):
         yield warning("hooks", text, "run this as root, or as the account that runs the hooks")
     if not found and not unknown:
@@ -388,32 +394,26 @@ def _look_at_secrets(account: str | None, *, is_loaded: bool) -> Iterator[Findin
         yield ok("secrets", f"hooks can read {plural(len(files), 'file')} in {directory}")
 
 
-def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:
-    is_refused = _is_system(account) if account is not None else host.is_privileged()
-    advices: dict[Use, str] = {
-        "code": "run that command: an agent that runs as root or LocalSystem does not start before",
-        "exchange": "run that command: an agent that runs as root or LocalSystem does not use the file before",
-    }
-    faults = set[str]()
-    for use in get_args(Use):
-        for _, fault in exposures(loaded, use):
-            if fault in faults:
-                continue
-            faults.add(fault)
-            if is_refused and use in advices:
-                yield failure("files", fault, advices[use])
-            else:
-                yield warning("files", fault, "run that command, unless you trust these accounts")
-    secrets = loaded.parsed.gather(exposed_secrets(loaded))
-    for problem in secrets:
-        yield warning("files", str(problem), "do one of the two, unless it is no secret")
+def _look_at_files(
+    loaded: Loaded, findings: Sequence[preflight.Finding], *, is_root_service: bool
+) -> Iterator[Finding]:
+    exposed: dict[str, preflight.Finding] = {}
+    for finding in findings:
+        if finding.subject == "permission":  # of one file at several places, the first is the worst
+            exposed.setdefault(finding.message, finding)
+    for message, finding in exposed.items():
+        judge = failure if finding.severity == "error" else warning
+        yield judge("files", message, finding.hint)
+    secrets = [finding for finding in findings if finding.subject == "secret"]
+    for finding in secrets:
+        yield warning("files", _line_of(loaded, finding), finding.hint)
     own = _own_code_fault() if is_root_service else None
     if own is not None:
         advice = (
             "install the agent where only root or administrators can write: who changes its code is one of them"
         )
         yield failure("files", own, advice)
-    elif not faults and not secrets:
+    elif not exposed and not secrets:
         what = "the policy or the files that it names"
         if is_root_service:
             what = "the policy, the files that it names, or the agent's own code"
@@ -463,6 +463,11 @@ def _own_code_fault() -> str | None:
     return None
 
 
+def _is_root(account: str | None) -> bool:
+    """Whether the agent, with this account or that of this process, is root or LocalSystem."""
+    return _is_system(account) if account is not None else host.is_privileged()
+
+
 def _is_system(account: str) -> bool:
     return account.rpartition("\\")[2].casefold() in ("root", "localsystem", "system")
 
@@ -496,8 +501,7 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
     is_unknown = account is None and not host.is_privileged()
     try:
         if fault := host.replacement_fault(directory):
-            is_refused = _is_system(account) if account is not None else host.is_privileged()
-            judge = failure if is_refused else warning
+            judge = failure if _is_root(account) else warning
             return judge("state", fault, "run that command, or name another directory with agent.state_dir")
         if not directory.exists():
             return ok("state", f"{directory} is not there yet: the agent makes it when it first starts")

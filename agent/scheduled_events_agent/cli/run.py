@@ -17,6 +17,7 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, exit_code
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon import Daemon
+from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
 from scheduled_events_agent.log import get_logger, set_up
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.notices import doubts
@@ -31,7 +32,6 @@ from scheduled_events_agent.settings import (
     load_policy,
     state_dir_of,
 )
-from scheduled_events_agent.settings.files import check_files, refused_files
 from scheduled_events_agent.spelling import parse_duration
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 from scheduled_events_agent.typed_yaml import Problem
@@ -142,8 +142,8 @@ class _PolicyFile:
     def load(self) -> Settings:
         """What the file says, at start and at each reload; the log follows it at once. Raises ConfigError."""
         loaded = load_policy(self._path)
-        if refused := refused_files(loaded, is_start=not self.hash):
-            raise ConfigError(tuple(map(str, loaded.parsed.gather(refused))))
+        if rejected := problems(loaded, rejections(loaded, is_start=not self.hash)):
+            raise ConfigError(tuple(map(str, rejected)))
         settings = replace(loaded.settings, agent=replace(loaded.settings.agent, **self._options))
         used = replace(loaded, settings=settings)
         self.hash = loaded.hash
@@ -160,12 +160,13 @@ def _run_aside(function: Callable[[], None], name: str) -> None:
 
 
 def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
+    of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
     findings = [*doubts(loaded.settings.notify)]
     if loaded.settings.fleet:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
         findings += table.warnings(loaded.settings.fleet)
-    return (*check_files(loaded), *loaded.parsed.gather(findings))
+    return (*of_machine, *loaded.parsed.gather(findings))
 
 
 def _warn(problems: Iterable[Problem]) -> None:

@@ -15,7 +15,6 @@ from scheduled_events_agent.events import DocumentError, excerpt, parse_json
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, classify
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
-from scheduled_events_agent.settings.files import read_named_file
 
 _PATH = "/metadata/identity/oauth2/token"
 _API_VERSION = "2018-02-01"
@@ -100,7 +99,7 @@ def _parse_token(body: bytes) -> tuple[str, float]:
 def read_sas(path: Path) -> str:
     """The signature that a file holds, with or without a question mark before it. Raises BackendError."""
     try:
-        text = read_named_file(path, _MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
+        text = host.read_trusted_file(path, _MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
     except host.HostError as error:
         raise BackendError(str(error), kind="setup") from None
     except UnicodeDecodeError:

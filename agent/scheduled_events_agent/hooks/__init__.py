@@ -22,9 +22,9 @@ import msgspec
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.hooks.output import HookOutput, secrets_of
+from scheduled_events_agent.hooks.preflight import hook_tampering_fault
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings.files import hook_tampering_fault
 from scheduled_events_agent.spelling import format_duration
 from scheduled_events_agent.workflow import HookOutcome, Rank
 

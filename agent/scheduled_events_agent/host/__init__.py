@@ -9,6 +9,7 @@ import sys
 from scheduled_events_agent.host.colors import has_terminal_colors as has_terminal_colors
 from scheduled_events_agent.host.error import HostError as HostError
 from scheduled_events_agent.host.small_files import read_small_file as read_small_file
+from scheduled_events_agent.host.small_files import read_trusted_file as read_trusted_file
 
 if sys.platform == "win32":
     from scheduled_events_agent.host.windows.files import *  # noqa: F403

@@ -7,6 +7,7 @@ import os
 import stat
 from pathlib import Path
 
+from scheduled_events_agent import host
 from scheduled_events_agent.host.error import HostError
 
 _NOT_BLOCKING: int = getattr(os, "O_NONBLOCK", 0)  # Windows has none, and needs none
@@ -26,6 +27,16 @@ def read_small_file(path: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise HostError(f"{path}: expected at most {max_bytes // 1024} KiB; it is larger", kind="file")
     return content
+
+
+def read_trusted_file(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file, which a process that is root reads only if no other account could change it.
+
+    Raises HostError, which names the file and says why it cannot be used.
+    """
+    if host.is_privileged() and (fault := host.tampering_fault(path)):
+        raise HostError(fault, kind="file")
+    return read_small_file(path, max_bytes)
 
 
 def _open(path: str, flags: int) -> int:

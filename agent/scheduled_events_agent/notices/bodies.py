@@ -11,7 +11,6 @@ import msgspec
 from scheduled_events_agent import host
 from scheduled_events_agent.events import to_azure_json
 from scheduled_events_agent.notices.happening import Happening
-from scheduled_events_agent.settings.files import read_named_file
 from scheduled_events_agent.status.messages import notice_title, utc
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
@@ -142,7 +141,7 @@ def _pagerduty(happening: Happening, routing_key: str) -> dict[str, Any]:
 
 def _from_template(path: Path, happening: Happening) -> bytes:
     try:
-        template = read_named_file(path, _MAX_TEMPLATE_BYTES).decode()
+        template = host.read_trusted_file(path, _MAX_TEMPLATE_BYTES).decode()
     except host.HostError as error:
         raise BodyError(str(error)) from error
     except UnicodeDecodeError as error:

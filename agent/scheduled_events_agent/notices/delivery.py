@@ -16,8 +16,7 @@ from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, cl
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, trusting
 from scheduled_events_agent.notices.bodies import BodyError, render
 from scheduled_events_agent.notices.happening import SAMPLE, Happening
-from scheduled_events_agent.settings.files import files_of_target, read_named_file
-from scheduled_events_agent.settings.model import NotifyTarget, SecretFile, is_foreign_path
+from scheduled_events_agent.settings.model import NotifyTarget, SecretFile, files_of_target, is_foreign_path
 
 _KIND_OF_STATUS: dict[int, HttpErrorKind] = {
     # Final: the body is at fault, and would be the same the next time.
@@ -119,7 +118,7 @@ def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
     own = {"content-type": content_type} | {name.lower(): value for name, value in HEADERS.items()}
     try:
         if target.ca_file is not None:
-            read_named_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
+            host.read_trusted_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
         context = trusting(target.ca_file) if url.scheme == "https" else None
         proxy = proxy_for(target.proxy, url)
     except host.HostError as error:
@@ -165,7 +164,7 @@ def _text_of(secret: str | SecretFile, key: str) -> str:
     if isinstance(secret, str):
         return secret
     try:
-        text = read_named_file(Path(secret.file), _MAX_SECRET_BYTES).decode("ascii").strip()
+        text = host.read_trusted_file(Path(secret.file), _MAX_SECRET_BYTES).decode("ascii").strip()
     except host.HostError as error:
         raise NoticeError(f"{key}: {error}", kind="setup") from None
     except UnicodeDecodeError:

@@ -6,14 +6,13 @@ The one invariant: Settings exist only if every check has passed, so nothing aft
 
 import os
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.settings.checks import Finding, doubts, faults
+from scheduled_events_agent.settings.checks import doubts, faults
 from scheduled_events_agent.settings.model import (
     DEFAULT_RULES,
     AgentSettings,
@@ -85,13 +84,12 @@ class Inspected(NamedTuple):
     """The whole policy if there are no errors; else its parts that have none."""
     errors: tuple[Problem, ...]
 
-    def in_valid_parts(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """The findings about the file itself, and about rules, hooks and other parts without an error."""
+    def is_valid(self, path: str) -> bool:
+        """Whether it is the path of the file itself, or in a rule, a hook or another part without an error."""
+        if not path:
+            return True
         wrong = {_part_of(error.path) for error in self.errors}
-        for path, message in findings:
-            is_valid = self.loaded.parsed.draft is not None and _part_of(path) not in wrong
-            if not path or is_valid:
-                yield path, message
+        return self.loaded.parsed.draft is not None and _part_of(path) not in wrong
 
 
 def _part_of(path: str) -> str:
@@ -180,5 +178,6 @@ def _inspect(text: str | bytes, name: str, *, may_change_user: bool) -> Inspecte
     inspected = Inspected(Loaded(settings=settings, warnings=(), parsed=parsed, content=content), errors)
     # What an unknown key or a wrong rule would have named is not known.
     is_all_named = all(_part_of(error.path).partition("[")[0] not in ("", "rules", "on_clear") for error in errors)
-    findings = inspected.in_valid_parts(doubts(settings, parsed.lines, is_all_named=is_all_named))
-    return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=parsed.gather(findings)))
+    findings = doubts(settings, parsed.lines, is_all_named=is_all_named)
+    warnings = parsed.gather(finding for finding in findings if inspected.is_valid(finding[0]))
+    return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=warnings))

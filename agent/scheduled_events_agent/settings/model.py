@@ -1,10 +1,10 @@
 """What a policy file says, as frozen values."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -311,6 +311,19 @@ def _can_be_host(host: str) -> bool:
         return bool(httpx.URL(f"http://{host}").host)
     except (httpx.InvalidURL, UnicodeError):
         return False
+
+
+def files_of_target(target: NotifyTarget) -> Iterator[tuple[str, Path]]:
+    """The files that a target names, by their keys."""
+    if isinstance(target.to, SecretFile):
+        yield "to.file", Path(target.to.file)
+    for name, value in target.headers.items():
+        if isinstance(value, SecretFile):
+            yield f"headers.{name}.file", Path(value.file)
+    if target.body not in NOTICE_BODIES:
+        yield "body", Path(target.body)
+    if target.ca_file is not None:
+        yield "ca_file", Path(target.ca_file)
 
 
 def is_absolute_path(text: str) -> bool:

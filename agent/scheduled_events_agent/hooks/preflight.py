@@ -1,9 +1,12 @@
-"""What this machine says about a policy: programs it lacks, files that others could change."""
+"""What this machine says about a policy before any hook runs: programs it lacks, files that others could change.
+
+``check`` prints its findings, ``doctor`` groups them, and an agent that starts logs them.
+"""
 
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -12,14 +15,11 @@ from scheduled_events_agent import host
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook, is_secret_name
 from scheduled_events_agent.settings import BUILT_IN_NAME, Loaded, state_dir_of
-from scheduled_events_agent.settings.checks import Finding
 from scheduled_events_agent.settings.model import (
-    NOTICE_BODIES,
     AgentSettings,
     FleetCredential,
-    NotifyTarget,
-    SecretFile,
     Settings,
+    files_of_target,
     is_foreign_path,
     is_open,
 )
@@ -35,6 +35,31 @@ _SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
 
 Use = Literal["code", "exchange", "pages"]
 """Code: it says what is done. Exchange: notify and fleet need it. Pages: the web server needs it."""
+
+
+# Of files that an agent as root does not use if others could change them.
+_ROOT_HINTS: dict[Use, str] = {
+    "code": "run that command: an agent that runs as root or LocalSystem does not start before",
+    "exchange": "run that command: an agent that runs as root or LocalSystem does not use the file before",
+}
+_TRUST_HINT = "run that command, unless you trust these accounts"
+_STATE_HINT = "name another directory with agent.state_dir"
+HOOK_HINT = "correct it: until then the hook fails, and a failed prepare hook holds its event"
+
+Severity = Literal["error", "warning"]
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong with a policy on this machine, or perhaps wrong."""
+
+    subject: Literal["permission", "secret", "state", "web", "hook", "notify", "fleet"]
+    key: str
+    """Of the policy; "" for the whole file."""
+    severity: Severity
+    """Error: this machine does not use the policy."""
+    message: str
+    hint: str = ""
+    """What to do, if the message does not say so itself."""
 
 
 class NamedFile(NamedTuple):
@@ -74,37 +99,56 @@ def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
             yield NamedFile("agent.web_config", file)
 
 
-def exposures(loaded: Loaded, use: Use) -> Iterator[Finding]:
-    """Which other account could change such a file, and the way out."""
+def check_machine(loaded: Loaded, *, is_root: bool) -> Iterator[Finding]:
+    """All that this machine says about the policy: files that others could change, and what hooks lack here.
+
+    ``is_root``: whether the agent runs as root or LocalSystem. Paths of the other system are not looked for: then
+    the policy is for another machine.
+    """
+    for use in get_args(Use):
+        yield from _exposed_files(loaded, use, is_root=is_root)
+    yield from _exposed_secrets(loaded)
+    yield from _check_state_dir(loaded)
+    yield from _check_web_config(loaded.settings.agent)
+    yield from _check_hooks(loaded.settings)
+
+
+def rejections(loaded: Loaded, *, is_start: bool = False) -> Iterator[Finding]:
+    """Why a process that is root rejects the policy: others could change it or files that it names.
+
+    An agent that starts goes on without the files of ``notify`` and ``fleet``: what needs them fails.
+    """
+    if not host.is_privileged():
+        return
+    yield from _exposed_files(loaded, "code", is_root=True)
+    if not is_start:
+        yield from _exposed_files(loaded, "exchange", is_root=True)
+
+
+def problems(loaded: Loaded, findings: Iterable[Finding]) -> tuple[Problem, ...]:
+    """The findings at their lines of the policy, each once."""
+    return loaded.parsed.gather(dict.fromkeys((finding.key, finding.message) for finding in findings))
+
+
+def _exposed_files(loaded: Loaded, use: Use, *, is_root: bool) -> Iterator[Finding]:
+    """Which other account could change a file that is used so."""
     seen = set[Finding]()  # most often several files are of one directory
-    for path, file, user in named_files(loaded, use):
+    for key, file, user in named_files(loaded, use):
         if is_foreign_path(str(file)):
             continue
         fault = host.tampering_fault(file, user)
-        if fault and (path, fault) not in seen:
-            seen.add((path, fault))
-            yield path, fault
+        if not fault:
+            continue
+        if is_root and use in _ROOT_HINTS:
+            finding = Finding("permission", key, "error", fault, _ROOT_HINTS[use])
+        else:
+            finding = Finding("permission", key, "warning", fault, _TRUST_HINT)
+        if finding not in seen:
+            seen.add(finding)
+            yield finding
 
 
-def check_files(loaded: Loaded) -> tuple[Problem, ...]:
-    """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change.
-
-    Paths of the other system are not looked for: then the policy is for another machine.
-    """
-    return loaded.parsed.gather(file_doubts(loaded))
-
-
-def file_doubts(loaded: Loaded) -> Iterator[Finding]:
-    """What ``check_files`` warns of, by path."""
-    for use in get_args(Use):
-        yield from exposures(loaded, use)
-    yield from exposed_secrets(loaded)
-    yield from _state_doubts(loaded)
-    yield from _web_doubts(loaded.settings.agent)
-    yield from _missing(loaded.settings)
-
-
-def exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
+def _exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
     """That every account can read secrets which stand in the policy itself: one finding for all of them."""
     first, *others = _literal_secrets(loaded.settings) or [""]
     fault = host.exposure_fault(Path(loaded.name)) if first else None
@@ -113,29 +157,8 @@ def exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
             "use {file: ...}" if first.startswith("notify") else "have the hook read it from a file of its own"
         )
         more = f"; so are {', '.join(others)}" if others else ""
-        yield first, f"is a secret, and {fault}, or {instead}{more}"
-
-
-def refused_files(loaded: Loaded, *, is_start: bool = False) -> list[Finding]:
-    """Why a process that is root does not use the policy: others could change it or files that it names.
-
-    An agent that starts goes on without the files of ``notify`` and ``fleet``: what needs them fails. Files of the
-    pages, and what an ordinary user runs, get a warning of ``check_files``.
-    """
-    if not host.is_privileged():
-        return []
-    exchange = [] if is_start else exposures(loaded, "exchange")
-    return [*exposures(loaded, "code"), *exchange]
-
-
-def read_named_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a file of ``notify`` or ``fleet``. Raises HostError, also if others could change it.
-
-    Only a process that is root refuses it for that.
-    """
-    if host.is_privileged() and (fault := host.tampering_fault(path)):
-        raise host.HostError(fault, kind="file")
-    return host.read_small_file(path, max_bytes)
+        text = f"is a secret, and {fault}, or {instead}{more}"
+        yield Finding("secret", first, "warning", text, "do one of the two, unless it is no secret")
 
 
 def hook_tampering_fault(hook: Hook) -> str | None:
@@ -167,7 +190,7 @@ def _literal_secrets(settings: Settings) -> list[str]:
     return paths
 
 
-def _state_doubts(loaded: Loaded) -> Iterator[Finding]:
+def _check_state_dir(loaded: Loaded) -> Iterator[Finding]:
     """Why the state is not safe from others, from the system, or from Azure."""
     settings = loaded.settings
     if settings.agent.state_dir and is_foreign_path(settings.agent.state_dir):
@@ -175,22 +198,19 @@ def _state_doubts(loaded: Loaded) -> Iterator[Finding]:
     state_dir = state_dir_of(settings)
     is_cleared = any(state_dir.is_relative_to(place) for place in host.cleared_places())
     if is_cleared and "agent.state_dir" in loaded.parsed.lines:  # who tries something may choose it by an option
-        yield (
-            "agent.state_dir",
-            f"{state_dir} is in a directory that the system clears: a reboot may lose the state",
-        )
+        text = f"{state_dir} is in a directory that the system clears: a reboot may lose the state"
+        yield Finding("state", "agent.state_dir", "warning", text, _STATE_HINT)
     if disk := processes.temporary_disk(state_dir):
-        yield (
-            "agent.state_dir",
-            f"{state_dir} is on Azure's temporary disk {disk}, which may be empty after an event",
-        )
+        text = f"{state_dir} is on Azure's temporary disk {disk}, which may be empty after an event"
+        yield Finding("state", "agent.state_dir", "warning", text, _STATE_HINT)
     if fault := host.privacy_fault(state_dir):
-        yield "agent.state_dir", f"{state_dir} should be for the agent's account alone; {fault}"
+        text = f"{state_dir} should be for the agent's account alone; {fault}"
+        yield Finding("state", "agent.state_dir", "warning", text)
     if fault := host.replacement_fault(state_dir):
-        yield "agent.state_dir", fault
+        yield Finding("state", "agent.state_dir", "warning", fault)
 
 
-def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
+def _check_web_config(agent: AgentSettings) -> Iterator[Finding]:
     """Why the pages would not be shown, or to too many."""
     if agent.web_config is None or agent.listen == "off" or is_foreign_path(agent.web_config):
         return
@@ -201,26 +221,32 @@ def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
         web_config = tls.load_web_config(path)
     except tls.TlsError as error:
         for problem in str(error).splitlines():
-            yield "agent.web_config", f"without it the pages are not shown: {problem}"
+            text = f"without it the pages are not shown: {problem}"
+            yield Finding("web", "agent.web_config", "warning", text, "correct it, or remove the key")
         return
     for doubt in tls.doubts(web_config, is_open=is_open(agent.listen)):
-        yield "agent.web_config", doubt
+        yield Finding("web", "agent.web_config", "warning", doubt, "check that this is intended")
     if fault := host.exposure_fault(tls.named_files(path, web_config)["key_file"]):
-        yield "agent.web_config", fault
+        yield Finding("web", "agent.web_config", "warning", fault, "run that command")
 
 
-def _missing(settings: Settings) -> Iterator[Finding]:
+def _check_hooks(settings: Settings) -> Iterator[Finding]:
     for name, hook in settings.hooks.items():
-        path = f"hooks.{name}"
-        if hook.cwd is not None and not is_foreign_path(hook.cwd) and not Path(hook.cwd).is_dir():
-            yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
-        if hook.run:
-            if fault := _program_fault(hook):
-                yield f"{path}.run", fault
-        elif fault := processes.command_fault(None, hook.shell, hook.cwd, hook.env):
-            yield f"{path}.shell", fault
-        if hook.user is not None and not host.has_account(hook.user):
-            yield f"{path}.user", f'this machine has no account "{hook.user}"'
+        for key, fault in _hook_faults(hook):
+            yield Finding("hook", f"hooks.{name}.{key}", "warning", fault, HOOK_HINT)
+
+
+def _hook_faults(hook: Hook) -> Iterator[tuple[str, str]]:
+    """What this machine lacks to run the hook: the hook's key, and why."""
+    if hook.cwd is not None and not is_foreign_path(hook.cwd) and not Path(hook.cwd).is_dir():
+        yield "cwd", f"{hook.cwd} is not a directory on this machine"
+    if hook.run:
+        if fault := _program_fault(hook):
+            yield "run", fault
+    elif fault := processes.command_fault(None, hook.shell, hook.cwd, hook.env):
+        yield "shell", fault
+    if hook.user is not None and not host.has_account(hook.user):
+        yield "user", f'this machine has no account "{hook.user}"'
 
 
 def _program_fault(hook: Hook) -> str | None:
@@ -252,19 +278,6 @@ def _command_line_fault(name: str, hook: Hook) -> str:
     if program is None or not program.is_file():
         return f"{what}: write each argument as an item of its own"
     return f"{what}: write [{first}, ...], each argument an item of its own, or use shell"
-
-
-def files_of_target(target: NotifyTarget) -> Iterator[tuple[str, Path]]:
-    """The files that a target names, by their keys."""
-    if isinstance(target.to, SecretFile):
-        yield "to.file", Path(target.to.file)
-    for name, value in target.headers.items():
-        if isinstance(value, SecretFile):
-            yield f"headers.{name}.file", Path(value.file)
-    if target.body not in NOTICE_BODIES:
-        yield "body", Path(target.body)
-    if target.ca_file is not None:
-        yield "ca_file", Path(target.ca_file)
 
 
 def _code_files(hook: Hook) -> Iterator[Path]:
