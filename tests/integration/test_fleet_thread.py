@@ -111,7 +111,7 @@ def test_before_the_first_requests_nothing_is_asked() -> None:
     updates = queue.Queue[Any]()
     thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, lambda *_: backend)
     with running(thread):
-        thread.use(SETTINGS)
+        thread.reconfigure(SETTINGS)
         time.sleep(0.2)
         assert backend.calls == []
         thread.publish((), ("web_1",), "id", "web")
@@ -199,7 +199,7 @@ def test_a_vm_that_leaves_a_group_deletes_its_records_there(settings: Settings) 
         thread.publish((REQUEST,), ("web_1",), "id", "web")
         until(updates, may_begin)
         assert stores["web"].list()
-        thread.use(settings)
+        thread.reconfigure(settings)
         deadline = time.monotonic() + 60
         while stores["web"].list():
             assert time.monotonic() < deadline
@@ -215,7 +215,7 @@ def test_another_limit_does_not_free_the_slot() -> None:
         until(updates, lambda _: bool(store.list()))
         etags = {record.key: record.etag for record in store.list()}
         fleet = FleetSettings(table="https://a.example/abc", max_events=2)
-        thread.use(Settings(fleet=fleet))
+        thread.reconfigure(Settings(fleet=fleet))
         thread.publish((replace(REQUEST, stage="not_ready"),), ("web_1",), "id", "web")
         until(updates, lambda update: update.settings == fleet)
         deadline = time.monotonic() + 60
@@ -234,7 +234,7 @@ def test_a_bug_while_it_leaves_a_group_does_not_end_the_thread(monkeypatch: pyte
         thread.publish((REQUEST,), ("web_1",), "id", "web")
         until(updates, may_begin)
         monkeypatch.delattr(MemoryStore, "delete")
-        thread.use(Settings(fleet=other))
+        thread.reconfigure(Settings(fleet=other))
         thread.publish((REQUEST,), ("web_1",), "id", "web")
         until(updates, lambda update: update.settings == other and may_begin(update))
     assert "a bug in the agent" in [entry["event"] for entry in entries]

@@ -66,11 +66,11 @@ class Run:
 @contextmanager
 def sending(store: Store, *targets: NotifyTarget) -> Iterator[Run]:
     run = Run(store, *targets)
-    run.senders.use(targets)
+    run.senders.reconfigure(targets)
     try:
         yield run
     finally:
-        run.senders.use(())
+        run.senders.reconfigure(())
         wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("notify-")], "they ended")
 
 
@@ -182,7 +182,7 @@ def test_what_a_rotated_token_kept_back_arrives_in_order_once_the_file_has_the_n
             assert run.senders.failures()["ops"].reason == "it answers 401"
             token.write_text("Bearer new")
             if is_reloaded:
-                run.senders.use([target])
+                run.senders.reconfigure([target])
             wait_until(lambda: run.reports.qsize() == 3, "all were reported")
             assert run.senders.failures() == {}
     answers = [(answer, body["id"]) for answer, _, body in receiver.posts]
@@ -285,10 +285,10 @@ def test_a_stop_tries_once_more_and_waits_for_no_dead_service(
 
 def test_a_target_that_is_taken_out_of_the_policy_hears_no_more(store: Store) -> None:
     with Receiver() as receiver, sending(store, to(receiver)) as run:
-        run.senders.use(())
+        run.senders.reconfigure(())
         put(store, 1)
         run.senders.notify(is_urgent=True)
-        run.senders.use([to(receiver, "other")])
+        run.senders.reconfigure([to(receiver, "other")])
         put(store, 1, "other", first=1)
         run.senders.notify(is_urgent=False)
         wait_until(lambda: ids(receiver) == [1], "the other target was notified")
@@ -310,7 +310,7 @@ def test_how_long_an_old_target_failed_does_not_count_for_its_successor(
     with Receiver(lambda: "503") as old, Receiver(lambda: next(answers)) as new, sending(store, to(old)) as run:
         wait_until(lambda: len(pauses) == 1, "the old service refused it")
         run.senders._senders["ops"]._failing_since = time.monotonic() - 3600
-        run.senders.use([to(new)])
+        run.senders.reconfigure([to(new)])
         wait_until(lambda: len(pauses) == 2, "the new service refused it once")
         run.senders.notify(is_urgent=True)
         wait_until(lambda: ids(new) == [0], "it arrived")
@@ -327,7 +327,7 @@ def test_what_an_old_target_refuses_late_is_sent_to_its_successor(store: Store) 
     put(store, 1)
     with Receiver(refuse_late) as old, Receiver() as new, sending(store, to(old, timeout=60)) as run:
         assert is_asked.wait(60)
-        run.senders.use([to(new)])
+        run.senders.reconfigure([to(new)])
         may_answer.set()
         wait_until(lambda: ids(new) == [0], "it arrived")
         assert run.dropped("refused") == 0

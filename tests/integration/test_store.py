@@ -264,15 +264,15 @@ def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(s
     executor = mock.create_autospec(Executor, instance=True)
 
     def restarted() -> Notifying:
-        return Notifying(settings, store, Metrics(tuple), executor, CommandOptions())
+        return Notifying(store, Metrics(tuple), executor, CommandOptions())
 
     notifying = restarted()
     steps = [make_step(name, "seen") for name in ("one", "two", "three")]
-    store.commit(steps, NOW, {}, notifying.make(steps, {}, NOW, VM))
+    store.commit(steps, NOW, {}, notifying.make(steps, {}, NOW, VM, settings))
     with structlog.testing.capture_logs() as log:
         for id_, reason in ((1, "it answers 400"), (2, "too old: it answers 503")):
             notifying.end(NoticeEnded(id_, "ops", reason))
-            notifying.settle(NOW + timedelta(seconds=id_))
+            notifying.settle(settings.notify, NOW + timedelta(seconds=id_))
     one, two = (step.workflow.event.id for step in steps[:2])
     reasons = [(entry["log_id"], entry["what"], entry["event_id"], entry["reason"]) for entry in log]
     assert reasons == [
@@ -284,13 +284,13 @@ def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(s
         f"ops: seen of {two}: too old: it answers 503",
     ]
     notifying.end(NoticeEnded(1, "ops", "it answers 400"))  # it is no longer there
-    notifying.settle(NOW)
+    notifying.settle(settings.notify, NOW)
     assert store.notices.waiting()["ops"].count == 1
     loss = Loss(count=2, since=NOW + timedelta(seconds=1), reason="too old: it answers 503")
     assert restarted().losses == {"ops": loss}
     notifying = restarted()
     notifying.end(NoticeEnded(3, "ops"))
-    notifying.settle(NOW)
+    notifying.settle(settings.notify, NOW)
     assert notifying.losses == {}
     assert restarted().losses == {}
     assert len(store.load_notes(kind="notification_lost")) == 2
@@ -304,11 +304,11 @@ def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) 
         )
     )
     executor = mock.create_autospec(Executor, instance=True)
-    notifying = Notifying(settings, store, Metrics(tuple), executor, CommandOptions())
+    notifying = Notifying(store, Metrics(tuple), executor, CommandOptions())
     step = make_step("one", "seen")
     event = replace(step.workflow.event, type="SpotRebalanceRecommendation")
     step = replace(step, workflow=replace(step.workflow, event=event))
-    assert [target for target, _ in notifying.make([step], {}, NOW, VM)] == ["all"]
+    assert [target for target, _ in notifying.make([step], {}, NOW, VM, settings)] == ["all"]
 
 
 def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> None:

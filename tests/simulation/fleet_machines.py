@@ -367,7 +367,8 @@ class Vm(Machine):
     def needed_seconds(self) -> float:
         """What the preparation may take, as the agent has it."""
         assert self.engine is not None
-        return self.engine._hook_runs.seconds["drain"] + self.engine.settings.agent.reserve
+        settings = self.engine.settings
+        return self.engine._hook_runs.seconds(settings.hooks)["drain"] + settings.agent.reserve
 
     def is_prepared_now(self, name: str) -> bool:
         """Whether that is true of the present appearance of the event, as far as the agent can be asked."""

@@ -266,9 +266,11 @@ def _take_as_if_it_had_all(self: Documents, document: Document, now: float, name
     REAL_TAKE(self, replace(document, has_recommendations=True), now, names)
 
 
-def _clear_whatever_is_pending(self: HookRuns, vm: str, now: datetime, *, is_clear: bool) -> None:
+def _clear_whatever_is_pending(
+    self: HookRuns, settings: Settings, vm: str, now: datetime, *, is_clear: bool
+) -> None:
     del is_clear
-    REAL_CLEAR(self, vm, now, is_clear=True)
+    REAL_CLEAR(self, settings, vm, now, is_clear=True)
 
 
 def _expires_at_once(workflow: Workflow) -> datetime | None:

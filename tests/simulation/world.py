@@ -541,7 +541,7 @@ class World(Machine):
         if self._was_ready is not None and is_ready(self.engine.board) != self._was_ready:
             raise BrokenError("(9) a restart has made the VM ready, or not ready")
         self._see_readiness()
-        self._executor.use(self._settings.notify)
+        self._executor.reconfigure(self._settings.notify)
         self.judge.has_name = bool(self.engine.identity.name) and self.engine.is_identity_sure
         delay = self.chance("late name").choice((0.1, 5.0, 60.0)) if self.has("late name") else 0.01
         self.after(delay, self._identify(self._life))
@@ -1109,7 +1109,7 @@ class World(Machine):
             self._settings = self._a_policy()
             self._enforce()
             self.engine.change_settings(self._settings)
-            self._executor.use(self._settings.notify)
+            self._executor.reconfigure(self._settings.notify)
         self._wake_soon(0.0)
 
     def _speak(self) -> None:
@@ -1207,7 +1207,7 @@ class Executor:
         self._patient: set[HookKey] = set()
         """Runs that were told to end, and may take their time."""
 
-    def use(self, targets: Sequence[NotifyTarget]) -> None:
+    def reconfigure(self, targets: Sequence[NotifyTarget]) -> None:
         """These targets are notified."""
         old, names = self._senders, [target.name for target in targets]
         self._senders = {name: old[name] if name in old else Sender(self._world, name) for name in names}

@@ -22,7 +22,6 @@ from scheduled_events_agent.host import HostError, processes
 from scheduled_events_agent.host.windows import service as windows_service
 from scheduled_events_agent.host.windows import system
 from scheduled_events_agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
-from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import RunHook
 
@@ -196,10 +195,10 @@ def test_a_hook_that_fails_is_delayed_if_the_machine_goes_down_and_has_failed_if
         running(crash_file) as (manager, _),
         contextlib.closing(Store.open(tmp_path, datetime.now(UTC))) as store,
     ):
-        hook_runs = HookRuns(Settings(), store, unused, Machine(), unused)
+        hook_runs = HookRuns(store, unused, Machine(), unused)
         assert system.is_shutting_down() is False
         manager.service.control(control)
-        finished = hook_runs.take_result(drain, failure)
+        finished = hook_runs.take_result(drain, failure, None)
     assert (finished is None, hook_runs.cut_short == [drain]) == (is_delayed, is_delayed)
 
 

@@ -205,7 +205,7 @@ class Daemon:
                 log_id=LogId.HOOK_CUT_SHORT,
                 processes=ended,
             )
-        self._senders.use(settings.notify)
+        self._senders.reconfigure(settings.notify)
         self._use_fleet(settings)
         self._start_thread("watchdog", self._watchdog.run)
         self._start_thread("policy", self._read_policies)
@@ -226,7 +226,7 @@ class Daemon:
 
     def _use_fleet(self, settings: Settings) -> None:
         if self._fleet is not None:
-            self._fleet.use(settings)
+            self._fleet.reconfigure(settings)
         elif settings.fleet is not None:
             # Most agents do not need it.
             from scheduled_events_agent.daemon.fleet import FleetThread, log_request  # noqa: PLC0415
@@ -403,7 +403,7 @@ class Daemon:
             )
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
-            self._senders.use(read.settings.notify)
+            self._senders.reconfigure(read.settings.notify)
             self._use_fleet(read.settings)
         self._told_status = self._describe()
         self._service.tell("ready", self._told_status)

@@ -70,7 +70,7 @@ class FleetThread:
         self._warned: dict[LogId, object] = {}
         metrics.add_fleet()
 
-    def use(self, settings: Settings) -> None:
+    def reconfigure(self, settings: Settings) -> None:
         """Another policy is in force."""
         is_same = self._input.settings.fleet == settings.fleet
         self._set(self._input._replace(settings=settings) if is_same else _Input(settings))

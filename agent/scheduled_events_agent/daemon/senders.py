@@ -50,7 +50,7 @@ class Senders:
         self._senders: dict[str, _Sender] = {}
         self._stop_deadline: float | None = None
 
-    def use(self, targets: Iterable[NotifyTarget]) -> None:
+    def reconfigure(self, targets: Iterable[NotifyTarget]) -> None:
         """Send what waits for these; other targets are not notified any longer."""
         old = dict(self._senders)
         senders = {}

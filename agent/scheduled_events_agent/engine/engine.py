@@ -149,8 +149,8 @@ class Engine:
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics, command_options)
         self._debug_teller = DebugTeller(self._teller.is_told)
-        self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
-        self.notifying = Notifying(settings, store, metrics, executor, command_options)
+        self._hook_runs = HookRuns(store, executor, self._machine, self._teller)
+        self.notifying = Notifying(store, metrics, executor, command_options)
         self.remembered = Remembered(store)
         self._upkeep = Upkeep(store, metrics, self._machine, self._teller)
 
@@ -200,7 +200,8 @@ class Engine:
                 if isinstance(effect, RunOnClear):
                     self._end_on_clear_hook(result)
                 else:
-                    signal = self._hook_runs.take_result(effect, result)
+                    hook = self.settings.hooks.get(effect.hook)
+                    signal = self._hook_runs.take_result(effect, result, hook)
                     if signal is not None and not (self._is_stopping and is_cut_short(signal)):
                         self._signals.append(signal)
             case NoticeEnded():
@@ -231,11 +232,11 @@ class Engine:
                 self._hook_runs.resume()
             self._decide_and_do(now)
             if not self._is_stopping:
-                self._hook_runs.run_delayed(self.board, self.name(), now)
+                self._hook_runs.run_delayed(self.board, self.settings, self.name(), now)
             self._answer_holds()
             self._greet_first_document(now)
             self._hook_runs.save_times()
-            self.notifying.settle(now)
+            self.notifying.settle(self.settings.notify, now)
             self._teller.flush()
         except StoreError as error:
             self.store_failure = str(error)
@@ -290,8 +291,6 @@ class Engine:
         self._log.info("the policy file was read again", log_id=LogId.POLICY_RELOADED, rules=rules)
         self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
-        self._hook_runs.use(self.settings)
-        self.notifying.use(self.settings)
         self._reconsider()
 
     def refuse_settings(self, reason: str) -> None:
@@ -328,8 +327,8 @@ class Engine:
             rules=settings.rules,
             windows=settings.maintenance_windows,
             hooks=settings.hooks,
-            hook_seconds=self._hook_runs.seconds,
-            serialized=self._hook_runs.serialized,
+            hook_seconds=self._hook_runs.seconds(settings.hooks),
+            serialized=frozenset(name for name, hook in settings.hooks.items() if hook.serialize),
             reserve=settings.agent.reserve,
             boot_id=self.boot_id,
             is_acting=self.is_acting(),
@@ -363,7 +362,7 @@ class Engine:
             steps = tuple([with_messages(step) for step in progression.steps if not step.is_small])
             changes = changes_by_steps(self.remembered.known, signals, steps, self.documents.unlisted, now)
             vm = Vm(names=self.names(), vm_id=self.identity.vm_id)
-            notices = self.notifying.make(steps, progression.board, now, vm)
+            notices = self.notifying.make(steps, progression.board, now, vm, self.settings)
             result = self._store.commit(steps, now, answers, notices, changes)
         except WithdrawnError:
             self._forget_requests()
@@ -416,11 +415,12 @@ class Engine:
             for effect in step.effects:
                 match effect:
                     case RunHook():
-                        self._hook_runs.run(step.workflow, effect, self.name(), now)
+                        self._hook_runs.run(step.workflow, effect, self.settings, self.name(), now)
                     case CancelHook():
                         self._hook_runs.cancel(effect)
                     case MoveDeadline(workflow_id=workflow_id):
-                        deadline = self._hook_runs.deadline(step.workflow, "prepare", now)
+                        reserve = self.settings.agent.reserve
+                        deadline = self._hook_runs.deadline(step.workflow, "prepare", reserve, now)
                         self._executor.set_deadline((workflow_id, "prepare"), deadline)
                     case Approve(is_alone=True):
                         self._executor.approve([effect], self.incarnation())
@@ -446,14 +446,14 @@ class Engine:
             are_others = all(workflow.decision.affects == "others" for workflow in self.board.values())
             is_clear = are_others and is_ready(self.board) and not has_hook
             may_run = is_clear and self.is_acting() and not self._is_stopping
-            self._hook_runs.decide_on_clear(self.name(), now, is_clear=may_run)
+            self._hook_runs.decide_on_clear(self.settings, self.name(), now, is_clear=may_run)
 
     def _end_on_clear_hook(self, result: HookResult) -> None:
         now = self._machine.now()
         self._hook_runs.tell_on_clear(result, now)
         if not self._is_stopping:
-            self._hook_runs.run_delayed(self.board, self.name(), now)
-            self._hook_runs.run_on_clear(self.name())
+            self._hook_runs.run_delayed(self.board, self.settings, self.name(), now)
+            self._hook_runs.run_on_clear(self.settings, self.name())
 
     # --- operators and identity
 

@@ -20,6 +20,7 @@ from scheduled_events_agent.events import to_azure_json
 from scheduled_events_agent.hooks import HookResult, hook_environment
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import (
@@ -40,10 +41,7 @@ class HookRuns:
     Not more than one hook of on_clear runs, and none beside a hook of an event.
     """
 
-    def __init__(
-        self, settings: Settings, store: Store, executor: Executor, machine: Machine, teller: Teller
-    ) -> None:
-        self._settings = settings
+    def __init__(self, store: Store, executor: Executor, machine: Machine, teller: Teller) -> None:
         self._store = store
         self._executor = executor
         self._machine = machine
@@ -58,21 +56,12 @@ class HookRuns:
         """Hooks that failed while the machine went down; they run again if it stays up after all."""
         self._times = hook_times.decode(store.load_fact("hook_times"))
         self._are_times_saved = True
-        self.seconds: Mapping[str, float] = {}
-        """How long each hook may take."""
-        self.serialized: frozenset[str] = frozenset()
-        """The hooks of which only one run may go on at a time."""
-        self.use(settings)
 
-    def use(self, settings: Settings) -> None:
-        """Another policy is in force."""
-        self._settings = settings
-        self.serialized = frozenset(name for name, hook in settings.hooks.items() if hook.serialize)
-        self.seconds = {
-            name: hook_times.may_take_seconds(self._times, name, hook) for name, hook in settings.hooks.items()
-        }
+    def seconds(self, hooks: Mapping[str, Hook]) -> dict[str, float]:
+        """How long each of these hooks may take."""
+        return {name: hook_times.may_take_seconds(self._times, name, hook) for name, hook in hooks.items()}
 
-    def run(self, workflow: Workflow, effect: RunHook, vm: str, now: datetime) -> None:
+    def run(self, workflow: Workflow, effect: RunHook, settings: Settings, vm: str, now: datetime) -> None:
         if self._executor.is_running(ON_CLEAR):
             self._on_clear = []
             self._executor.cancel_hook(ON_CLEAR, is_urgent=workflow.event.type == "Preempt")
@@ -90,16 +79,16 @@ class HookRuns:
         )
         self._executor.start_hook(
             effect,
-            self._settings.hooks.get(effect.hook),
+            settings.hooks.get(effect.hook),
             environment=environment,
             stdin=to_azure_json(event),
-            deadline=self.deadline(workflow, effect.stage, now),
+            deadline=self.deadline(workflow, effect.stage, settings.agent.reserve, now),
             event_id=event.id,
         )
 
-    def deadline(self, workflow: Workflow, stage: Stage, now: datetime) -> float | None:
+    def deadline(self, workflow: Workflow, stage: Stage, reserve: float, now: datetime) -> float | None:
         """When a hook that starts now must have ended, monotonic; None if only its own time limit counts."""
-        deadline_at = hook_deadline_at(workflow, stage, self._settings.agent.reserve, now)
+        deadline_at = hook_deadline_at(workflow, stage, reserve, now)
         return None if deadline_at is None else self._machine.monotonic() + (deadline_at - now).total_seconds()
 
     def cancel(self, cancel: CancelHook) -> None:
@@ -117,7 +106,7 @@ class HookRuns:
         self._delayed += self.cut_short
         self.cut_short = []
 
-    def run_delayed(self, board: Board, vm: str, now: datetime) -> None:
+    def run_delayed(self, board: Board, settings: Settings, vm: str, now: datetime) -> None:
         """Start what had to wait, but for events that are missing now, or that an operator holds."""
         if not self._delayed or self._executor.is_running(ON_CLEAR):
             return
@@ -135,11 +124,14 @@ class HookRuns:
                     event_id=effect.workflow_id,
                     hook=effect.hook,
                 )
-                self.run(workflow, effect, vm, now)
+                self.run(workflow, effect, settings, vm, now)
 
-    def take_result(self, effect: RunHook, result: HookResult) -> HookFinished | None:
-        """The signal; None if the hook counts as not run, since the machine goes down."""
-        self._learn_time(effect, result)
+    def take_result(self, effect: RunHook, result: HookResult, hook: Hook | None) -> HookFinished | None:
+        """The signal; None if the hook counts as not run, since the machine goes down.
+
+        ``hook``: as the policy has it; None if it lacks it.
+        """
+        self._learn_time(effect, result, hook)
         # A hook that was canceled does not run again.
         if result.outcome not in ("succeeded", "canceled") and self._machine.is_shutting_down():
             # Services and their hooks are stopped in no known order, some before the agent.
@@ -152,7 +144,6 @@ class HookRuns:
             )
             self.cut_short.append(effect)
             return None
-        hook = self._settings.hooks.get(effect.hook)
         attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
         return HookFinished(
             workflow_id=effect.workflow_id,
@@ -165,20 +156,20 @@ class HookRuns:
             tail=result.tail,
         )
 
-    def decide_on_clear(self, vm: str, now: datetime, *, is_clear: bool) -> None:
+    def decide_on_clear(self, settings: Settings, vm: str, now: datetime, *, is_clear: bool) -> None:
         """Begin the hooks of on_clear, or never do."""
         self.is_on_clear_decided = True
-        if is_clear and self._settings.on_clear:
-            self._on_clear = list(self._settings.on_clear)
+        if is_clear and settings.on_clear:
+            self._on_clear = list(settings.on_clear)
             self._teller.record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
-            self.run_on_clear(vm)
+            self.run_on_clear(settings, vm)
 
-    def run_on_clear(self, vm: str) -> None:
+    def run_on_clear(self, settings: Settings, vm: str) -> None:
         """Start the next hook of on_clear."""
         if self._on_clear:
             hook = self._on_clear.pop(0)
             environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
-            self._executor.start_hook(RunOnClear(hook), self._settings.hooks.get(hook), environment=environment)
+            self._executor.start_hook(RunOnClear(hook), settings.hooks.get(hook), environment=environment)
 
     def tell_on_clear(self, result: HookResult, now: datetime) -> None:
         has_succeeded = result.outcome == "succeeded"
@@ -187,14 +178,12 @@ class HookRuns:
         tell("on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail)
         self._teller.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", now)
 
-    def _learn_time(self, effect: RunHook, result: HookResult) -> None:
-        hook = self._settings.hooks.get(effect.hook)
+    def _learn_time(self, effect: RunHook, result: HookResult, hook: Hook | None) -> None:
         if effect.stage == "prepare" and hook is not None and result.attempts:
             self._times = hook_times.with_run(
                 self._times, effect.hook, hook, result.outcome, result.duration_seconds
             )
             self._are_times_saved = False
-            self.use(self._settings)
 
     def save_times(self) -> None:
         """Raises StoreError."""

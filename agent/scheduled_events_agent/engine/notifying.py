@@ -13,7 +13,7 @@ from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import Happening, happenings, has_news, is_wanted
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import CommandOptions, Status, Vm
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import CommitResult, Loss, Store, StoreError, Waiting
@@ -32,7 +32,6 @@ class Notifying:
 
     def __init__(
         self,
-        settings: Settings,
         store: Store,
         metrics: Metrics,
         executor: Executor,
@@ -52,28 +51,26 @@ class Notifying:
         """What is still to be deleted; how it ended has been looked at."""
         self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
         self._has_new = False
-        self.use(settings)
-
-    def use(self, settings: Settings) -> None:
-        """Another policy is in force."""
-        self._settings = settings
-        self._is_settled = False
+        self._settled_for: Sequence[NotifyTarget] | None = None
+        """The targets for which all is settled that is known by now; None if something may have changed."""
 
     def end(self, ended: NoticeEnded) -> None:
         """The sender has delivered the notice, or it is lost."""
         self._ended.append(ended)
 
-    def make(self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm) -> list[tuple[str, str]]:
+    def make(
+        self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm, settings: Settings
+    ) -> list[tuple[str, str]]:
         """Target and body of each notice of these steps, to be committed with them.
 
         ``board``: as it is after the steps.
         """
-        targets = self._settings.notify
+        targets = settings.notify
         if not targets or not any(map(has_news, steps)):
             return []
         notices: list[tuple[str, str]] = []
         try:
-            for step, happening in happenings(steps, self._status(board, now, vm)):
+            for step, happening in happenings(steps, self._status(board, now, vm, settings)):
                 body = msgspec.json.encode(happening).decode()
                 wanting = [target for target in targets if is_wanted(target, step, happening, vm.names)]
                 notices += [(target.name, body) for target in wanting]
@@ -88,13 +85,13 @@ class Notifying:
             self._lose(target, body, _DROPPED[result.reason], now)
         self._has_new = bool(notices) and result.reason != "no_room"
 
-    def _status(self, board: Board, now: datetime, vm: Vm) -> Status:
+    def _status(self, board: Board, now: datetime, vm: Vm, settings: Settings) -> Status:
         """As much of it as notices need."""
         return Status(
             at=now,
             health="ok",
             vm=vm,
-            mode=self._settings.agent.mode,
+            mode=settings.agent.mode,
             pending=tuple(map(as_shown, board.values())),
             command_options=self._command_options,
             command_prefix=host.supervisor_commands().prefix,
@@ -105,13 +102,14 @@ class Notifying:
         if self._has_new:
             is_urgent = any(step.workflow.event.type in _URGENT_TYPES for step in steps)
             self._executor.notify(is_urgent=is_urgent)
-            self._has_new = self._is_settled = False
+            self._has_new = False
+            self._settled_for = None
 
-    def settle(self, now: datetime) -> None:
+    def settle(self, targets: Sequence[NotifyTarget], now: datetime) -> None:
         """Forget what has ended, and what waits for targets that the policy lacks. Raises StoreError."""
-        if self._is_settled and not (self._ended or self._ended_ids or self._unwritten):
+        if targets is self._settled_for and not (self._ended or self._ended_ids or self._unwritten):
             return
-        names = [target.name for target in self._settings.notify]
+        names = [target.name for target in targets]
         self._look_at_ended(now)
         if self.losses.keys() - set(names):
             self.losses = {name: loss for name, loss in self.losses.items() if name in names}
@@ -123,7 +121,7 @@ class Notifying:
             for target in removed:
                 self._drop(target, waiting.pop(target).count)
         self.waiting = waiting
-        self._is_settled = True
+        self._settled_for = targets
         self._metrics.set_waiting(
             {
                 name: (waiting[name].count, waiting[name].oldest_at.timestamp()) if name in waiting else (0, 0.0)
