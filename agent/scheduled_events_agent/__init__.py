@@ -24,7 +24,7 @@ Decisions are values, and edges carry them out.
     log.py        EDGE   structlog set-up; event fields; failures logged on change
     host/         SEAM   what differs between Linux and Windows, and nothing else
     simulator/           the service itself, for demos, users' tests and ours
-    engine/       SHELL  a turn: take in, decide, commit, perform; no thread, no clock of its own
+    engine/       SHELL  a cycle: receive, decide, commit, perform, publish; no thread, no clock of its own
     daemon/       SHELL  the loop and its threads around the engine
     cli/          SHELL  the command line; the only place that wires parts together
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import msgspec
 import structlog
@@ -60,6 +60,10 @@ _PATIENCE_SECONDS = 0.1
 _MAX_PIECE_BYTES = 4096  # what fits when host.is_writable says that there is room
 
 
+# With what the log was set up last; empty as long as it was not.
+_set_up: dict[str, Any] = {}
+
+
 def set_up(
     level: Literal["debug", "info", "warning", "error"],
     form: Literal["auto", "json", "console"],
@@ -67,12 +71,14 @@ def set_up(
     stream: TextIO | None = None,
     on_entry: Callable[[LogId | None, Mapping[str, object]], None] | None = None,
 ) -> None:
-    """Send all logging to ``stream`` (None: standard error). May be called again, to change the level or the form.
+    """Send all logging to ``stream`` (None: standard error).
 
     ``on_entry`` gets the id of each entry, and its ``time``, ``level``, ``message`` and fields; among them
     ``sentence``, where the entry has one: the line as people read it. It runs on the thread that logs and must not
     block.
     """
+    _set_up.clear()
+    _set_up.update(level=level, form=form, stream=stream, on_entry=on_entry)
     stream = stream or sys.stderr
     is_terminal = _is(os.isatty, stream)
     processors: list[structlog.typing.Processor] = [
@@ -97,6 +103,12 @@ def set_up(
         logger_factory=structlog.WriteLoggerFactory(_safe(stream)),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
+
+
+def change(level: Literal["debug", "info", "warning", "error"], form: Literal["auto", "json", "console"]) -> None:
+    """Log with another level or in another form from now on, to where the log was set up."""
+    if _set_up and (level, form) != (_set_up["level"], _set_up["form"]):
+        set_up(level, form, stream=_set_up["stream"], on_entry=_set_up["on_entry"])
 
 
 def get_logger() -> Logger:

@@ -11,9 +11,8 @@ from harness import Agent, Simulator
 # The agent, but it waits as long as a file is there: its engine between two turns or in a commit, or its poller.
 PROGRAM = """
 import os, sys, time
-from scheduled_events_agent import daemon
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.daemon import watchdog
+from scheduled_events_agent.daemon import daemon, watchdog
 from scheduled_events_agent.imds import ImdsClient
 from scheduled_events_agent.store import Store
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from scheduled_events_agent import cli, host
-from scheduled_events_agent.cli import run as run_command
 from scheduled_events_agent.cli import terminal
+from scheduled_events_agent.daemon import policy_reader
 from scheduled_events_agent.hook_times import encode, with_run
-from scheduled_events_agent.settings import CONFIG_VARIABLE, ConfigError, find_config, load_policy
+from scheduled_events_agent.settings import CONFIG_VARIABLE, ConfigError, PolicyFile, find_config, load_policy
 from scheduled_events_agent.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -744,11 +744,11 @@ def test_neither_start_nor_reload_waits_for_what_this_machine_says_of_the_policy
         was_allowed.append(may_answer.wait(10.0))
         return ()
 
-    monkeypatch.setattr(run_command, "check_machine", look_up_accounts)
-    file = run_command._PolicyFile(path, None, lambda *_: None, is_observing=False)
+    monkeypatch.setattr(policy_reader, "check_machine", look_up_accounts)
+    file = PolicyFile(path)
     try:
-        file.load()
-        file.load()
+        policy_reader.read_policy(file, lambda *_: None, is_start=True)
+        policy_reader.read_policy(file, lambda *_: None)
     finally:
         may_answer.set()
         for thread in threading.enumerate():

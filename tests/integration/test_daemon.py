@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from given import Given
+from given import Given, loaded
 from msgspec.structs import replace
 
-from scheduled_events_agent import daemon as module
 from scheduled_events_agent import host
-from scheduled_events_agent.daemon import Daemon, pages
+from scheduled_events_agent.daemon import Daemon, pages, status_source
+from scheduled_events_agent.daemon import daemon as module
 from scheduled_events_agent.daemon.polling import Poller
 from scheduled_events_agent.engine import HookEnded, RunOnClear, without_run
 from scheduled_events_agent.events import ScheduledEvent
@@ -45,7 +45,7 @@ def running(
     settings = Settings(imds=imds, agent=agent, rules=rules, hooks=hooks)
     directory.mkdir(exist_ok=True)
     store = Store.open(directory, datetime.now(UTC))
-    daemon = Daemon(settings, Given(lambda: settings), store)
+    daemon = Daemon(loaded(settings), Given(lambda: settings), store)
     thread = threading.Thread(target=daemon.run)
     thread.start()
     try:
@@ -80,7 +80,7 @@ def get(daemon: Daemon, path: str) -> tuple[int, str]:
 def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_STALL_SECONDS", 1.5)
+    monkeypatch.setattr(status_source, "_STALL_SECONDS", 1.5)
     monkeypatch.setattr(module, "_TICK_SECONDS", 0.2)
     hangs, may_go_on = threading.Event(), threading.Event()
 
@@ -176,7 +176,7 @@ def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> No
         imds = ImdsSettings(endpoint=azure.endpoint(), poll_interval=0.25)
         settings = Settings(imds=imds, agent=AGENT, rules=RULES)
         store, manager = Store.open(tmp_path, datetime.now(UTC)), Told()
-        daemon = Daemon(settings, Given(load_slowly), store, service=manager)
+        daemon = Daemon(loaded(settings), Given(load_slowly), store, service=manager)
         thread = threading.Thread(target=daemon.run)
         thread.start()
         try:
@@ -211,12 +211,12 @@ def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> No
 def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another_vm(tmp_path: Path) -> None:
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
-        daemon = Daemon(Settings(), Given(Settings), store)
+        daemon = Daemon(loaded(Settings()), Given(Settings), store)
         # Disowning has emptied the board while the on_clear hook was being ended.
         daemon._engine._hook_runs._delayed = [
             RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)
         ]
-        daemon._engine.take(HookEnded(RunOnClear("uncordon"), without_run("uncordon", "canceled", "canceled")))
+        daemon._engine.receive(HookEnded(RunOnClear("uncordon"), without_run("uncordon", "canceled", "canceled")))
         assert daemon._engine._hook_runs._delayed == []
         assert not daemon._executor.is_busy()
     finally:
@@ -234,7 +234,7 @@ def test_a_thread_that_ends_by_a_bug_ends_the_agent(tmp_path: Path, monkeypatch:
         with Simulator() as azure:
             imds = ImdsSettings(endpoint=azure.endpoint())
             with pytest.raises(RuntimeError, match=r"^a bug$"):
-                Daemon(replace(settings, imds=imds), Given(lambda: settings), store).run()
+                Daemon(loaded(replace(settings, imds=imds)), Given(lambda: settings), store).run()
     finally:
         store.close()
 
@@ -292,7 +292,7 @@ def test_an_agent_that_a_reload_has_observe_does_nothing_until_one_has_it_act(tm
         azure.wait_polls(2)
         acting = daemon._engine.settings
         observing = replace(acting, agent=replace(AGENT, mode="observe"))
-        daemon._policy = Given(lambda: observing)
+        daemon._policy.file = Given(lambda: observing)
         daemon.reload()
         azure.wait_until(lambda: '"mode": "observe"' in get(daemon, "/status")[1], "the agent observed")
         event = azure.schedule("Reboot", notice_seconds=600)
@@ -301,7 +301,7 @@ def test_an_agent_that_a_reload_has_observe_does_nothing_until_one_has_it_act(tm
         before = len(azure.requests())
         azure.wait_until(lambda: len(azure.requests()) > before + 4, "it polled on")
         assert azure.approvals() == ()
-        daemon._policy = Given(lambda: acting)
+        daemon._policy.file = Given(lambda: acting)
         daemon.reload()
         assert azure.wait_approved(event).approved_at is not None
         assert "scheduled_events_acting 1.0" in get(daemon, "/metrics")[1]

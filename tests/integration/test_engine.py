@@ -26,13 +26,13 @@ from scheduled_events_agent.engine import (
     key_of,
     without_run,
 )
-from scheduled_events_agent.events import Document, DocumentError, ScheduledEvent
+from scheduled_events_agent.events import Document, DocumentError, ScheduledEvent, refuse_too_many
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.log import set_up
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import Happening
 from scheduled_events_agent.policy import Hook, Rule, When
-from scheduled_events_agent.settings import ImdsSettings, NotifyTarget, Settings
+from scheduled_events_agent.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
@@ -97,9 +97,9 @@ def engine(tmp_path: Path, executor: Approvals) -> Iterator[Engine]:
         Settings(rules=(Rule(name="hand", approve="manual"),)), store, Metrics(tuple), cast("Executor", executor)
     )
     engine.start()
-    engine.take(Identity(name="vm-1", vm_id="id-1"))
-    engine.take(Document(incarnation="1", events=(EVENT,)))
-    assert engine.turn(datetime.now(UTC))
+    engine.receive(Identity(name="vm-1", vm_id="id-1"))
+    engine.receive(Document(incarnation="1", events=(EVENT,)))
+    assert engine.run_cycle(datetime.now(UTC))
     yield engine
     store.close()
 
@@ -132,10 +132,10 @@ def test_a_word_that_could_not_be_kept_is_taken_up_when_it_can_be(
 ) -> None:
     request = ask_for_approval(engine, operator)
     with locked(tmp_path):
-        assert not engine.turn(datetime.now(UTC))
-        assert not engine.turn(datetime.now(UTC))
+        assert not engine.run_cycle(datetime.now(UTC))
+        assert not engine.run_cycle(datetime.now(UTC))
     assert executor.sent == []
-    assert engine.turn(datetime.now(UTC))
+    assert engine.run_cycle(datetime.now(UTC))
     assert executor.sent == ["E1"]
     assert operator.load_answer(request) == RequestAnswer(
         succeeded=True, message="approved: the event is prepared, approval requested"
@@ -147,9 +147,9 @@ def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
 ) -> None:
     request = ask_for_approval(engine, operator)
     with locked(tmp_path):
-        assert not engine.turn(datetime.now(UTC))
+        assert not engine.run_cycle(datetime.now(UTC))
     operator.withdraw_request(request)
-    assert engine.turn(datetime.now(UTC))
+    assert engine.run_cycle(datetime.now(UTC))
     assert executor.sent == []
     assert [workflow.operator for workflow in engine.board.values()] == [""]
 
@@ -160,8 +160,8 @@ def test_no_operators_word_is_lost_because_one_answer_could_not_be_written(
     late = operator.add_request("one that is over", "approved", "kim", datetime.now(UTC))
     request = ask_for_approval(engine, operator)
     with locked(tmp_path):
-        assert not engine.turn(datetime.now(UTC))
-    assert engine.turn(datetime.now(UTC))
+        assert not engine.run_cycle(datetime.now(UTC))
+    assert engine.run_cycle(datetime.now(UTC))
     assert operator.load_answer(late) == RequestAnswer(
         succeeded=False, message="refused: the event is not pending any more"
     )
@@ -186,7 +186,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
         return commit(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine._store, "commit", commit_late)
-    assert engine.turn(datetime.now(UTC))
+    assert engine.run_cycle(datetime.now(UTC))
     assert withdrawn == [None]  # so whoever asked was told that it is withdrawn
     assert executor.sent == []
     assert operator.load_answer(patient) == RequestAnswer(succeeded=True, message="hold: set; the event is held")
@@ -205,7 +205,7 @@ def test_what_was_answered_has_been_done_whatever_becomes_of_the_disk(
         engine._store._connection.execute("PRAGMA query_only = 1")
 
     monkeypatch.setattr(engine, "_perform", perform_on_a_full_disk)
-    engine.turn(datetime.now(UTC))
+    engine.run_cycle(datetime.now(UTC))
     assert operator.load_answer(request) == RequestAnswer(
         succeeded=True, message="approved: the event is prepared, approval requested"
     )
@@ -215,8 +215,8 @@ def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
     engine: Engine, operator: Store, executor: Approvals
 ) -> None:
     request = ask_for_approval(engine, operator)
-    engine.take(Document(incarnation="", events=(replace(EVENT, type="Redeploy"),)))
-    assert engine.turn(datetime.now(UTC))
+    engine.receive(Document(incarnation="", events=(replace(EVENT, type="Redeploy"),)))
+    assert engine.run_cycle(datetime.now(UTC))
     assert executor.sent == []
     assert operator.load_answer(request) == RequestAnswer(
         succeeded=False, message="refused: the event has just changed, or another operator was faster"
@@ -243,9 +243,6 @@ class Clearing(Approvals):
     def forget_hook(self, effect: object) -> None:
         pass
 
-    def report(self, message: HookEnded) -> None:
-        self.reported.append(message)
-
 
 def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending(tmp_path: Path) -> None:
     hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "drain", "resume")}
@@ -254,17 +251,17 @@ def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
         settings = Settings(rules=(rule,), hooks=hooks, on_clear=("clear",))
-        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor))
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), put=executor.reported.append)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         for number, events in enumerate(((), (EVENT,), (), ()), start=1):
-            engine.take(Document(incarnation="", events=events, answered=number))
-            assert engine.turn(datetime.now(UTC))
+            engine.receive(Document(incarnation="", events=events, answered=number))
+            assert engine.run_cycle(datetime.now(UTC))
         (canceled,) = executor.reported
         assert canceled.result.detail == "canceled before it started"
         assert list(engine.board) != []
-        engine.take(canceled)
-        assert engine.turn(datetime.now(UTC))
+        engine.receive(canceled)
+        assert engine.run_cycle(datetime.now(UTC))
         assert (engine.board, executor.started) == ({}, ["clear"])
     finally:
         store.close()
@@ -279,11 +276,11 @@ def test_on_clear_does_not_run_beside_a_hook_of_an_event_of_another_vm(tmp_path:
         settings = Settings(rules=(rule,), hooks=hooks, on_clear=("clear",))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor))
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         event = replace(EVENT, status="Started", resources=("vm-2",))
-        engine.take(Document(incarnation="", events=(event,)))
+        engine.receive(Document(incarnation="", events=(event,)))
         with mock.patch.object(executor, "is_running", return_value=False):
-            assert engine.turn(datetime.now(UTC))
+            assert engine.run_cycle(datetime.now(UTC))
         assert executor.started == ["tell"]
     finally:
         store.close()
@@ -297,15 +294,15 @@ def test_events_ready_together_are_approved_in_one_request_then_each_alone(
         settings = Settings(rules=(Rule(name="now", approve="immediately"),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         other = ScheduledEvent(id="E2", type="Freeze", status="Scheduled", resources=("vm-1",))
-        engine.take(Document(incarnation="7", events=(EVENT, other)))
-        assert engine.turn(machine.now())
+        engine.receive(Document(incarnation="7", events=(EVENT, other)))
+        assert engine.run_cycle(machine.now())
         assert executor.requests == [["E1", "E2"]]
         for workflow_id in engine.board:
-            engine.take(ApprovalAnswered(workflow_id=workflow_id, error_kind="bad_request"))
-        assert engine.turn(machine.now())
-        assert engine.turn(machine.wait(5.0))
+            engine.receive(ApprovalAnswered(workflow_id=workflow_id, error_kind="bad_request"))
+        assert engine.run_cycle(machine.now())
+        assert engine.run_cycle(machine.wait(5.0))
         assert executor.requests == [["E1", "E2"], ["E1"], ["E2"]]
     finally:
         store.close()
@@ -321,9 +318,9 @@ def test_a_reload_keeps_the_hooks_with_which_what_has_begun_goes_on_and_is_undon
     try:
         engine = Engine(old, store, Metrics(tuple), cast("Executor", executor))
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(Document(incarnation="", events=(EVENT,)))
-        assert engine.turn(datetime.now(UTC))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="", events=(EVENT,)))
+        assert engine.run_cycle(datetime.now(UTC))
         engine.change_settings(new)
         assert sorted(engine.settings.hooks) == ["call", "resume", "tell"]
     finally:
@@ -356,13 +353,13 @@ def test_a_recovery_is_not_told_of_an_end_that_is_behind_it(tmp_path: Path) -> N
     try:
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(Document(incarnation="1", events=(event,)))
-        assert engine.turn(machine.now())
-        engine.take(HookEnded(executor.effects[0], without_run("drain", "canceled", "")))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="1", events=(event,)))
+        assert engine.run_cycle(machine.now())
+        engine.receive(HookEnded(executor.effects[0], without_run("drain", "canceled", "")))
         for _ in range(2):
-            engine.take(Document(incarnation="2", events=()))
-            assert engine.turn(machine.wait(2.0))
+            engine.receive(Document(incarnation="2", events=()))
+            assert engine.run_cycle(machine.wait(2.0))
         assert executor.told == {"drain": "900", "resume": ""}
     finally:
         store.close()
@@ -377,13 +374,13 @@ def test_a_drain_lasts_as_long_as_it_should_though_somebody_sets_the_clock(
         settings = Settings(rules=(Rule(name="drain", drain_for=120.0, approve="when-prepared"),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(Document(incarnation="", events=(EVENT,)))
-        assert engine.turn(machine.now())
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="", events=(EVENT,)))
+        assert engine.run_cycle(machine.now())
         for seconds, set_by in ((20.0, 0.0), (1.0, jump), (98.0, 0.0)):
-            assert engine.turn(machine.wait(seconds, jump=set_by))
+            assert engine.run_cycle(machine.wait(seconds, jump=set_by))
             assert executor.requests == []
-        assert engine.turn(machine.wait(2.0))
+        assert engine.run_cycle(machine.wait(2.0))
         assert executor.requests == [["E1"]]
     finally:
         store.close()
@@ -395,23 +392,23 @@ def test_nothing_is_approved_by_an_answer_that_is_old(tmp_path: Path, executor: 
         settings = Settings(rules=(Rule(name="drain", drain_for=40.0, approve="when-prepared"),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         document = Document(incarnation="", events=(EVENT,))
         answered_at = machine.now()
-        engine.take(document)
-        assert engine.turn(answered_at)
-        assert not engine.needs_answer()
+        engine.receive(document)
+        assert engine.run_cycle(answered_at)
+        assert not engine.snapshot.needs_answer
         machine.wait(41.0)  # polls have failed meanwhile
-        assert engine.turn(answered_at)
+        assert engine.run_cycle(answered_at)
         assert executor.requests == []
         (workflow,) = engine.board.values()
         waits_for = f"the metadata service has not answered since {answered_at:%Y-%m-%dT%H:%M:%SZ}"
         assert as_shown(workflow).waits_for == waits_for
-        assert engine.needs_answer()  # also if it is that of before
-        engine.take(document)
-        assert engine.turn(machine.wait(1.0))
+        assert engine.snapshot.needs_answer  # also if it is that of before
+        engine.receive(document)
+        assert engine.run_cycle(machine.wait(1.0))
         assert executor.requests == [["E1"]]
-        assert not engine.needs_answer()
+        assert not engine.snapshot.needs_answer
 
 
 def test_two_long_polls_may_pass_before_an_answer_is_old(tmp_path: Path, executor: Approvals) -> None:
@@ -423,12 +420,12 @@ def test_two_long_polls_may_pass_before_an_answer_is_old(tmp_path: Path, executo
         )
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(Document(incarnation="", events=(EVENT,)))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="", events=(EVENT,)))
         answered_at = machine.now()
-        assert engine.turn(answered_at)
+        assert engine.run_cycle(answered_at)
         machine.wait(101.0)
-        assert engine.turn(answered_at)
+        assert engine.run_cycle(answered_at)
         assert executor.requests == [["E1"]]
 
 
@@ -449,20 +446,20 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
         try:
             engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
             engine.start()
-            engine.take(Identity(name="vm-1", vm_id="id-1"))
+            engine.receive(Identity(name="vm-1", vm_id="id-1"))
             event = a_shared_event(machine)
-            engine.take(Document(incarnation="1", events=(event,)))
-            assert engine.turn(machine.now())
+            engine.receive(Document(incarnation="1", events=(event,)))
+            assert engine.run_cycle(machine.now())
             reasons.append(*(as_shown(workflow).waits_for for workflow in engine.board.values()))
             assert executor.effects == []
             if life == 0:
-                assert engine.turn(machine.wait(3600 - 605))
+                assert engine.run_cycle(machine.wait(3600 - 605))
                 (effect,) = executor.effects
                 result = replace(without_run("drain", "succeeded", ""), attempts=1, duration_seconds=20.0)
-                engine.take(HookEnded(effect, result))
+                engine.receive(HookEnded(effect, result))
                 for _ in range(2):
-                    engine.take(Document(incarnation="2", events=()))
-                    assert engine.turn(machine.wait(1.0))
+                    engine.receive(Document(incarnation="2", events=()))
+                    assert engine.run_cycle(machine.wait(1.0))
                 assert engine.board == {}
                 executor.effects.clear()
         finally:
@@ -479,12 +476,12 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(Document(incarnation="1", events=(a_shared_event(machine),)))
-        assert engine.turn(machine.now())
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="1", events=(a_shared_event(machine),)))
+        assert engine.run_cycle(machine.now())
         (workflow_id,) = engine.board
         number = operator.add_request(workflow_id, "held", "kim", machine.now())
-        assert engine.turn(machine.now())
+        assert engine.run_cycle(machine.now())
         answer = operator.load_answer(number)
         assert answer is not None
         assert answer.succeeded
@@ -504,12 +501,12 @@ def test_journal_log_and_notification_have_the_same_text_of_a_record(tmp_path: P
     with contextlib.closing(Store.open(tmp_path, START)) as store, structlog.testing.capture_logs() as log:
         engine = Engine(settings, store, Metrics(tuple), executor)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(Document(incarnation="1", events=(EVENT,)))
-        assert engine.turn(datetime.now(UTC))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="1", events=(EVENT,)))
+        assert engine.run_cycle(datetime.now(UTC))
         (workflow_id,) = engine.board
         store.add_request(workflow_id, "held", "kim", datetime.now(UTC))
-        assert engine.turn(datetime.now(UTC))
+        assert engine.run_cycle(datetime.now(UTC))
         journal = {entry.kind: entry.text for entry in store.load_journal() if entry.workflow_id}
         notified: dict[str, str] = {}
         last = store.notices.load_next("ops", 0)
@@ -536,22 +533,22 @@ def followed(engine: Engine) -> list[str]:
 def test_events_of_other_vms_are_counted_and_no_more(engine: Engine, operator: Store) -> None:
     before = len(list(operator.load_histories(limit=-1)))
     with structlog.testing.capture_logs() as log:
-        engine.take(Document(incarnation="2", events=(EVENT, *events_of("vm-2", "vm-3").events)))
-        assert engine.turn(datetime.now(UTC))
+        engine.receive(Document(incarnation="2", events=(EVENT, *events_of("vm-2", "vm-3").events)))
+        assert engine.run_cycle(datetime.now(UTC))
     assert followed(engine) == ["E1"]
     assert engine.documents.others_events == 2
     assert [line for line in log if line["log_level"] != "debug"] == []
     assert len(list(operator.load_histories(limit=-1))) == before
-    engine.take(Document(incarnation="3", events=(EVENT,)))
-    assert engine.turn(datetime.now(UTC))
+    engine.receive(Document(incarnation="3", events=(EVENT,)))
+    assert engine.run_cycle(datetime.now(UTC))
     assert engine.documents.others_events == 0
 
 
 def test_a_rule_for_other_vms_has_their_events_followed_at_once(engine: Engine) -> None:
-    engine.take(Document(incarnation="2", events=(EVENT, *events_of("vm-2").events)))
-    assert engine.turn(datetime.now(UTC))
+    engine.receive(Document(incarnation="2", events=(EVENT, *events_of("vm-2").events)))
+    assert engine.run_cycle(datetime.now(UTC))
     engine.change_settings(Settings(rules=(Rule(name="tell", when=When(affects=("others",))),)))
-    assert engine.turn(datetime.now(UTC))
+    assert engine.run_cycle(datetime.now(UTC))
     assert followed(engine) == ["E1", "E-vm-2"]
     assert engine.documents.others_events == 0
 
@@ -561,11 +558,11 @@ def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(t
     try:
         engine = Engine(Settings(), store, Metrics(tuple), cast("Executor", Approvals()))
         engine.start()
-        engine.take(events_of("vm-1", "vm-2"))
-        assert engine.turn(datetime.now(UTC))
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(events_of("vm-1", "vm-2", "vm-3"))
-        assert engine.turn(datetime.now(UTC))
+        engine.receive(events_of("vm-1", "vm-2"))
+        assert engine.run_cycle(datetime.now(UTC))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(events_of("vm-1", "vm-2", "vm-3"))
+        assert engine.run_cycle(datetime.now(UTC))
         assert followed(engine) == ["E-vm-1", "E-vm-2"]
         assert engine.documents.others_events == 1
     finally:
@@ -575,17 +572,18 @@ def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(t
 def test_more_than_100_events_of_this_vm_are_not_acted_on(engine: Engine) -> None:
     others = events_of(*(f"vm-{number}" for number in range(2, 1900))).events
     mine = tuple(replace(EVENT, id=f"E-{number}") for number in range(100))
-    engine.check(Document(incarnation="2", events=(*others, *mine)))
+    names = engine.snapshot.names
+    refuse_too_many(Document(incarnation="2", events=(*others, *mine)), names)
     with pytest.raises(DocumentError, match=r"^101 events name this VM; at most 100 are followed$") as caught:
-        engine.check(Document(incarnation="2", events=(*mine, EVENT)))
+        refuse_too_many(Document(incarnation="2", events=(*mine, EVENT)), names)
     assert caught.value.kind == "too_many"
 
 
 def test_of_very_many_events_at_once_the_log_tells_of_some(engine: Engine, operator: Store) -> None:
     many = tuple(replace(EVENT, id=f"E-{number}") for number in range(100))
     with structlog.testing.capture_logs() as log:
-        engine.take(Document(incarnation="2", events=(EVENT, *many)))
-        assert engine.turn(datetime.now(UTC))
+        engine.receive(Document(incarnation="2", events=(EVENT, *many)))
+        assert engine.run_cycle(datetime.now(UTC))
     assert len(followed(engine)) == 101
     assert len(list(operator.load_histories(limit=-1))) == 101
     assert {line["event_id"] for line in log if line["log_level"] == "debug"} == {"E1", "E-0", "E-1", "E-2"}
@@ -639,11 +637,11 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
         rules = (Rule(name="late", lead=600.0, approve="manual"),)
         engine = Engine(Settings(rules=rules), store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         for poll in range(polls):
-            engine.take(Document(incarnation=str(poll), events=(flapping(name, poll),)))
+            engine.receive(Document(incarnation=str(poll), events=(flapping(name, poll),)))
             jump = (-1) ** poll * 3600.0 if name == "clock" else 0.0
-            assert engine.turn(machine.wait(1.0, jump=jump))
+            assert engine.run_cycle(machine.wait(1.0, jump=jump))
             engine.tidy()
         ((entries, longest),) = store._connection.execute("SELECT count(*), max(length(text)) FROM journal")
     finally:
@@ -665,10 +663,10 @@ def test_two_answers_without_an_event_count_only_if_a_poll_lies_between(
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         for events in ((EVENT,), (), ()):
-            engine.take(Document(incarnation="", events=events))
-            assert engine.turn(machine.wait(seconds, jump=-3600.0))  # the clock that is set does not count
+            engine.receive(Document(incarnation="", events=events))
+            assert engine.run_cycle(machine.wait(seconds, jump=-3600.0))  # the clock that is set does not count
         assert (engine.board == {}) is is_over
     finally:
         store.close()
@@ -682,13 +680,13 @@ def test_answers_that_have_the_event_between_others_begin_the_count_anew(
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         for answers in ([(EVENT,)], [()], [(EVENT,), ()], [()]):
             assert engine.board or answers == [(EVENT,)], "it is over too early"
             for events in answers:
                 machine.wait(1.0)
-                engine.take(Document(incarnation="", events=events))
-            assert engine.turn(machine.now())
+                engine.receive(Document(incarnation="", events=events))
+            assert engine.run_cycle(machine.now())
         assert engine.board == {}
     finally:
         store.close()
@@ -709,17 +707,17 @@ def test_what_no_news_and_no_time_has_changed_is_not_decided_again(
         settings = Settings(rules=(Rule(name="late", approve="immediately", lead=900.0),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
-        engine.take(Document(incarnation="1", events=(event,)))
-        assert engine.turn(machine.now())
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="1", events=(event,)))
+        assert engine.run_cycle(machine.now())
         assert decided == [1000.0]
         assert engine.is_restless  # the clock may be set
         assert engine.wake_at == machine.now() + timedelta(seconds=100)
         for _ in range(9):
-            assert engine.turn(machine.wait(11.0))
+            assert engine.run_cycle(machine.wait(11.0))
         assert decided == [1000.0, 1066.0]  # once a minute, to be safe
         assert executor.sent == []
-        assert engine.turn(machine.wait(1.0))
+        assert engine.run_cycle(machine.wait(1.0))
         assert decided[-1] == 1100.0
         assert executor.sent == ["E1"]
     finally:
@@ -735,17 +733,55 @@ def test_a_hook_that_waits_for_on_clear_does_not_start_against_a_hold(tmp_path: 
         settings = Settings(rules=(rule,), hooks=hooks, on_clear=("clear",))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor))
         engine.start()
-        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
         for number, events in enumerate(((), (EVENT,)), start=1):
-            engine.take(Document(incarnation="", events=events, answered=number))
-            assert engine.turn(datetime.now(UTC))
+            engine.receive(Document(incarnation="", events=events, answered=number))
+            assert engine.run_cycle(datetime.now(UTC))
         with contextlib.closing(Store.join(tmp_path)) as operator:
             for word, started in (("held", ["clear"]), ("", ["clear", "drain"])):
                 (workflow_id,) = engine.board
                 operator.add_request(workflow_id, word, "kim", datetime.now(UTC))  # type: ignore[arg-type]
                 with mock.patch.object(executor, "is_running", return_value=False):  # the on_clear hook has ended
-                    assert engine.turn(datetime.now(UTC))
-                    assert engine.turn(datetime.now(UTC))
+                    assert engine.run_cycle(datetime.now(UTC))
+                    assert engine.run_cycle(datetime.now(UTC))
                 assert executor.started == started
     finally:
         store.close()
+
+
+def test_what_is_performed_finds_its_event_in_what_is_published_then(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    engines: list[Engine] = []
+
+    class Asking(Approvals):
+        def approve(self, approvals: list[Approve], incarnation: str) -> None:
+            super().approve(approvals, incarnation)
+            seen.append([workflow.approval.state for workflow in engines[0].snapshot.workflows.values()])
+
+    executor = Asking()
+    rules = (Rule(name="all", approve="immediately"),)
+    with contextlib.closing(Store.open(tmp_path, datetime.now(UTC))) as store:
+        engine = Engine(Settings(rules=rules), store, Metrics(tuple), cast("Executor", executor))
+        engines.append(engine)
+        engine.start()
+        before = engine.snapshot
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="7", events=(EVENT,)))
+        assert engine.snapshot is before  # nothing is published but by a cycle
+        assert engine.run_cycle(datetime.now(UTC))
+        after = engine.snapshot
+        assert seen == [["requested"]]
+        assert (before.workflows, before.names, before.incarnation) == ({}, (), "")
+        assert (list(after.workflows), after.names, after.incarnation) == (list(engine.board), ("vm-1",), "7")
+        assert after.cycle_began_at == engine.cycle_began_at
+
+
+def test_a_reload_and_a_failed_cycle_are_published_at_once(engine: Engine, tmp_path: Path) -> None:
+    observing = Settings(agent=AgentSettings(mode="observe"))
+    engine.change_settings(observing)
+    assert engine.snapshot.settings.agent.mode == "observe"
+    with locked(tmp_path):
+        assert not engine.run_cycle(datetime.now(UTC))
+    assert engine.snapshot.store_failure != ""
+    assert engine.run_cycle(datetime.now(UTC))
+    assert engine.snapshot.store_failure == ""

@@ -49,12 +49,12 @@ def test_it_does_not_begin_again_while_it_is_listed(agent: Agent) -> None:
 
 def test_two_answers_that_lack_it_forget_it_and_then_it_begins_anew(agent: Agent) -> None:
     agent.read()
-    assert agent.engine.needs_answer()
+    assert agent.engine.snapshot.needs_answer
     agent.read(WARNING)
-    assert not agent.engine.needs_answer()
+    assert not agent.engine.snapshot.needs_answer
     agent.read()
     agent.read()
-    assert not agent.engine.needs_answer()
+    assert not agent.engine.snapshot.needs_answer
     assert (agent.started, agent.store.load_remembered()) == ([], {})
     agent.restart()
     agent.read(WARNING)
@@ -65,8 +65,8 @@ def test_an_answer_that_cannot_list_it_says_nothing(agent: Agent) -> None:
     def read_general_version() -> None:
         agent.machine.wait(1.0)
         answered = agent.machine.seconds
-        agent.engine.take(Document(incarnation="", events=(), has_recommendations=False, answered=answered))
-        assert agent.engine.turn(agent.machine.now())
+        agent.engine.receive(Document(incarnation="", events=(), has_recommendations=False, answered=answered))
+        assert agent.engine.run_cycle(agent.machine.now())
         agent.engine.tidy()
 
     for _ in range(20):
@@ -89,7 +89,7 @@ def test_a_start_without_a_document_forgets_nothing(agent: Agent) -> None:
     agent.machine.wait(48 * HOURS)
     agent.restart()
     agent.engine.tidy()
-    assert agent.engine.turn(None)
+    assert agent.engine.run_cycle(None)
     agent.engine.tidy()
     agent.read(WARNING)
     assert (agent.started, list(agent.store.load_remembered())) == ([], [KEY])

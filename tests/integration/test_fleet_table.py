@@ -22,7 +22,8 @@ import pytest
 from ports import free_port
 
 from scheduled_events_agent import host
-from scheduled_events_agent.cli import check, main, run
+from scheduled_events_agent.cli import check, main
+from scheduled_events_agent.daemon.policy_reader import look_at_machine
 from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
@@ -627,7 +628,7 @@ def test_an_agent_that_starts_warns_of_an_exposed_signature(
     credential = json.dumps({"sas_file": str(sas_file)})
     text = f"fleet: {{group: web, table: 'https://a.example/abc', max_events: 1, credential: {credential}}}\n"
     policy.write_text(text, encoding="utf-8")
-    told = [str(problem) for problem in run._look_at_machine(load_policy(policy))]
+    told = look_at_machine(load_policy(policy))
     assert [text for text in told if "fleet.credential.sas_file: sas is open to all" in text] != [], told
 
 

@@ -46,7 +46,7 @@ class Agent:
         self.executor.is_running.return_value = False
         self.engine = Engine(self.settings, self.store, Metrics(tuple), self.executor, self.machine)
         self.engine.start()
-        self.engine.take(Identity(name="vm-1", vm_id="id-1"))
+        self.engine.receive(Identity(name="vm-1", vm_id="id-1"))
 
     def restart(self) -> None:
         self.store.close()
@@ -55,20 +55,20 @@ class Agent:
     def read(self, *events: ScheduledEvent, times: int = 1) -> None:
         for _ in range(times):
             self.machine.wait(1.0)
-            self.engine.take(Document(incarnation="", events=events, answered=self.machine.seconds))
-            assert self.engine.turn(self.machine.now())
+            self.engine.receive(Document(incarnation="", events=events, answered=self.machine.seconds))
+            assert self.engine.run_cycle(self.machine.now())
 
     def end(self, hook: str) -> None:
         effect = self.executor.start_hook.call_args.args[0]
         assert effect.hook == hook
-        self.engine.take(HookEnded(effect, without_run(hook, "succeeded", "")))
-        assert self.engine.turn(self.machine.wait(1.0))
+        self.engine.receive(HookEnded(effect, without_run(hook, "succeeded", "")))
+        assert self.engine.run_cycle(self.machine.wait(1.0))
 
     def ask(self, word: str, about: str = "") -> str | None:
         with contextlib.closing(Store.join(self.directory)) as operator:
             workflow_id = about or next(w.id for w in self.engine.board.values() if not w.is_over)
             request = operator.add_request(workflow_id, word, "kim", self.machine.now())  # type: ignore[arg-type]
-            assert self.engine.turn(self.machine.now())
+            assert self.engine.run_cycle(self.machine.now())
             answer = operator.load_answer(request)
             return answer.message if answer else None
 
@@ -118,8 +118,8 @@ def test_a_hold_counts_when_the_event_comes_back(
     if agent.started and agent.engine.board:  # what was prepared is recovered meanwhile
         if phase == "preparing":
             effect = agent.executor.start_hook.call_args.args[0]
-            agent.engine.take(HookEnded(effect, without_run("drain", "canceled", "")))
-            assert agent.engine.turn(agent.machine.wait(1.0))
+            agent.engine.receive(HookEnded(effect, without_run("drain", "canceled", "")))
+            assert agent.engine.run_cycle(agent.machine.wait(1.0))
         agent.end("resume")
     assert agent.engine.board == {}
     agent.machine.wait(away_seconds)
@@ -206,6 +206,6 @@ def test_a_release_meets_the_event_that_has_just_come_back(agent: Agent) -> None
 def test_the_holds_of_another_machine_are_forgotten(agent: Agent) -> None:
     agent.read(EVENT)
     agent.ask("held")
-    agent.engine.take(Identity(name="vm-9", vm_id="another"))
-    assert agent.engine.turn(agent.machine.now())
+    agent.engine.receive(Identity(name="vm-9", vm_id="another"))
+    assert agent.engine.run_cycle(agent.machine.now())
     assert (agent.engine.remembered.known, agent.store.load_remembered()) == ({}, {})

@@ -260,7 +260,7 @@ signal.pause()
 def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Path) -> None:
     ended: queue.SimpleQueue[object] = queue.SimpleQueue()
     before = _children()
-    executor = Threads(cast("Any", None), ended.put, _INSTANCE, cast("Any", None))
+    executor = Threads(cast("Any", None), ended.put, _INSTANCE)
     ready = tmp_path / "ready"
     text = f"for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; touch {ready}; sleep 60"
     executor.start_hook(RunOnClear("test"), Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})

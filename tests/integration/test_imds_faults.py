@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.daemon import polling as module
 from scheduled_events_agent.daemon.polling import Identifier, Poller
 from scheduled_events_agent.daemon.threads import Threads
-from scheduled_events_agent.engine import Engine, Message
+from scheduled_events_agent.engine import Message, Snapshot
 from scheduled_events_agent.events import ApiVersion, Document, DocumentError
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
 from scheduled_events_agent.imds import (
@@ -60,20 +60,21 @@ class Clock:
 
 
 class Service:
-    """Engine and metadata service as the poller meets them; ``answer``: what happens at a time since the start."""
+    """The metadata service, and what the engine publishes, as the poller meets them."""
 
     def __init__(
         self, clock: Clock, poll_interval: float, answer: Callable[[float], tuple[float, Answer]]
     ) -> None:
+        """``answer``: what happens at a time since the start."""
         self.settings = Settings(imds=ImdsSettings(poll_interval=poll_interval))
         self.asked: list[float] = []
         self._clock = clock
         self._began = clock.now
         self._answer = answer
 
-    def check(self, document: Document) -> None:
-        pass
+    names: tuple[str, ...] = ()
 
+    @property
     def needs_answer(self) -> bool:
         return False
 
@@ -104,7 +105,7 @@ class Run:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.metrics = Metrics(tuple)
         self.service = kind(self.clock, poll_interval, answer)
-        poller = Poller(cast("Engine", self.service), self.inbox.put, self.metrics)
+        poller = Poller(lambda: cast("Snapshot", self.service), self.inbox.put, self.metrics)
         poller.stop_requested = cast("Any", self.clock)
         self.clock.ends = self.clock.now + lasts
         with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
@@ -165,7 +166,7 @@ def test_hours_of_500_leave_nothing_behind_in_memory() -> None:
     clock = Clock()
     service = Service(clock, 1.0, answer)
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    poller = Poller(cast("Engine", service), inbox.put, Metrics(tuple))
+    poller = Poller(lambda: cast("Snapshot", service), inbox.put, Metrics(tuple))
     poller.stop_requested = cast("Any", clock)
     clock.ends = clock.now + 10.5 * HOUR
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs():
@@ -263,7 +264,7 @@ def test_the_name_is_asked_every_second_and_less_often_if_it_is_not_known(
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
         patch.setattr(module, "time", clock)
         patch.setattr(module, "connect", service.connect)
-        Identifier(cast("Engine", service), inbox.put, cast("Any", clock)).run()
+        Identifier(lambda: cast("Snapshot", service), inbox.put, cast("Any", clock)).run()
     assert service.asked == [*asked, asked[-1] + 10.0]
     assert [line.get("kind") for line in log] == [kind, "no_name", None]
 
@@ -291,7 +292,7 @@ def test_an_approval_whose_endpoint_cannot_be_found_out_is_a_failed_one_and_no_b
 
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     with structlog.testing.capture_logs() as log:
-        executor = Threads(connect, inbox.put, "", cast("Any", None))
+        executor = Threads(connect, inbox.put, "")
         executor.approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
         answer = inbox.get(timeout=60)
     assert answer == ApprovalAnswered(workflow_id="A", error_kind="unreachable", detail=str(error))
@@ -340,7 +341,7 @@ def test_one_refusal_alone_is_taken_for_an_outage_of_a_moment() -> None:
 
 
 def test_an_answer_like_the_one_before_is_passed_on_only_if_the_engine_needs_one() -> None:
-    kind = type("Needing", (Service,), {"needs_answer": lambda self: len(self.asked) > 3})
+    kind = type("Needing", (Service,), {"needs_answer": property(lambda self: len(self.asked) > 3)})
     for service, documents in ((Service, 1), (kind, 4)):
         run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), service)
         assert run.inbox.qsize() == documents

@@ -103,9 +103,9 @@ class Agent:
         self.executor = Executor()
         self.engine = Engine(SETTINGS, self.store, METRICS, cast("Any", self.executor))
         self.engine.start()
-        self.engine.take(Identity(name="vm-1", vm_id=""))
-        self.engine.take(Document(incarnation="1", events=(an_event("A", "Reboot"), an_event("B", "Freeze"))))
-        assert self.engine.turn(datetime.now(UTC))
+        self.engine.receive(Identity(name="vm-1", vm_id=""))
+        self.engine.receive(Document(incarnation="1", events=(an_event("A", "Reboot"), an_event("B", "Freeze"))))
+        assert self.engine.run_cycle(datetime.now(UTC))
         assert self.executor.begun == ["drain", "B"]
         self.executor.begun.clear()
 
@@ -138,9 +138,9 @@ class Agent:
 
     def live(self, items: Items) -> None:
         """Turns until it is told to stop, as the daemon does, and stops."""
-        inbox = Inbox(cast("Any", items), self.engine, cast("Any", self.executor), fail, items.monotonic)
+        inbox = Inbox(cast("Any", items), self.engine, cast("Any", self.executor), fail, monotonic=items.monotonic)
         while inbox.take(1.0):
-            assert self.engine.turn(datetime.now(UTC))
+            assert self.engine.run_cycle(datetime.now(UTC))
         begun = len(self.executor.begun)
         self.executor.seconds = items.monotonic
         self.stopping_at = items.seconds
@@ -248,14 +248,14 @@ def test_an_item_that_meets_a_bug_does_not_take_others_along(
     start: Callable[[], Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = start()
-    take = Engine.take
+    receive = Engine.receive
 
     def faulty(self: Engine, news: Any) -> None:
         if isinstance(news, Document):
             raise TypeError("a bug")
-        take(self, news)
+        receive(self, news)
 
-    monkeypatch.setattr(Engine, "take", faulty)
+    monkeypatch.setattr(Engine, "receive", faulty)
     items = Items([agent.item(word) for word in ("stop", "document", "answer", "hook")], at_once=False)
     agent.live(items)
     assert agent.workflow("A").prepare.done == ("drain",)

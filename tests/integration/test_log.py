@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import structlog
 
 from scheduled_events_agent.host.windows.event_log import EventLog, open_log_file
-from scheduled_events_agent.log import FailureLog, get_logger, set_up
+from scheduled_events_agent.log import FailureLog, change, get_logger, set_up
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.simulator import Simulator
 
@@ -43,6 +44,24 @@ def run_python(program: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 
 # --- form
+
+
+def test_another_level_and_form_go_to_where_the_log_was_set_up() -> None:
+    stream, entries = io.StringIO(), []
+    set_up("info", "json", stream=stream, on_entry=lambda _, entry: entries.append(entry["message"]))
+    get_logger().debug("before")
+    change("debug", "console")
+    get_logger().debug("after")
+    assert "before" not in stream.getvalue()
+    assert re.search(r"\[debug +\] after", stream.getvalue())
+    assert entries == ["after"]
+
+
+def test_a_log_that_was_set_up_so_already_is_left_as_it_is() -> None:
+    set_up("info", "json", stream=io.StringIO())
+    before = structlog.get_config()["processors"]
+    change("info", "json")
+    assert structlog.get_config()["processors"] is before
 
 
 def test_a_line_is_json_that_begins_with_time_level_and_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,16 +57,16 @@ class Agent:
         self.engine = Engine(values, self.store, Metrics(tuple), cast("Executor", self.executor))
         self._answered = 0.0
         self.engine.start()
-        self.engine.take(Identity(name="vm-1", vm_id="id-1"))
+        self.engine.receive(Identity(name="vm-1", vm_id="id-1"))
 
     def read(self, *events: ScheduledEvent) -> None:
         for _ in range(1 if events else 2):  # an event is gone when two answers lack it
             self._answered += 60.0
-            self.engine.take(Document(incarnation="", events=events, answered=self._answered))
+            self.engine.receive(Document(incarnation="", events=events, answered=self._answered))
             self.turn()
 
     def turn(self) -> None:
-        assert self.engine.turn(datetime.now(UTC))
+        assert self.engine.run_cycle(datetime.now(UTC))
 
     def end(self, hook: str, outcome: HookOutcome = "succeeded") -> None:
         effect = self.executor.started[-1]
@@ -75,7 +75,7 @@ class Agent:
         result = HookResult(
             hook=hook, outcome=outcome, exit_code=3, attempts=1, duration_seconds=0.1, tail="", detail=detail
         )
-        self.engine.take(HookEnded(effect, result))
+        self.engine.receive(HookEnded(effect, result))
         self.turn()
 
     def say(self, word: RequestWord) -> str | None:

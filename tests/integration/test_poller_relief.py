@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from given import Given
+from given import Given, loaded
 
 from scheduled_events_agent import imds
 from scheduled_events_agent.daemon import Daemon, polling
 from scheduled_events_agent.daemon.polling import Poller
-from scheduled_events_agent.engine import Engine, Message
+from scheduled_events_agent.engine import Message, Snapshot
 from scheduled_events_agent.events import ApiVersion, Document
 from scheduled_events_agent.imds import ImdsClient, ImdsError
 from scheduled_events_agent.metrics import Metrics
@@ -81,14 +81,11 @@ class Service:
                 self.in_flight -= 1
 
 
-ENGINE = cast(
-    "Engine",
-    SimpleNamespace(
-        settings=Settings(imds=ImdsSettings(poll_interval=0.05)),
-        check=lambda _: None,
-        needs_answer=lambda: False,
-    ),
-)
+SETTINGS = Settings(imds=ImdsSettings(poll_interval=0.05))
+
+
+def snapshot() -> Snapshot:
+    return cast("Snapshot", SimpleNamespace(settings=SETTINGS, names=(), needs_answer=False))
 
 
 def wait_until(is_so: Callable[[], object], what: str) -> None:
@@ -107,7 +104,7 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
     monkeypatch.setattr(polling, "connect", service.connect)
     service.first_answer = late
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    poller = Poller(ENGINE, inbox.put, metrics)
+    poller = Poller(snapshot, inbox.put, metrics)
     threads = [threading.Thread(target=work) for work in (poller.run, poller.run_relief)]
     for thread in threads:
         thread.start()
@@ -157,7 +154,7 @@ def test_the_longer_limit_is_for_the_requests_before_the_first_answer(monkeypatc
             poller.stop()
 
     monkeypatch.setattr(polling, "connect", connect)
-    poller = Poller(ENGINE, put, Metrics(tuple))
+    poller = Poller(snapshot, put, Metrics(tuple))
     poller.run()
     # The client of the first answer keeps its longer limit by itself only until then.
     assert asked == [True, True, True, True, False]
@@ -172,7 +169,7 @@ def running(state: Path, azure: Simulator) -> Iterator[Daemon]:
     )
     state.mkdir(exist_ok=True)
     store = Store.open(state, datetime.now(UTC))
-    daemon = Daemon(settings, Given(lambda: settings), store)
+    daemon = Daemon(loaded(settings), Given(lambda: settings), store)
     thread = threading.Thread(target=daemon.run)
     thread.start()
     try:

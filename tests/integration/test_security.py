@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from scheduled_events_agent import host
-from scheduled_events_agent.cli import doctor, main, run
-from scheduled_events_agent.cli.run import _PolicyFile
+from scheduled_events_agent.cli import doctor, main
+from scheduled_events_agent.daemon.policy_reader import look_at_machine, read_policy
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import read_sas
 from scheduled_events_agent.hooks import HookResult, HookRun
@@ -22,7 +22,7 @@ from scheduled_events_agent.hooks.preflight import check_machine, hook_tampering
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.notices import SAMPLE, NoticeError, deliver
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings import ConfigError, load_policy
+from scheduled_events_agent.settings import ConfigError, PolicyFile, load_policy
 from scheduled_events_agent.settings.model import FleetCredential
 
 if sys.platform == "win32":
@@ -364,11 +364,11 @@ def test_an_agent_starts_with_such_a_file_but_does_not_read_the_policy_again(
 ) -> None:
     key, path, fault = exchange
     monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
-    policy = _PolicyFile(path, None, lambda *_: None, is_observing=False)
-    settings = policy.load()
+    file = PolicyFile(path)
+    settings = read_policy(file, lambda *_: None, is_start=True).settings
     assert settings.notify or settings.fleet
     with pytest.raises(ConfigError) as caught:
-        policy.load()
+        read_policy(file, lambda *_: None)
     assert caught.value.problems == (f"{path}:1: {key}: {fault}",)
 
 
@@ -599,7 +599,7 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     told = f"{policy}:1: {where}: is a secret, and {fault}, or {way_out}"
     assert secret_warnings(policy, capsys) == [told]
     loaded = load_policy(policy)
-    assert told in [str(problem) for problem in run._look_at_machine(loaded)]  # which an agent that starts logs
+    assert told in look_at_machine(loaded)  # which an agent that starts logs
     findings = [*check_machine(loaded, is_root=False)]
     found = [*doctor._look_at_files(loaded, findings, is_root_service=False)]
     assert [(finding.state, finding.finding) for finding in found] == [("warning", told)]

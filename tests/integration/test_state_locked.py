@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from test_daemon import running
 
-from scheduled_events_agent import daemon as daemon_module
+from scheduled_events_agent.daemon import daemon as daemon_module
 from scheduled_events_agent.engine import Engine, Executor
 from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.events import Document, ScheduledEvent
@@ -86,15 +86,15 @@ def test_a_lock_loses_no_notification_and_begins_nothing(store: Store) -> None:
     executor.is_running.return_value = False
     engine = Engine(settings, store, metrics, executor)
     engine.start()
-    engine.take(Identity(name="vm-1", vm_id="id-1"))
-    engine.take(Document(incarnation="1", events=(EVENT,)))
+    engine.receive(Identity(name="vm-1", vm_id="id-1"))
+    engine.receive(Document(incarnation="1", events=(EVENT,)))
     with locked(store):
-        assert not engine.turn(NOW)
-        assert not engine.turn(NOW)
+        assert not engine.run_cycle(NOW)
+        assert not engine.run_cycle(NOW)
     executor.start_hook.assert_not_called()
     assert store.notices.waiting() == {}
     assert metrics.store_errors.labels("locked")._value.get() == 2
-    assert engine.turn(NOW)
+    assert engine.run_cycle(NOW)
     executor.start_hook.assert_called_once()
     assert store.notices.waiting()["ops"].count == 2
     assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 0
@@ -107,7 +107,7 @@ def test_after_a_failure_the_next_try_waits_for_nothing_else(
         monkeypatch.setattr(daemon_module, name, 20.0)  # less than the watchdog's patience
     monkeypatch.setattr(daemon_module, "_COMMIT_RETRY_SECONDS", 0.01)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
-        azure.wait_until(lambda: daemon._told_status is not None, "it has told that it is ready", 60.0)
+        azure.wait_until(lambda: daemon._reporter.reported is not None, "it has told that it is ready", 60.0)
         daemon._store._connection.execute("PRAGMA busy_timeout = 0")
         with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -125,7 +125,7 @@ def test_records_about_the_agent_are_kept_until_the_lock_ends(store: Store) -> N
         engine.change_settings(Settings(rules=(Rule(name="new", approve="never"),)))
         engine.refuse_settings("line 3 is wrong")
     assert engine.is_restless  # so it does not wait for an event
-    assert engine.turn(None)
+    assert engine.run_cycle(None)
     kinds = [(entry.kind, entry.text) for entry in store.load_notes()]
     assert kinds[-2:] == [("reloaded", "rules: new"), ("reload_refused", "line 3 is wrong")]
     assert not engine.is_restless

@@ -240,31 +240,32 @@ def test_on_a_full_disk_an_event_is_committed_and_its_notices_are_counted_as_los
     )
     metrics, executor = Metrics(tuple), mock.create_autospec(Executor, instance=True)
     executor.is_running.return_value = False
-    engine = Engine(settings, store, metrics, executor)
+    notify = mock.Mock()
+    engine = Engine(settings, store, metrics, executor, notify=notify)
     engine.start()
-    engine.take(Identity(name="vm-1", vm_id="id-1"))
-    assert engine.turn(None)
+    engine.receive(Identity(name="vm-1", vm_id="id-1"))
+    assert engine.run_cycle(None)
     leave_pages(store, 8)
-    engine.take(Document(incarnation="1", events=(make_workflow("one").event,)))
-    assert engine.turn(NOW)
+    engine.receive(Document(incarnation="1", events=(make_workflow("one").event,)))
+    assert engine.run_cycle(NOW)
     assert [workflow.event.id for workflow in store.load_workflows()] == ["ONE"]
     executor.start_hook.assert_called_once()
-    executor.notify.assert_not_called()
+    notify.assert_not_called()
     assert store.notices.waiting() == {}
     assert {metrics.notices_dropped.labels(name, "no_room")._value.get() for name in names} == {1}
     assert set(engine.notifying.losses) == set(names)
     store._connection.execute("PRAGMA max_page_count = 1000000")
-    assert engine.turn(NOW)
+    assert engine.run_cycle(NOW)
     lost = [entry.text for entry in store.load_notes(kind="notification_lost")]
     assert lost == [f"{name}: seen of ONE: the disk is full" for name in names]
 
 
 def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(store: Store) -> None:
     settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))
-    executor = mock.create_autospec(Executor, instance=True)
+    notify = mock.Mock()
 
     def restarted() -> Notifying:
-        return Notifying(store, Metrics(tuple), executor, CommandOptions())
+        return Notifying(store, Metrics(tuple), notify, CommandOptions())
 
     notifying = restarted()
     steps = [make_step(name, "seen") for name in ("one", "two", "three")]
@@ -303,8 +304,8 @@ def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) 
             NotifyTarget(name="reboots", to="https://example.com", when=When(type=("Reboot",))),
         )
     )
-    executor = mock.create_autospec(Executor, instance=True)
-    notifying = Notifying(store, Metrics(tuple), executor, CommandOptions())
+    notify = mock.Mock()
+    notifying = Notifying(store, Metrics(tuple), notify, CommandOptions())
     step = make_step("one", "seen")
     event = replace(step.workflow.event, type="SpotRebalanceRecommendation")
     step = replace(step, workflow=replace(step.workflow, event=event))

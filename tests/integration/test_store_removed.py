@@ -207,20 +207,20 @@ def test_an_engine_begins_nothing_until_the_file_is_in_its_place(
     executor.is_running.return_value = False
     engine = Engine(SETTINGS, store, metrics, executor)
     engine.start()
-    engine.take(Identity(name="vm-1", vm_id="id-1"))
+    engine.receive(Identity(name="vm-1", vm_id="id-1"))
     event = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
-    engine.take(Document(incarnation="1", events=(event,)))
+    engine.receive(Document(incarnation="1", events=(event,)))
     shutil.rmtree(directory)
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.setattr(host, "create_private_dir", mock.Mock(side_effect=OSError(30, "Read-only file system")))
-        assert not engine.turn(NOW)
-        assert not engine.turn(NOW)
+        assert not engine.run_cycle(NOW)
+        assert not engine.run_cycle(NOW)
     executor.start_hook.assert_not_called()
     assert "Read-only file system" in engine.store_failure
     assert metrics.store_errors.labels("removed")._value.get() == 2
     with structlog.testing.capture_logs() as logs:
-        assert engine.turn(NOW)
-        assert engine.turn(NOW)
+        assert engine.run_cycle(NOW)
+        assert engine.run_cycle(NOW)
     engine.tidy()
     executor.start_hook.assert_called_once()
     assert engine.store_failure == ""

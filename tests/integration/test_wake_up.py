@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from test_daemon import running
 
-from scheduled_events_agent import daemon as module
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import operator
 from scheduled_events_agent.daemon import Daemon, watchdog
+from scheduled_events_agent.daemon import daemon as module
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
@@ -33,10 +33,10 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wait_asleep(daemon: Daemon, azure: Simulator) -> None:
     """It waits for the hour to pass, or for news."""
-    azure.wait_until(lambda: daemon._told_status is not None, "it has told that it is ready", PATIENCE)
-    turned_at = None
-    while turned_at != daemon._engine.turned_at:
-        turned_at = daemon._engine.turned_at
+    azure.wait_until(lambda: daemon._reporter.reported is not None, "it has told that it is ready", PATIENCE)
+    cycle_began_at = None
+    while cycle_began_at != daemon._engine.cycle_began_at:
+        cycle_began_at = daemon._engine.cycle_began_at
         azure.wait_polls(3)
 
 
@@ -118,7 +118,7 @@ def test_an_agent_that_cannot_be_woken_looks_for_requests_by_itself(
     monkeypatch.setattr(host.WakeUp, "__init__", fail)
     monkeypatch.setattr(module, "_RESTLESS_TICK_SECONDS", 0.1)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
-        azure.wait_until(lambda: daemon._told_status is not None, "it has told that it is ready", PATIENCE)
+        azure.wait_until(lambda: daemon._reporter.reported is not None, "it has told that it is ready", PATIENCE)
         with closing(Store.join(tmp_path)) as store:
             assert operator.ask_agent(store, "", "status", "kim")
 
@@ -128,9 +128,9 @@ def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_p
         wait_asleep(daemon, azure)
         azure.fault("vm-1", "status", status=500)
         failing = "Nothing was pending at the last good poll"
-        azure.wait_until(lambda: daemon._told_status == failing, "it is told", PATIENCE)
+        azure.wait_until(lambda: daemon._reporter.reported == failing, "it is told", PATIENCE)
         azure.clear_faults()
-        azure.wait_until(lambda: daemon._told_status == "Nothing is pending", "its end is told", PATIENCE)
+        azure.wait_until(lambda: daemon._reporter.reported == "Nothing is pending", "its end is told", PATIENCE)
 
 
 def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_every_version(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_ever
     rules = (Rule(name="all", prepare=("drain",), approve="when-prepared"),)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules, hooks) as daemon:
         event = azure.schedule("Reboot", notice_seconds=NEVER)
-        azure.wait_until(lambda: (daemon._told_status or "").startswith("runs hook"), "it is told", PATIENCE)
+        azure.wait_until(lambda: (daemon._reporter.reported or "").startswith("runs hook"), "it is told", PATIENCE)
         azure.cancel(event)
 
 

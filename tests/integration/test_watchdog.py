@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from test_daemon import get, running
 
-from scheduled_events_agent import daemon
-from scheduled_events_agent.daemon import pages, polling
+from scheduled_events_agent.daemon import daemon, polling, status_source
 from scheduled_events_agent.imds import ImdsClient, ImdsError
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
@@ -79,7 +78,7 @@ def test_a_poller_that_hangs_ends_the_signs_of_life_and_is_named_on_the_health_p
         raise ImdsError("gone on", kind="timeout")
 
     monkeypatch.setattr(polling, "_SLACK_SECONDS", 0.5)
-    monkeypatch.setattr(pages, "_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(status_source, "_STALL_SECONDS", 0.1)
     with (
         watched(tmp_path, monkeypatch) as is_alive,
         Simulator(vms=("vm-1",)) as azure,

@@ -72,8 +72,8 @@ def test_an_agent_whose_port_is_taken_works_says_so_and_shows_its_pages_later(
         failure = daemon._pages.failure
         assert failure.startswith(f"cannot listen on 127.0.0.1:{port}: ")
         assert failure.endswith("; set agent.listen to a free ADDRESS:PORT, or to off")
-        assert daemon._pages.status().health == (f"the pages are not shown: {failure}",)
-        assert f"The pages are not shown: {failure}" in daemon._describe()
+        assert daemon._status.status().health == (f"the pages are not shown: {failure}",)
+        assert f"The pages are not shown: {failure}" in daemon._reporter.line()
         wait_until(lambda: sum(line["message"] == "agent started" for line in lines))
         said = [line for line in lines if "cannot be shown" in str(line["message"])]
         assert [(line["level"], line["reason"]) for line in said] == [
@@ -83,7 +83,7 @@ def test_an_agent_whose_port_is_taken_works_says_so_and_shows_its_pages_later(
         wait_until(lambda: daemon.web)
         assert get(port, "/healthz")[1] == "ok\n"
         wait_until(lambda: any(line["message"] == "the pages are shown now" for line in lines))
-        assert "not shown" not in daemon._describe()
+        assert "not shown" not in daemon._reporter.line()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
@@ -131,13 +131,13 @@ def test_a_reload_that_changes_what_takes_effect_at_the_next_start_says_so(
 
     def needs_restart(daemon: Daemon, **changes: Any) -> list[str]:
         settings = replace(daemon._engine.settings, agent=replace(agent, **changes))
-        read_at = daemon._pages.policy.read_at
-        daemon._policy = Given(lambda: settings)
+        read_at = daemon._policy.in_force.read_at
+        daemon._policy.file = Given(lambda: settings)
         daemon.reload()
-        wait_until(lambda: daemon._pages.policy.read_at != read_at)
+        wait_until(lambda: daemon._policy.in_force.read_at != read_at)
         assert daemon.web is not None
         policy = json.loads(get(daemon.web.port, "/status")[1])["policy"]
-        shown = daemon._pages.status().policy
+        shown = daemon._status.status().policy
         assert shown is not None
         assert shown.needs_restart == tuple(policy["needs_restart"])
         return list(policy["needs_restart"])

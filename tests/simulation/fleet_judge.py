@@ -64,7 +64,7 @@ class Work:
     """When a write was first answered since then."""
     heard_at: float = -inf
     """When the last write had its effect that was answered."""
-    returned_at: float = -inf
+    recycle_began_at: float = -inf
     """When it was heard of again, after its record counted no more."""
     ready_written_at: float = -inf
     """When ``ready`` last came into the store."""
@@ -293,7 +293,7 @@ class FleetJudge:
         if sent.fields is None:
             return
         if work.has_begun and written_at - work.heard_at > _SLOT_SECONDS:
-            work.returned_at = self._world.at
+            work.recycle_began_at = self._world.at
         work.heard_at = written_at
         if sent.fields["state"] == "ready":
             work.ready_answered_at = self._world.at
@@ -373,7 +373,7 @@ class FleetJudge:
         if life.is_without_slot:
             return False
         return any(
-            at - work.heard_at <= _SLOT_SECONDS and at - work.returned_at > _STATUS_SECONDS for work in works
+            at - work.heard_at <= _SLOT_SECONDS and at - work.recycle_began_at > _STATUS_SECONDS for work in works
         )
 
     def _order(self, name: str) -> tuple[float, str]:

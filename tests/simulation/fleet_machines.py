@@ -215,6 +215,8 @@ class Vm(Machine):
                 self.world.metrics,
                 self.executor,
                 self,
+                put=self.executor.report,
+                notify=self.executor.notify,
                 publish_fleet_requests=self._publish,
             )
             self.engine.start()
@@ -299,7 +301,7 @@ class Vm(Machine):
         assert self.engine is not None
         self._poll_at = -1.0
         body, document = self.world.document()
-        if body != self._body or self.engine.needs_answer():
+        if body != self._body or self.engine.snapshot.needs_answer:
             self._body = body
             self._mail.append(replace(document, answered=self.monotonic()))
             self.documents = {self.world.name_of(event.id): event.resources for event in document.events}
@@ -321,14 +323,14 @@ class Vm(Machine):
             self._read_at = self.now()  # it polls once a second; what it reads again is left out here
         try:
             for item in mail:
-                engine.take(item)
-            if not engine.turn(self._read_at):
+                engine.receive(item)
+            if not engine.run_cycle(self._read_at):
                 raise BrokenError(f"{self.vm_id} cannot write its state: {engine.store_failure}")
         except KilledError:
             self.crash("in a turn")
             return
         self._look_at_board(engine)
-        if engine.needs_answer():
+        if engine.snapshot.needs_answer:
             self.poll_soon()
         if engine.wake_at is not None:
             seconds = (engine.wake_at - self.now()).total_seconds()

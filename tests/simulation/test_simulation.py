@@ -81,12 +81,12 @@ def test_years_leave_no_more_behind_than_the_last_ninety_days(
     sizes = []
     try:
         engine.start()
-        engine.take(Identity(name="vm_1", vm_id="id-1"))
+        engine.receive(Identity(name="vm_1", vm_id="id-1"))
         for day in range(2 * 365):
             clock.days = day
             for events in ((a_freeze(day),), ()):
-                engine.take(Document(incarnation=f"{day}", events=events))
-                assert engine.turn(clock.now())
+                engine.receive(Document(incarnation=f"{day}", events=events))
+                assert engine.run_cycle(clock.now())
                 engine.tidy()
             sizes.append((tmp_path / "state.db").stat().st_size)
         rows = store.load_journal()
@@ -131,7 +131,7 @@ REAL_FINISH, REAL_END = Engine.finish, stages.with_end
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = Documents.take, recommendations.expires_at, signals._admit
 REAL_CLEAR = HookRuns.decide_on_clear
 REAL_LOAD_NEXT, REAL_COMMIT = Notices.load_next, CrashingStore.commit
-REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
+REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_and_do
 
 
 def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
@@ -245,7 +245,7 @@ def _collect_hooks_only(inbox: Inbox, seconds: float) -> None:
         with suppress(queue.Empty):
             item = inbox._items.get(timeout=left)
             if isinstance(item, HookEnded):
-                inbox._engine.take(item)
+                inbox._engine.receive(item)
 
 
 def _finish_without_requests(engine: Engine) -> None:
@@ -386,7 +386,7 @@ MUTANTS: dict[str, Mutant] = {
     "7: no doubt after the state was lost": Mutant(
         WORKFLOW, _open_gate("doubt_gate"), "(1, 2, 7)", frozenset({"lost state"})
     ),
-    "7: acts before it has read a document": Mutant(Engine, {"turn": _turn_that_acts_before_it_knows}, "(7)"),
+    "7: acts before it has read a document": Mutant(Engine, {"run_cycle": _turn_that_acts_before_it_knows}, "(7)"),
     "8: begins at a later turn": Mutant(WORKFLOW, {"_begin_when_due": _begin_late}, "(8)"),
     "8: a recovery in the way is let run": Mutant(
         WORKFLOW, {"cut_short": _cut_no_recovery_short}, "(8)", frozenset({"many events"}), first=345

@@ -528,8 +528,22 @@ class World(Machine):
         self._executor = Executor(self)
         self.tell(f"the agent starts, boot {self._boot}")
         try:
-            self.engine = Engine(self._settings, store, self._metrics, self._executor, self)
-            self._inbox = Inbox(cast("Any", self._mail), self.engine, self._executor, self._obey, self.monotonic)
+            self.engine = Engine(
+                self._settings,
+                store,
+                self._metrics,
+                self._executor,
+                self,
+                put=self._executor.report,
+                notify=self._executor.notify,
+            )
+            self._inbox = Inbox(
+                cast("Any", self._mail),
+                self.engine,
+                self._executor,
+                self._handle_command,
+                monotonic=self.monotonic,
+            )
             self.engine.start()
         except PowerCut:
             self._crash("killed while it started")
@@ -662,7 +676,7 @@ class World(Machine):
         if self._store.load_requests(self.now()):
             raise BrokenError("(9) a stop leaves an operator without an answer")
 
-    def _obey(self, command: object) -> None:
+    def _handle_command(self, command: object) -> None:
         raise BrokenError(f"the world gives no such command: {command}")
 
     def wait_for_mail(self, timeout: float) -> None:
@@ -751,7 +765,7 @@ class World(Machine):
                 body = b'{"DocumentIncarnation":0,"Events":[]}'
                 self.after(0.0, self._poll_soon)
             known = (self._version, body)
-            if known != self._body or self.engine.needs_answer():
+            if known != self._body or self.engine.snapshot.needs_answer:
                 self._body = known
                 document = replace(parse_document(body), has_recommendations=self._version == _PREVIEW)
                 self._deliver(replace(document, answered=self.monotonic()))
@@ -786,7 +800,7 @@ class World(Machine):
         document_at = self._document_at
         try:
             self._inbox.take(0.0)
-            is_done = engine.turn(document_at)
+            is_done = engine.run_cycle(document_at)
             self.judge.turned(may_be_late=not self.judge.has_name)
             self._see_readiness()
             self._see_drops()
@@ -800,7 +814,7 @@ class World(Machine):
             return
         self._document_at = self._succeeded_at
         self._read_answers()
-        if engine.needs_answer():
+        if engine.snapshot.needs_answer:
             self._poll_soon()
         wake_at = engine.wake_at
         if not is_done:

@@ -222,6 +222,16 @@ def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them(tmp_path:
         assert is_with_http or slow & loaded == set()
 
 
+MAIN_LOOP = {"scheduled_events_agent/daemon/daemon.py", "scheduled_events_agent/daemon/inbox.py"}
+
+
+@pytest.mark.parametrize("path", files("daemon", "web"), ids=name_of)
+def test_only_the_main_loop_holds_the_engine(path: Path) -> None:
+    engine = {"scheduled_events_agent.engine.engine", "scheduled_events_agent.engine.Engine"}
+    knows_it = any(is_in(name, engine) for name in imports(path))
+    assert knows_it == (name_of(path) in MAIN_LOOP)
+
+
 def test_metrics_know_of_http_only_what_can_go_wrong() -> None:
     known = {name for name in imports(ROOT / "metrics.py") if is_in(name, {"scheduled_events_agent.http"})}
     assert known

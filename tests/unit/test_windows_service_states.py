@@ -111,7 +111,7 @@ def running(crash_file: TextIO) -> Iterator[tuple[Manager, Agent]]:
     agent = Agent()
 
     def work(service: Service) -> int:
-        service.obey(agent)
+        service.obey(agent.stop, agent.reload)
         agent.run(service)
         return 0
 
@@ -130,7 +130,7 @@ def test_it_tells_of_progress_until_the_agent_is_ready_and_accepts_nothing_befor
     may_be_ready, agent = threading.Event(), Agent()
 
     def work(service: Service) -> int:
-        service.obey(agent)
+        service.obey(agent.stop, agent.reload)
         assert may_be_ready.wait(PATIENCE)
         agent.run(service)
         return 0
@@ -195,7 +195,7 @@ def test_a_hook_that_fails_is_delayed_if_the_machine_goes_down_and_has_failed_if
         running(crash_file) as (manager, _),
         contextlib.closing(Store.open(tmp_path, datetime.now(UTC))) as store,
     ):
-        hook_runs = HookRuns(store, unused, Machine(), unused)
+        hook_runs = HookRuns(store, unused, Machine(), unused, unused)
         assert system.is_shutting_down() is False
         manager.service.control(control)
         finished = hook_runs.take_result(drain, failure, None)

@@ -6,35 +6,19 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
-
-from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, exit_code
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon import Daemon
-from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
+from scheduled_events_agent.daemon.policy_reader import read_policy, run_aside
 from scheduled_events_agent.log import get_logger, set_up
 from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.notices import doubts
-from scheduled_events_agent.settings import (
-    BUILT_IN_NAME,
-    ConfigError,
-    Loaded,
-    LogFormat,
-    LogLevel,
-    Settings,
-    find_config,
-    load_policy,
-    state_dir_of,
-)
+from scheduled_events_agent.settings import LogFormat, LogLevel, PolicyFile, find_config, state_dir_of
 from scheduled_events_agent.spelling import parse_duration
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
-from scheduled_events_agent.typed_yaml import Problem
 
 # Between threads; Python's 5 ms is as long as all the work for an event, which passes through four of them.
 SWITCH_SECONDS = 0.0005
@@ -119,61 +103,6 @@ def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, L
     return 0
 
 
-class _PolicyFile:
-    """The policy file of an agent, with the options of the command line on top."""
-
-    def __init__(
-        self,
-        path: Path | None,
-        state_dir: str | None,
-        set_up_log: Callable[[LogLevel, LogFormat], None],
-        *,
-        is_observing: bool,
-    ) -> None:
-        self._path = path
-        self._options = {"state_dir": state_dir} if state_dir else {}
-        if is_observing:
-            self._options["mode"] = "observe"
-        self._set_up_log = set_up_log
-        self.name = str(path.absolute()) if path else BUILT_IN_NAME
-        self.hash = ""
-        """The hash of the file as it was loaded last."""
-
-    def load(self) -> Settings:
-        """What the file says, at start and at each reload; the log follows it at once. Raises ConfigError."""
-        loaded = load_policy(self._path)
-        if rejected := problems(loaded, rejections(loaded, is_start=not self.hash)):
-            raise ConfigError(tuple(map(str, rejected)))
-        settings = replace(loaded.settings, agent=replace(loaded.settings.agent, **self._options))
-        used = replace(loaded, settings=settings)
-        self.hash = loaded.hash
-        self._set_up_log(settings.agent.log.level, settings.agent.log.format)
-        _warn(loaded.warnings)
-        # To ask about accounts may take minutes, and neither start nor reload waits for that.
-        _run_aside(lambda: _warn(_look_at_machine(used)), "policy-check")
-        return settings
-
-
-def _run_aside(function: Callable[[], None], name: str) -> None:
-    with contextlib.suppress(RuntimeError):  # no memory for a thread
-        threading.Thread(target=function, name=name, daemon=True).start()
-
-
-def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
-    of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
-    findings = [*doubts(loaded.settings.notify)]
-    if loaded.settings.fleet:
-        from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
-
-        findings += table.warnings(loaded.settings.fleet)
-    return (*of_machine, *loaded.parsed.gather(findings))
-
-
-def _warn(problems: Iterable[Problem]) -> None:
-    for problem in problems:
-        get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=str(problem))
-
-
 def _warn_of_other_agents() -> None:
     from scheduled_events_agent.host import surroundings  # noqa: PLC0415  # it brings psutil, which takes long
 
@@ -210,8 +139,9 @@ def open_daemon(
     ``config``, ``state_dir`` and ``is_observing`` are the options of that name. Raises AgentError.
     """
     path = find_config(config)
-    policy = _PolicyFile(path, state_dir, set_up_log, is_observing=is_observing)
-    settings = policy.load()
+    file = PolicyFile(path, state_dir, is_observing=is_observing)
+    loaded = read_policy(file, set_up_log, is_start=True)
+    settings = loaded.settings
     directory = state_dir_of(settings)
     host.create_private_dir(directory)
     with (
@@ -220,15 +150,15 @@ def open_daemon(
     ):
         get_logger().info(
             "policy",
-            file=policy.name if path else "built in: no policy file",
-            hash=policy.hash,
+            file=file.name if path else "built in: no policy file",
+            hash=loaded.hash,
             state_dir=str(directory),
         )
         if settings.agent.mode == "act":
-            _run_aside(_warn_of_other_agents, "other-agents")
+            run_aside(_warn_of_other_agents, "other-agents")
         yield Daemon(
-            settings,
-            policy,
+            loaded,
+            file,
             store,
             command_options=options_in_force(state_dir, path, directory),
             stop_timeout=stop_timeout,

@@ -36,7 +36,7 @@ def run_agent(config: str | None, state_dir: str | None, service: Service, left:
             set_up_log=set_up_log,
             service=service,
         ) as daemon:
-            service.obey(daemon)
+            service.obey(daemon.stop, daemon.reload)
             daemon.run()
     except AgentError as error:
         is_refused = error.kind in ("config", "usage")

@@ -50,14 +50,20 @@ class Inbox:
         items: "queue.SimpleQueue[Item]",
         engine: Engine,
         executor: Executor,
-        obey: Callable[[Command | PolicyRead], None],
+        handle: Callable[[Command | PolicyRead], None],
+        *,
+        is_sending: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``obey`` carries out every command but ``stop``, and takes the policy that was read."""
+        """``handle`` carries out every command but ``stop``, and takes the policy that was read.
+
+        ``is_sending``: whether a stop should still wait for notifications.
+        """
         self._items = items
         self._engine = engine
         self._executor = executor
-        self._obey = obey
+        self._handle = handle
+        self._is_sending = is_sending
         self._monotonic = monotonic
 
     def take(self, timeout: float) -> bool:
@@ -69,9 +75,9 @@ class Inbox:
                 if isinstance(item, Command) and item.word == "stop":
                     is_to_stop = True
                 elif isinstance(item, Command | PolicyRead):
-                    self._obey(item)
+                    self._handle(item)
                 else:
-                    self._engine.take(item)
+                    self._engine.receive(item)
                 item = self._items.get_nowait()
         except queue.Empty:
             return not is_to_stop
@@ -91,11 +97,11 @@ class Inbox:
     def _collect(self, seconds: float) -> None:
         """Take items until nothing is under way, the time is up, or a second stop comes."""
         deadline = self._monotonic() + seconds
-        while self._executor.is_busy() and (left := deadline - self._monotonic()) > 0:
+        while (self._executor.is_busy() or self._is_sending()) and (left := deadline - self._monotonic()) > 0:
             try:
                 if not self.take(min(left, _TICK_SECONDS)):
                     return
-                self._engine.turn(None)
+                self._engine.run_cycle(None)
             except StoreError:
                 pass  # the engine logs it, and finish tries again
             except Exception:  # noqa: BLE001 - hooks must be ended despite a bug

@@ -1,58 +1,40 @@
 """What the web server answers at each path, and the server itself.
 
-Reads what the engine, the poller and the executor publish, and changes nothing. The one invariant: clients cost a
-bounded amount of work, however many and however slow they are, and none of it is the engine's.
+Asks functions for what it shows, and changes nothing. The one invariant: clients cost a bounded amount of work,
+however many and however slow they are, and none of it is the engine's.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from scheduled_events_agent import __version__, host
-from scheduled_events_agent.daemon.polling import Poller
-from scheduled_events_agent.daemon.threads import Threads
-from scheduled_events_agent.engine import Engine
+from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
-    NO_OPTIONS,
-    Attention,
-    CommandOptions,
-    FleetState,
-    HeldEvent,
     History,
     HistoryItem,
     Journal,
     JournalEntry,
-    NotifiedTarget,
-    PolicyInForce,
-    ShownWorkflow,
     Status,
-    SuggestedCommand,
-    Vm,
     WebConfigRejected,
 )
-from scheduled_events_agent.status.attention import attention
-from scheduled_events_agent.status.messages import as_shown, headline, utc
-from scheduled_events_agent.status.summaries import with_words
-from scheduled_events_agent.store import FILE_NAME, Store, StoreError, notified
+from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebError, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
-from scheduled_events_agent.workflow import Board, Workflow, is_ready
+from scheduled_events_agent.workflow import Workflow
 
-# An engine that has not turned for this long hangs. (It rests ten seconds, and waits two for a slow disk.)
-_STALL_SECONDS = 20.0
-_MAX_BUGS = 5  # that are named
 # What /history shows: this many events and pauses, and entries of each event. The page shows one entry less.
 _RECENT = 20
 _ENTRIES = 41
@@ -68,47 +50,57 @@ _READABLE_BYTES = 256 * 1024
 _WEB_RETRY_SECONDS = 3.0
 
 
+class WebState(NamedTuple):
+    """How the web server is, for the status."""
+
+    failure: str
+    """Why the web server that the policy asks for is not there."""
+    config_rejected: WebConfigRejected | None
+
+
 class Pages:
     """The pages and their server. For any thread."""
 
     def __init__(
         self,
-        engine: Engine,
-        poller: Poller,
-        executor: Threads,
-        metrics: Metrics,
+        snapshot: Callable[[], Snapshot],
         *,
+        status: Callable[[], Status],
+        status_basis: Callable[[], object],
+        health_problems: Callable[[], Sequence[str]],
+        metrics: Callable[[], bytes],
         state_dir: Path,
-        policy: PolicyInForce,
-        command_options: CommandOptions = NO_OPTIONS,
+        stop_requested: threading.Event,
     ) -> None:
-        """``command_options``: see ``Status``."""
-        self._engine = engine
-        self._poller = poller
-        self._executor = executor
+        """``status_basis``: returns something else when another status is to be shown at once.
+
+        ``stop_requested``: when it is set, ``serve`` tries no longer.
+        """
+        self._snapshot = snapshot
+        self._status = status
+        self._status_basis = status_basis
+        self._health_problems = health_problems
         self._metrics = metrics
         self._state_dir = state_dir
-        self.policy = policy
-        self._command_options = command_options
-        self._unhealthy_since: datetime | None = None
+        self._stop_requested = stop_requested
         self._web_config_rejected: WebConfigRejected | None = None
-        self._worded: tuple[Board, tuple[ShownWorkflow, ...]] = ({}, ())
         self._log = get_logger()
-        self._started = time.monotonic()
-        self._started_at = datetime.now(UTC)
         self.web: WebServer | None = None
         """The web server while there is one; None as long as it cannot listen."""
         self.tls: Tls | None = None
         """None if there is no agent.web_config, or it could not be read yet."""
         self.failure = ""
-        """Why the web server that the policy asks for is not there."""
+        """See ``WebState``."""
         self.has_tried = threading.Event()
         """Set when the first attempt to open it has ended."""
 
+    def state(self) -> WebState:
+        return WebState(self.failure, self._web_config_rejected)
+
     def serve(self) -> None:
         """Open the web server, and try until that works. Blocks until then, or until the agent stops."""
-        agent = self._engine.settings.agent
-        while not self._poller.stop_requested.is_set():
+        agent = self._snapshot().settings.agent
+        while not self._stop_requested.is_set():
             failure = ""
             try:
                 if agent.web_config and not self.tls:
@@ -125,7 +117,7 @@ class Pages:
             self.has_tried.set()
             if self.web:
                 return
-            self._poller.stop_requested.wait(_WEB_RETRY_SECONDS)
+            self._stop_requested.wait(_WEB_RETRY_SECONDS)
 
     def _tell_tls(self, refused: str) -> None:
         self._web_config_rejected = WebConfigRejected(reason=refused, since=datetime.now(UTC)) if refused else None
@@ -146,34 +138,9 @@ class Pages:
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
             "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
-            "/status": _Shared(self._status_page, _STATUS_SECONDS, self._snapshot),
+            "/status": _Shared(self._status_page, _STATUS_SECONDS, self._status_basis),
             "/history": _Shared(self._history_page, _PAGE_SECONDS),
         }
-
-    def _health_problems(self) -> list[str]:
-        now = time.monotonic()
-        problems = []
-        if now - self._engine.turned_at > _STALL_SECONDS:
-            problems.append(f"the engine has not turned for {now - self._engine.turned_at:.0f}s")
-        if failure := self._engine.store_failure:
-            problems.append(f"nothing can be done until the state file can be written: {failure}")
-        for event_id, kind in list(self._engine.bugs.items())[:_MAX_BUGS]:
-            what = f"event {event_id}" if event_id else "what is pending"
-            problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
-        if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
-            problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
-        if self._lacks_poll():
-            since = self._poller.succeeded_at or self._started_at
-            why = self._poller.failure or "it hangs"
-            problems.append(f"no poll has succeeded since {utc(since)}: {why}")
-        if self.failure:  # for the command status, which asks through the state file
-            problems.append(f"the pages are not shown: {self.failure}")
-        return problems
-
-    def _lacks_poll(self) -> bool:
-        """Whether the last poll that succeeded is so long ago that the agent is unhealthy."""
-        since_poll = time.monotonic() - (self._poller.succeeded or self._started)
-        return since_poll > self._engine.settings.agent.healthy_within
 
     def _health_page(self) -> Page:
         problems = self._health_problems()
@@ -182,39 +149,18 @@ class Pages:
         return Page(HTTPStatus.OK, b"ok\n")
 
     def _ready_page(self) -> Page:
-        busy = [workflow for workflow in self._engine.board.values() if workflow.is_prepared_for]
+        busy = [workflow for workflow in self._snapshot().workflows.values() if workflow.is_prepared_for]
         if not busy:
             return Page(HTTPStatus.OK, b"ready\n")
         lines = [f"not ready: {w.event.type} {w.event.id} is {w.phase.replace('_', ' ')}\n" for w in busy]
         return Page(HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
 
     def _metrics_page(self) -> Page:
-        self._metrics.is_ready.set(is_ready(self._engine.board))
-        self._metrics.set_attention(self.attention())
-        if self._poller.succeeded_at is not None:
-            self._metrics.last_poll_at.set(self._poller.succeeded_at.timestamp())
-        return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
-
-    def _snapshot(self) -> object:
-        """What a status shows, apart from the time."""
-        engine = self._engine
-        poller = self._poller
-        at_work = (
-            self._executor.running(),
-            engine.names(),
-            self.failure,
-            self._web_config_rejected,
-            engine.notifying.losses,
-            engine.fleet.last_update,
-            engine.fleet.not_ready,
-            engine.remembered.known,
-            engine.bugs,
-        )
-        return (engine.board, engine.settings, self.policy, poller.succeeded_at, poller.failure, *at_work)
+        return Page(HTTPStatus.OK, self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _status_page(self) -> Page:
-        status = self.status()
-        if self._engine.settings.agent.show_hook_output:
+        status = self._status()
+        if self._snapshot().settings.agent.show_hook_output:
             with suppress(StoreError):
                 status = replace(status, hook_output=output_of_pending(self._load_recent()[0], status.pending))
         return _json_page(status)
@@ -234,7 +180,7 @@ class Pages:
 
     def _shown(self, entries: Sequence[JournalEntry]) -> tuple[JournalEntry, ...]:
         """The last entries, with hooks' output only where the policy shows it."""
-        if self._engine.settings.agent.show_hook_output:
+        if self._snapshot().settings.agent.show_hook_output:
             return tuple(entries[-_ENTRIES:])
         return tuple(replace(entry, detail="") for entry in entries[-_ENTRIES:])
 
@@ -242,97 +188,6 @@ class Pages:
         """The latest events and pauses. Raises StoreError."""
         with closing(Store.look_into(self._state_dir)) as store:
             return store.load_histories(limit=_RECENT), store.load_notes(kind="pause", limit=_RECENT)
-
-    def status(self) -> Status:
-        """How the agent is now, in words too. For any thread."""
-        return with_words(self._facts())
-
-    def headline(self) -> str:
-        """How the agent is now, in one line. For any thread."""
-        facts = self._facts()
-        return headline(replace(facts, attention=attention(facts)))
-
-    def attention(self) -> tuple[Attention, ...]:
-        """What needs a person now. For any thread."""
-        return attention(self._facts())
-
-    def _facts(self) -> Status:
-        engine = self._engine
-        now = datetime.now(UTC)
-        supervisor = host.supervisor_commands()
-        problems = self._health_problems()
-        unhealthy_since = (self._unhealthy_since or now) if problems else None
-        self._unhealthy_since = unhealthy_since
-        return Status(
-            at=now,
-            state_file=str(self._state_dir / FILE_NAME),
-            agent_log=engine.agent_log,
-            unclean_starts=engine.unclean_starts,
-            version=__version__,
-            started_at=self._started_at,
-            vm=Vm(names=engine.names(), vm_id=engine.identity.vm_id),
-            mode=engine.settings.agent.mode,
-            ready=is_ready(engine.board),
-            health=tuple(problems) if problems else "ok",
-            unhealthy_since=unhealthy_since,
-            web_config_rejected=self._web_config_rejected,
-            policy=self.policy,
-            rules=tuple([rule.name for rule in engine.settings.rules]),
-            endpoint=engine.settings.imds.endpoint,
-            api_version=self._poller.api_version,
-            recommendations_failure=self._poller.recommendations_failure,
-            last_poll_at=self._poller.succeeded_at,
-            poll_failure=self._poller.failure,
-            incarnation=engine.incarnation(),
-            others_events=engine.documents.others_events,
-            holds=tuple(
-                [
-                    HeldEvent(event_id=key, user=hold.user, at=hold.at, last_seen_at=hold.last_seen_at)
-                    for key, hold in engine.remembered.holds.items()
-                ]
-            ),
-            running=self._executor.running(),
-            pending=self._pending(),
-            command_options=self._command_options,
-            command_prefix=supervisor.prefix,
-            supervisor_commands=(
-                SuggestedCommand(command=supervisor.status, effect="tell whether it runs"),
-                SuggestedCommand(command=supervisor.log, effect="show the end of its log"),
-            ),
-            notify=tuple(self._notified()),
-            fleet=self._fleet(),
-        )
-
-    def _fleet(self) -> FleetState | None:
-        settings = self._engine.settings.fleet
-        update = self._engine.fleet.last_update
-        if settings is None:
-            return None
-        same_name = update.same_name_warnings(self._engine.identity.vm_id)
-        return FleetState(
-            group=settings.group or update.group,
-            error=update.error,
-            unavailable_since=update.unavailable_since,
-            not_ready=self._engine.fleet.not_ready,
-            warnings=tuple(filter(None, (settings.members_fault(self._engine.names()), *same_name))),
-        )
-
-    def _notified(self) -> Iterator[NotifiedTarget]:
-        waiting = self._engine.notifying.waiting
-        failures = self._executor.notify_failures()
-        losses = self._engine.notifying.losses
-        for target in self._engine.settings.notify:
-            shown = notified(target.name, waiting.get(target.name), losses.get(target.name))
-            yield replace(shown, failure=failures.get(target.name))
-
-    def _pending(self) -> tuple[ShownWorkflow, ...]:
-        """Put into words once for each board, which is never changed."""
-        board = self._engine.board
-        known, shown = self._worded
-        if known is not board:
-            shown = tuple(map(as_shown, board.values()))
-            self._worded = (board, shown)
-        return shown
 
 
 def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalEntry, ...]:
@@ -352,11 +207,11 @@ def _json_page(answer: Status | Journal) -> Page:
 class _Shared:
     """A page that takes some work, made once for all clients within ``seconds``. For any thread."""
 
-    def __init__(self, make: Callable[[], Page], seconds: float, snapshot: Callable[[], object] = tuple) -> None:
-        """``snapshot``: what the page shows; when that has changed, the page is made anew at once."""
+    def __init__(self, make: Callable[[], Page], seconds: float, basis: Callable[[], object] = tuple) -> None:
+        """``basis``: what the page shows; when that has changed, the page is made anew at once."""
         self._make = make
         self._seconds = seconds
-        self._snapshot = snapshot
+        self._basis = basis
         self._shown: object = None
         self._making = threading.Lock()
         self._made_at = -inf
@@ -368,11 +223,11 @@ class _Shared:
         # Another client's thread may be making it just now. If that hangs, the last one must do.
         if self._making.acquire(timeout=_PAGE_PATIENCE_SECONDS):
             try:
-                snapshot = self._snapshot()
-                if time.monotonic() - self._made_at >= self._seconds or snapshot != self._shown:
+                basis = self._basis()
+                if time.monotonic() - self._made_at >= self._seconds or basis != self._shown:
                     self._page = self._make()
                     self._made_at = time.monotonic()
-                    self._shown = snapshot
+                    self._shown = basis
             finally:
                 self._making.release()
         return self._page

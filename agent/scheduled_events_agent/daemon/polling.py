@@ -19,7 +19,7 @@ from scheduled_events_agent.api_version import (
     ask_best,
     versions_to_ask,
 )
-from scheduled_events_agent.engine import Engine, Message, Paused
+from scheduled_events_agent.engine import Message, Paused, Snapshot
 from scheduled_events_agent.events import (
     RECOMMENDATION,
     RECOMMENDING_VERSION,
@@ -27,6 +27,7 @@ from scheduled_events_agent.events import (
     Document,
     DocumentError,
     parse_document,
+    refuse_too_many,
 )
 from scheduled_events_agent.imds import ImdsBackoff, ImdsClient, ImdsError, connect
 from scheduled_events_agent.log import FailureLog, get_logger, is_debugging
@@ -56,11 +57,15 @@ class Poller:
     """Fetches the document at the policy's pace."""
 
     def __init__(
-        self, engine: Engine, put: Put, metrics: Metrics, on_failure: Callable[[], None] = lambda: None
+        self,
+        snapshot: Callable[[], Snapshot],
+        put: Put,
+        metrics: Metrics,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_failure`` is called when ``failure`` has changed."""
         self._on_failure = on_failure
-        self._engine = engine
+        self._snapshot = snapshot
         self._put = put
         self._metrics = metrics
         self._good_polls = metrics.polls.labels("ok")  # a look-up costs CPU at every poll
@@ -122,7 +127,7 @@ class Poller:
 
     def _connect(self, version: ApiVersion, timeout: float | None) -> ImdsClient:
         """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
-        imds = self._engine.settings.imds
+        imds = self._snapshot().settings.imds
         is_other = imds is not self._imds or version != self._client_version
         if self._client is None or self.failure or is_other:
             is_first = self.succeeded is None
@@ -146,7 +151,7 @@ class Poller:
                 due = began + self._poll(self._connect_beside)
 
     def _connect_beside(self, version: ApiVersion, timeout: float | None) -> ImdsClient:
-        return connect(self._engine.settings.imds, version, timeout=timeout)
+        return connect(self._snapshot().settings.imds, version, timeout=timeout)
 
     def _poll(self, load_client: Callable[[ApiVersion, float | None], ImdsClient]) -> float:
         """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
@@ -154,7 +159,7 @@ class Poller:
             self._last_number += 1
             number = self._last_number
             began = time.monotonic()
-        settings = self._engine.settings
+        settings = self._snapshot().settings
         delay = settings.imds.poll_interval
         versions = versions_to_ask(settings.imds.api_version, settings.rules, self._fallback, began)
         try:
@@ -179,12 +184,12 @@ class Poller:
         if self._document is None or body != self._body or version != self.api_version:
             has_recommendations = version >= RECOMMENDING_VERSION
             document = replace(parse_document(body), has_recommendations=has_recommendations)
-            self._engine.check(document)
+            refuse_too_many(document, self._snapshot().names)
             self._tell_change(document, version, time.monotonic() - began)
             self._document = document
             self._metrics.documents.inc()
             self._body = body
-        elif not self._engine.needs_answer():
+        elif not self._snapshot().needs_answer:
             return
         self._put(replace(self._document, answered=time.monotonic()))
 
@@ -205,8 +210,8 @@ class Poller:
     @property
     def recommendations_failure(self) -> str:
         """Why a rule's SpotRebalanceRecommendation events are not available; "" if they are. For any thread."""
-        imds = self._engine.settings.imds
-        is_wanted = len(versions_to_ask(imds.api_version, self._engine.settings.rules)) > 1
+        settings = self._snapshot().settings
+        is_wanted = len(versions_to_ask(settings.imds.api_version, settings.rules)) > 1
         return self._fallback.failure if is_wanted else ""
 
     def _learn_version(self, asked: tuple[ApiVersion, ...], answer: BestAnswer[bytes]) -> None:
@@ -250,8 +255,8 @@ class Poller:
 class Identifier:
     """Asks the service for this VM's name until it answers; without a name no event can be matched to this VM."""
 
-    def __init__(self, engine: Engine, put: Put, stop_requested: threading.Event) -> None:
-        self._engine = engine
+    def __init__(self, snapshot: Callable[[], Snapshot], put: Put, stop_requested: threading.Event) -> None:
+        self._snapshot = snapshot
         self._put = put
         self._stop_requested = stop_requested
         self.has_tried = threading.Event()
@@ -261,7 +266,7 @@ class Identifier:
         backoff = ImdsBackoff()
         while True:
             try:
-                identity = connect(self._engine.settings.imds).fetch_identity()
+                identity = connect(self._snapshot().settings.imds).fetch_identity()
                 self._put(identity)
                 if identity.name:
                     failure_log.succeeded(time.monotonic())

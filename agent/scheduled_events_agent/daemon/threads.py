@@ -10,7 +10,6 @@ from functools import partial
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.daemon.polling import Put, request_error
-from scheduled_events_agent.daemon.senders import Senders
 from scheduled_events_agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from scheduled_events_agent.hooks import HookQueue, HookQueues, HookRun
 from scheduled_events_agent.host import processes
@@ -19,22 +18,21 @@ from scheduled_events_agent.log import Logger, get_logger, is_debugging
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import RunningHook, TargetFailure
+from scheduled_events_agent.status import RunningHook
 from scheduled_events_agent.status.messages import of_event
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 
 class Threads:
-    """One thread for each hook, each request to approve and each target of notices, so that none delays another.
+    """One thread for each hook and each request to approve, so that none delays another.
 
     For the engine's thread.
     """
 
-    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str, senders: Senders) -> None:
+    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str) -> None:
         self._connect = connect
         self._put = put
         self._instance = instance
-        self._senders = senders
         self._queues = HookQueues(HookQueue)
         self._runs: dict[HookKey, tuple[HookRun, HookStart]] = {}
         self._unanswered: set[str] = set()
@@ -101,7 +99,7 @@ class Threads:
             processes.reap_orphans()
 
     def is_busy(self) -> bool:
-        return bool(self._runs or self._unanswered) or self._senders.is_busy()
+        return bool(self._runs or self._unanswered)
 
     def running(self) -> tuple[RunningHook, ...]:
         """The hooks that run or wait for another run, for any thread."""
@@ -124,10 +122,6 @@ class Threads:
             run.cancel()
             run.set_deadline(time.monotonic() + grace_seconds)
 
-    def report(self, message: HookEnded) -> None:
-        """Into the inbox."""
-        self._put(message)
-
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; each is answered through the inbox."""
 
@@ -147,14 +141,6 @@ class Threads:
     def forget_approval(self, workflow_id: str) -> None:
         """Its answer has been taken from the inbox."""
         self._unanswered.discard(workflow_id)
-
-    def notify(self, *, is_urgent: bool) -> None:
-        """There are new notices."""
-        self._senders.notify(is_urgent=is_urgent)
-
-    def notify_failures(self) -> dict[str, TargetFailure]:
-        """Why which target does not take notices, for any thread."""
-        return self._senders.failures()
 
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
         for approve in approvals:

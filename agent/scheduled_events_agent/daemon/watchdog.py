@@ -19,17 +19,17 @@ from scheduled_events_agent.log_ids import LogId
 
 EXIT_CODE = 70
 """Of a process that hung."""
-# Together less than 30 seconds from the last turn to the end of the process.
+# Together less than 30 seconds from the last cycle to the end of the process.
 _TICK_SECONDS = 1.0
 _HANG_TICKS = 25
-# Longer than the engine rests: while it turns, only its turns wake this thread.
+# Longer than the engine rests: while it works, only its cycles wake this thread.
 _REST_TICKS = 12
 _TELL_SECONDS = 2.0
 _MAX_FRAMES = 20
 
 
 class Watchdog:
-    """Ends the process after 25 ticks without a finished turn."""
+    """Ends the process after 25 ticks without a finished cycle."""
 
     def __init__(self, waits_for_disk: Callable[[], bool]) -> None:
         """While ``waits_for_disk``, no tick counts: a restart would wait for the slow disk, too."""
@@ -39,7 +39,7 @@ class Watchdog:
         self._is_stopped = False
 
     def feed(self) -> None:
-        """A turn has ended."""
+        """A cycle has ended."""
         self._is_fed.set()
 
     def stop(self) -> None:

@@ -1,10 +1,11 @@
 """The engine: takes in what has come, decides, commits, performs.
 
-Owns the board of open workflows and all that outlives a turn. Decides nothing about events (``workflow`` does) and
+Owns the open workflows and all that outlives a cycle. Decides nothing about events (``workflow`` does) and
 waits for nothing: it starts no thread, opens no connection and reads no clock but that of its ``Machine``. The one
 invariant: what was decided is on disk before any of it is done; what could not be written is decided again.
 
-    engine.py     a turn: take, decide, commit, perform
+    engine.py     a cycle: receive, decide, commit, perform, publish
+    snapshot.py   what other threads see of the engine
     documents.py  the document to decide on, and what is missing in it
     remembered.py what outlives an event: operators' holds, recommendations that are over
     parts.py      the machine, the executor, the messages
@@ -33,8 +34,9 @@ from scheduled_events_agent.engine.parts import (
     key_of,
     without_run,
 )
+from scheduled_events_agent.engine.snapshot import Snapshot
 
 __all__ = [
     "Engine", "Executor", "FleetUpdate", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded",
-    "Paused", "RunOnClear", "key_of", "without_run",
+    "Paused", "RunOnClear", "Snapshot", "key_of", "without_run",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Documents: the one that the next turn decides on, the last one before, and what it lacks."""
+"""Documents: the one that the next cycle decides on, the last one before, and what it lacks."""
 
 from collections.abc import Collection
 
@@ -43,7 +43,7 @@ class Documents:
         self.new = self.new or self.latest
 
     def committed(self, *, has_faults: bool) -> None:
-        """After a fault, each turn compares the same document again."""
+        """After a fault, each cycle compares the same document again."""
         if self.new is not None:
             self.latest = self.new
         self.new = self.latest if has_faults else None

@@ -1,6 +1,7 @@
-"""A turn of the engine: take in what has come, decide, commit, perform.
+"""A cycle of the engine: receive what has come, decide, commit, perform, publish.
 
-For one thread. The board and the settings are replaced, never changed, so that other threads may read them.
+For one thread. Other threads read the published ``snapshot``. Workflows and settings are replaced, never changed,
+so that it need not copy them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from scheduled_events_agent.engine.debugging import DebugTeller
 from scheduled_events_agent.engine.documents import Documents
 from scheduled_events_agent.engine.fleet import FleetState
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
-from scheduled_events_agent.engine.identity import load_identity, save_identity
+from scheduled_events_agent.engine.identity import load_identity, names_of, save_identity
 from scheduled_events_agent.engine.notifying import Notifying
 from scheduled_events_agent.engine.operators import answer, has_nothing_to_release, refusal, refused
 from scheduled_events_agent.engine.parts import (
@@ -24,13 +25,15 @@ from scheduled_events_agent.engine.parts import (
     Machine,
     Message,
     NoticeEnded,
+    Notify,
     Paused,
     RunOnClear,
 )
 from scheduled_events_agent.engine.remembered import Remembered, changes_by_steps
+from scheduled_events_agent.engine.snapshot import Snapshot
 from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.engine.upkeep import Upkeep
-from scheduled_events_agent.events import Document, refuse_too_many
+from scheduled_events_agent.events import Document
 from scheduled_events_agent.hooks import HookResult
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.log import FailureLog, get_logger
@@ -63,7 +66,7 @@ from scheduled_events_agent.workflow import (
     proceed,
 )
 
-# The clock was set if it and the monotonic one differ by more than this since the last turn.
+# The clock was set if it and the monotonic one differ by more than this since the last cycle.
 _CLOCK_SET_SECONDS = 1.0
 # Nothing is approved by an answer of the service that is older than this, or than two polls.
 _STALE_SECONDS = 30.0
@@ -86,7 +89,7 @@ def unclean_starts(notes: Iterable[JournalEntry], boot_id: str, now: datetime) -
 
 
 class Engine:
-    """What the agent knows and does about events. ``take`` what has come, then ``turn``."""
+    """What the agent knows and does about events. ``receive`` what has come, then ``run_cycle``."""
 
     def __init__(
         self,
@@ -96,11 +99,15 @@ class Engine:
         executor: Executor,
         machine: Machine | None = None,
         *,
+        put: Callable[[HookEnded], None] = lambda _: None,
+        notify: Notify = lambda *, is_urgent: None,  # noqa: ARG005
         describe: Callable[[], bytes] = bytes,
         publish_fleet_requests: Callable[[tuple[FleetRequest, ...]], None] = lambda _: None,
         command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
-        """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
+        """``put``: has a message come back to ``receive``, soon. ``notify``: has what is new sent.
+
+        ``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
 
         ``publish_fleet_requests``: takes what this VM asks of its fleet, after each commit; FleetUpdate comes
         back.
@@ -125,21 +132,21 @@ class Engine:
         """See ``Status``."""
         self._is_stopping = False
         self.store_failure = ""
-        """Why the last turn could do nothing; "" if it could."""
+        """Why the last cycle could do nothing; "" if it could."""
         self.bugs: Mapping[str, str] = {}
         """The events that could not be handled when last decided on: by id, the kind of the error."""
-        self.turned_at = self._machine.monotonic()
-        """When the last turn began."""
+        self.cycle_began_at = self._machine.monotonic()
+        """When the last cycle began."""
         self.wake_at: datetime | None = None
         """When time alone will next let something happen."""
         self._decided_at = -inf
         self._has_decided_on_stale = False
-        self._clock_offset = self._machine.now().timestamp() - self.turned_at
+        self._clock_offset = self._machine.now().timestamp() - self.cycle_began_at
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
         self.is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
         self._is_state_lost = bool(store.load_fact("state_lost"))
-        # What the next turn has to take in, and no commit has held yet.
+        # What the next cycle has to take in, and no commit has held yet.
         self.documents = Documents()
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
@@ -149,10 +156,12 @@ class Engine:
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics, command_options)
         self._debug_teller = DebugTeller(self._teller.is_told)
-        self._hook_runs = HookRuns(store, executor, self._machine, self._teller)
-        self.notifying = Notifying(store, metrics, executor, command_options)
+        self._hook_runs = HookRuns(store, executor, self._machine, self._teller, put)
+        self.notifying = Notifying(store, metrics, notify, command_options)
         self.remembered = Remembered(store)
         self._upkeep = Upkeep(store, metrics, self._machine, self._teller)
+        self.snapshot = self._make_snapshot()
+        """For other threads, which may read nothing else of the engine."""
 
     def start(self) -> None:
         """Go on where the last agent ended. Call it once, first. Raises StoreError."""
@@ -181,9 +190,10 @@ class Engine:
         if workflows:
             # The policy may be another one than the last agent had.
             self._signals += [AgentRestarted(), Reconsider()]
+        self._publish()
 
-    def take(self, message: Message) -> None:
-        """Note down what has come; the next turn decides on it."""
+    def receive(self, message: Message) -> None:
+        """Note down what has come; the next cycle decides on it."""
         match message:
             case Document():
                 self.documents.take(message, self._machine.monotonic(), self.names())
@@ -211,14 +221,21 @@ class Engine:
             case Paused(seconds=seconds):
                 self._teller.tell_pause(seconds, self._machine.now())
 
-    def turn(self, document_at: datetime | None) -> bool:
+    def run_cycle(self, document_at: datetime | None) -> bool:
         """Decide, commit, perform. False if the state file could not be written: then nothing was done.
 
         Raises StoreError if the file is damaged: the next start of the agent sets it aside.
 
         ``document_at``: when a document was last read; everything that was read until then has been taken.
         """
-        self.turned_at = self._machine.monotonic()
+        self.cycle_began_at = self._machine.monotonic()
+        self._publish()  # a cycle that hangs shows by its age
+        try:
+            return self._run_cycle(document_at)
+        finally:
+            self._publish()
+
+    def _run_cycle(self, document_at: datetime | None) -> bool:
         now = self._machine.now()
         self._look_at_clock(now)
         try:
@@ -240,20 +257,45 @@ class Engine:
             self._teller.flush()
         except StoreError as error:
             self.store_failure = str(error)
-            # Nothing was done. The next turn decides again on what was taken in.
+            # Nothing was done. The next cycle decides again on what was taken in.
             self._metrics.store_errors.labels(error.kind).inc()
-            self._store_failures.failed(error.kind, str(error), self.turned_at)
+            self._store_failures.failed(error.kind, str(error), self.cycle_began_at)
             if error.kind == "damaged":
                 raise
             self._forget_requests()
             return False
-        self._store_failures.succeeded(self.turned_at)
+        self._store_failures.succeeded(self.cycle_began_at)
         self.store_failure = ""
         return True
 
+    def _publish(self) -> None:
+        self.snapshot = self._make_snapshot()
+
+    def _make_snapshot(self) -> Snapshot:
+        return Snapshot(
+            settings=self.settings,
+            cycle_began_at=self.cycle_began_at,
+            workflows=self.board,
+            identity=self.identity,
+            is_identity_sure=self.is_identity_sure,
+            incarnation=self._incarnation(),
+            other_vm_events=self.documents.others_events,
+            lacks_expired=self.documents.lacks_expired,
+            has_decided_on_stale=self._has_decided_on_stale,
+            remembered=self.remembered.known,
+            fleet=self.fleet.last_update,
+            fleet_not_ready=self.fleet.not_ready,
+            waiting=self.notifying.waiting,
+            losses=self.notifying.losses,
+            agent_log=self.agent_log,
+            unclean_starts=self.unclean_starts,
+            bugs=self.bugs,
+            store_failure=self.store_failure,
+        )
+
     def tidy(self) -> None:
         """Forget what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
-        self._upkeep.tidy(self.turned_at, self._tidy_remembered)
+        self._upkeep.tidy(self.cycle_began_at, self._tidy_remembered)
 
     def _tidy_remembered(self) -> None:
         latest = self.documents.latest
@@ -263,20 +305,20 @@ class Engine:
 
     @property
     def is_restless(self) -> bool:
-        """Whether the next turn should come soon: for another try, or for a time of a clock that may be set."""
+        """Whether the next cycle should come soon: for another try, or for a time of a clock that may be set."""
         has_unwritten = self._teller.has_unwritten
         is_behind = bool(self.documents.new or self._hook_runs.cut_short or has_unwritten)
         return is_behind or self._upkeep.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:
-        """From now on a turn keeps what has come and begins nothing; the next start goes on."""
+        """From now on a cycle keeps what has come and begins nothing; the next start goes on."""
         self._is_stopping = True
         self._document_at = None  # without a document nothing moves
         self._signals = [signal for signal in self._signals if not is_cut_short(signal)]
 
     def finish(self) -> None:
         """Keep what has come last. Raises StoreError."""
-        self.turn(None)
+        self.run_cycle(None)
         for request_id in self._holds_on_the_way:
             self._store.answer_request(request_id, RequestAnswer(succeeded=False, message=UNSETTLED_HOLD))
         self._store.record("agent_stopped", pending_in_words(self.board.values()), self._machine.now())
@@ -292,6 +334,7 @@ class Engine:
         self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
         self._reconsider()
+        self._publish()
 
     def refuse_settings(self, reason: str) -> None:
         """The new policy cannot be used: the old one stays in force."""
@@ -317,7 +360,7 @@ class Engine:
         self._signals.append(Reconsider())
         self.documents.look_again()
 
-    # --- a turn
+    # --- a cycle
 
     def _context(self, now: datetime, document_at: datetime | None) -> Context:
         settings = self.settings
@@ -341,7 +384,7 @@ class Engine:
 
     def _look_at_clock(self, now: datetime) -> None:
         before = self._clock_offset
-        self._clock_offset = now.timestamp() - self.turned_at
+        self._clock_offset = now.timestamp() - self.cycle_began_at
         seconds = self._clock_offset - before
         if abs(seconds) > _CLOCK_SET_SECONDS and self.board:
             self._signals.append(ClockSet(seconds))
@@ -349,7 +392,7 @@ class Engine:
     def _decide_and_do(self, now: datetime) -> None:
         has_news = bool(self._signals or self.fleet.has_news) or self.documents.new is not None
         is_due = self.wake_at is not None and self.wake_at <= now
-        if not (has_news or (self.board and (is_due or self.turned_at - self._decided_at > _DECIDE_SECONDS))):
+        if not (has_news or (self.board and (is_due or self.cycle_began_at - self._decided_at > _DECIDE_SECONDS))):
             return
         found = self.documents.compare(self.board, self.names(), self.settings, self.remembered.expired)
         signals = [*self._signals, *found]
@@ -381,33 +424,18 @@ class Engine:
         self._teller.forget_closed(self.board)
         bugs: dict[str, str] = {}
         for workflow_id, fault in progression.faults:
-            self._teller.tell_fault(workflow_id, fault, self.turned_at)
+            self._teller.tell_fault(workflow_id, fault, self.cycle_began_at)
             workflow = self.board.get(workflow_id)
             bugs[workflow.event.id if workflow else workflow_id] = type(fault).__name__
         self.bugs = bugs
+        self._publish()  # a hook may ask how the agent is: it finds the event that it runs for
         self.notifying.perform(progression.steps)
         self._perform(progression.steps, now)
         self._debug_teller.tell(progression.steps, self.board, context)
-        self._decided_at = self.turned_at
+        self._decided_at = self.cycle_began_at
         context = self._context(now, self._document_at)
         self.wake_at = next_wake_at(self.board, context)
-        self.fleet.committed(self.board, context, self.turned_at)
-
-    def needs_answer(self) -> bool:
-        """Whether the next answer counts though it is that of before. For any thread.
-
-        The last one lacked an event that is not over yet, or it was too old to approve an event by it.
-        """
-        lacks_one = self.lacks_event() or self.documents.lacks_expired
-        return lacks_one or (self._has_decided_on_stale and bool(self.board))
-
-    def lacks_event(self) -> bool:
-        """Whether the last answer lacked an event that is not over yet."""
-        return any(workflow.is_missing for workflow in self.board.values())
-
-    def check(self, document: Document) -> None:
-        """Raises DocumentError if it has more events of this VM than can be real. For any thread."""
-        refuse_too_many(document, self.names())
+        self.fleet.committed(self.board, context, self.cycle_began_at)
 
     def _perform(self, steps: Iterable[Step], now: datetime) -> None:
         together: list[Approve] = []
@@ -423,13 +451,13 @@ class Engine:
                         deadline = self._hook_runs.deadline(step.workflow, "prepare", reserve, now)
                         self._executor.set_deadline((workflow_id, "prepare"), deadline)
                     case Approve(is_alone=True):
-                        self._executor.approve([effect], self.incarnation())
+                        self._executor.approve([effect], self._incarnation())
                     case Approve():
                         together.append(effect)
         if together:
-            self._executor.approve(together, self.incarnation())
+            self._executor.approve(together, self._incarnation())
 
-    def incarnation(self) -> str:
+    def _incarnation(self) -> str:
         """DocumentIncarnation of the last document that was decided on."""
         return self.documents.latest.incarnation if self.documents.latest else ""
 
@@ -440,7 +468,8 @@ class Engine:
         if self._is_state_lost:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
-        if not self._hook_runs.is_on_clear_decided and not self.lacks_event():
+        lacks_event = any(workflow.is_missing for workflow in self.board.values())
+        if not self._hook_runs.is_on_clear_decided and not lacks_event:
             # A rule may have something prepared, or a hook run, for an event of another VM, too.
             has_hook = any(stage.current for workflow in self.board.values() for stage in workflow.stages)
             are_others = all(workflow.decision.affects == "others" for workflow in self.board.values())
@@ -548,11 +577,11 @@ class Engine:
         self.identity = learned
         self._new_identity = None
         self.is_identity_sure = True
+        self._publish()
 
     def names(self) -> tuple[str, ...]:
         """What documents may call this VM."""
-        vm = self.settings.vm
-        return tuple(name for name in (vm.name or self.identity.name, *vm.aliases) if name)
+        return names_of(self.settings.vm, self.identity)
 
     def name(self) -> str:
         """What hooks are told; "" if it is not known."""

@@ -21,7 +21,7 @@ _STATUS_SECONDS = 10.0
 
 
 class FleetState:
-    """``last_update`` and ``not_ready`` are for any thread, the rest is for the engine's."""
+    """For the engine's thread. ``last_update`` and ``not_ready`` are replaced, never changed."""
 
     def __init__(self, publish: Callable[[tuple[FleetRequest, ...]], None]) -> None:
         self._publish = publish

@@ -1,6 +1,6 @@
 """Hooks of events and of on_clear, from the decision that one runs to its end; and how long hooks take."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 
 from msgspec.structs import replace
@@ -41,7 +41,16 @@ class HookRuns:
     Not more than one hook of on_clear runs, and none beside a hook of an event.
     """
 
-    def __init__(self, store: Store, executor: Executor, machine: Machine, teller: Teller) -> None:
+    def __init__(
+        self,
+        store: Store,
+        executor: Executor,
+        machine: Machine,
+        teller: Teller,
+        put: Callable[[HookEnded], None],
+    ) -> None:
+        """``put``: see ``Engine``."""
+        self._put = put
         self._store = store
         self._executor = executor
         self._machine = machine
@@ -98,7 +107,7 @@ class HookRuns:
         self.cut_short = [effect for effect in self.cut_short if effect not in waiting]
         for effect in waiting:
             result = without_run(effect.hook, "canceled", "canceled before it started")
-            self._executor.report(HookEnded(effect, result))
+            self._put(HookEnded(effect, result))
         self._executor.cancel_hook(key, is_urgent=cancel.is_urgent)
 
     def resume(self) -> None:

@@ -1,6 +1,7 @@
 """Who the metadata service has said that this VM is, remembered in the state file."""
 
 from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.settings import VmSettings
 from scheduled_events_agent.store import Store
 
 
@@ -15,3 +16,8 @@ def save_identity(store: Store, identity: Identity, boot_id: str) -> None:
     store.save_facts(
         {"vm_name": identity.name, "vm_id": identity.vm_id, "vm_group": identity.group, "boot_id": boot_id}
     )
+
+
+def names_of(vm: VmSettings, identity: Identity) -> tuple[str, ...]:
+    """What documents may call this VM."""
+    return tuple(name for name in (vm.name or identity.name, *vm.aliases) if name)

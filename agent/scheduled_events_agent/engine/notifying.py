@@ -8,7 +8,7 @@ from datetime import datetime
 import msgspec
 
 from scheduled_events_agent import host
-from scheduled_events_agent.engine.parts import Executor, NoticeEnded
+from scheduled_events_agent.engine.parts import NoticeEnded, Notify
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
@@ -34,15 +34,15 @@ class Notifying:
         self,
         store: Store,
         metrics: Metrics,
-        executor: Executor,
+        notify: Notify,
         command_options: CommandOptions,
     ) -> None:
         self._command_options = command_options
         self._store = store
         self._metrics = metrics
-        self._executor = executor
+        self._notify = notify
         self.waiting: Mapping[str, Waiting] = {}
-        """What waits for which target. Replaced, never changed, so that other threads may read it."""
+        """What waits for which target. Replaced, never changed, so that it need not be copied to be published."""
         self.losses: Mapping[str, Loss] = store.load_losses()
         """What which target has lost. Replaced, never changed, too."""
         self._written_losses: Mapping[str, Loss] = self.losses
@@ -101,7 +101,7 @@ class Notifying:
         """Have what was committed sent."""
         if self._has_new:
             is_urgent = any(step.workflow.event.type in _URGENT_TYPES for step in steps)
-            self._executor.notify(is_urgent=is_urgent)
+            self._notify(is_urgent=is_urgent)
             self._has_new = False
             self._settled_for = None
 

@@ -67,7 +67,7 @@ def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> st
 
 
 def answer(request: Request, workflow: Workflow) -> RequestAnswer:
-    """The reply to the operator, after the turn that took the word in."""
+    """The reply to the operator, after the cycle that took the word in."""
     if not has_obeyed(workflow, request.word):
         return refused("the event has just changed, or another operator was faster")
     return RequestAnswer(succeeded=True, message=_success(request, workflow))

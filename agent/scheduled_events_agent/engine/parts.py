@@ -108,7 +108,7 @@ class Machine:
 
 
 class Executor(Protocol):
-    """Does what was decided. No method blocks or raises; results come back to ``Engine.take``."""
+    """Does what was decided. No method blocks or raises; results come back to ``Engine.receive``."""
 
     def start_hook(
         self,
@@ -134,26 +134,24 @@ class Executor(Protocol):
     def forget_hook(self, effect: HookStart) -> None:
         """The end of this hook has been taken."""
 
-    def report(self, message: HookEnded) -> None:
-        """Give this back to ``Engine.take``, soon."""
-
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; for each of them ApprovalAnswered comes back."""
 
     def forget_approval(self, workflow_id: str) -> None:
         """The answer to this approval has been taken."""
 
-    def notify(self, *, is_urgent: bool) -> None:
-        """There are new notices in the state file; for each of them NoticeEnded comes back.
-
-        ``is_urgent``: a target that failed is tried again now.
-        """
-
     def is_busy(self) -> bool:
         """Whether a hook or an approval is under way, or has ended and that was not taken yet."""
 
     def cancel_all(self, grace_seconds: float) -> None:
         """End every hook within the grace."""
+
+
+class Notify(Protocol):
+    """Has new notices sent, which are in the state file. Waits for nothing."""
+
+    def __call__(self, *, is_urgent: bool) -> None:
+        """For each of them NoticeEnded comes back. ``is_urgent``: a target that failed is tried again now."""
 
 
 def key_of(effect: HookStart) -> HookKey:

@@ -35,7 +35,7 @@ class Teller:
         self._faults = FailureLog("handling an event", LogId.EVENT_FAULT)
 
     def tell_steps(self, steps: Sequence[Step], now: datetime) -> None:
-        """Every note of the steps of one turn; they have their messages."""
+        """Every note of the steps of one cycle; they have their messages."""
         self.leave_out([step.workflow.id for step in steps if any(note.kind == "seen" for note in step.notes)])
         for step in steps:
             for note in step.notes:

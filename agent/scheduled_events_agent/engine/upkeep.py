@@ -16,7 +16,7 @@ TIDY_SECONDS = 60.0
 
 
 class Upkeep:
-    """Runs before and after a turn; takes milliseconds."""
+    """Runs before and after a cycle; takes milliseconds."""
 
     def __init__(self, store: Store, metrics: Metrics, machine: Machine, teller: Teller) -> None:
         self._store = store

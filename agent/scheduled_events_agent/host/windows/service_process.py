@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
 from scheduled_events_agent.host import HostError, ServiceManager
 from scheduled_events_agent.host.windows import system
@@ -80,13 +80,6 @@ class Status(NamedTuple):
     """Milliseconds."""
 
 
-class Agent(Protocol):
-    """What controls are passed on to; none of these waits."""
-
-    def stop(self) -> None: ...
-    def reload(self) -> None: ...
-
-
 class Service(ServiceManager):
     """The service while it runs. ``control`` is for the dispatcher's thread; the rest is for the agent's."""
 
@@ -104,7 +97,8 @@ class Service(ServiceManager):
         self._checkpoint_seconds = checkpoint_seconds
         self.shutdown = threading.Event()
         """Set once the machine goes down."""
-        self._agent: Agent | None = None
+        self._stop: Callable[[], None] | None = None
+        self._reload: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._state = State.START_PENDING
         self._checkpoint = 0
@@ -135,23 +129,24 @@ class Service(ServiceManager):
             self._move(State.STOPPED, exit_code)
         return exit_code
 
-    def obey(self, agent: Agent) -> None:
-        """Pass controls on to this agent. To be called before it is run."""
-        self._agent = agent
+    def obey(self, stop: Callable[[], None], reload: Callable[[], None]) -> None:
+        """Pass controls on to these, which do not wait. To be called before the agent runs."""
+        self._reload = reload
+        self._stop = stop
 
     def control(self, control: int) -> None:
         """Do what the SCM asks."""
         if control == Control.INTERROGATE:
             self._report_again(State.RUNNING, *_PENDING)
-        elif self._agent is None:
+        elif self._stop is None or self._reload is None:
             return  # nothing is accepted yet
         elif control in _ENDS:
             if control != Control.STOP:
                 self.shutdown.set()
             self._move(State.STOP_PENDING)
-            self._agent.stop()
+            self._stop()
         elif control == Control.PARAMCHANGE:
-            self._agent.reload()
+            self._reload()
 
     def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
         """What the service is at now; the log has ``status``, for which the SCM has no place."""

@@ -1,0 +1,373 @@
+"""The frame of the agent: starts every thread, runs one cycle of the engine after the other, and stops.
+
+Owns the inbox; knows nothing of what is decided. The one invariant: only the thread that calls ``run`` touches the
+engine, and nothing that others wait for (a poll, a hook, an approval, a client) can keep it from its next cycle.
+
+    engine      takes the inbox, runs a cycle (the thread that calls ``run``; inbox.py)
+    poller      fetches, compares bytes, parses            -> inbox     (polling.py)
+    relief      does the same while the poller's request has no answer
+    identity    asks who this VM is, until it is known     -> inbox
+    approvals   one thread for each request to approve     -> inbox     (threads.py)
+    hooks       one thread for each hook that runs         -> inbox
+    fleet       asks the table of the VMs that act together (fleet.py), if the policy has one -> inbox
+    notify-...  one thread for each target of notices    -> inbox     (senders.py)
+    policy      reads the policy file again, when asked to -> inbox   (policy_reader.py)
+    pages       opens the web server, until it is open (pages.py)
+    web         answers from the published snapshot
+    operators   wakes the engine for a request in the state file
+    watchdog    ends the process if the engine finishes no cycle, or the poller hangs (watchdog.py)
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from scheduled_events_agent import __version__, host
+from scheduled_events_agent.daemon.inbox import Command, Inbox, Item, PolicyRead
+from scheduled_events_agent.daemon.pages import Pages
+from scheduled_events_agent.daemon.policy_reader import PolicyReader
+from scheduled_events_agent.daemon.polling import Identifier, Poller
+from scheduled_events_agent.daemon.senders import Senders
+from scheduled_events_agent.daemon.service_status import ServiceReporter
+from scheduled_events_agent.daemon.status_source import StatusSource
+from scheduled_events_agent.daemon.threads import Threads
+from scheduled_events_agent.daemon.watchdog import Watchdog
+from scheduled_events_agent.engine import Engine, Snapshot
+from scheduled_events_agent.hooks import end_leftovers
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.imds import ImdsClient, connect
+from scheduled_events_agent.log import get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.settings import FleetSettings, Loaded, PolicyFile, Settings
+from scheduled_events_agent.status import NO_OPTIONS, CommandOptions
+from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.web.server import WebServer
+from scheduled_events_agent.workflow import FleetRequest
+
+if TYPE_CHECKING:
+    from scheduled_events_agent.daemon.fleet import FleetThread
+    from scheduled_events_agent.fleet.backend import Backend
+
+# The engine's own pace: how often the watchdog and /healthz hear of it while nothing comes.
+_TICK_SECONDS = 10.0
+# The same while something is not as it should be, or operators cannot wake it.
+_RESTLESS_TICK_SECONDS = 1.0
+# The first poll waits this long for the first answer to who this VM is, and no longer.
+_IDENTITY_PATIENCE_SECONDS = 2.0
+_START_TICK_SECONDS = 0.1
+_COMMIT_RETRY_SECONDS = 1.0
+# For the web server to be there at the start, and gone at the end.
+_WEB_PATIENCE_SECONDS = 2.0
+DEFAULT_STOP_TIMEOUT = 5.0
+
+
+class Daemon:
+    """The agent as a process. ``stop`` and ``reload`` may be called from any thread and from signal handlers."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        file: PolicyFile,
+        store: Store,
+        *,
+        command_options: CommandOptions = NO_OPTIONS,
+        stop_timeout: float = DEFAULT_STOP_TIMEOUT,
+        service: host.ServiceManager | None = None,
+        connect_fleet: "Callable[[FleetSettings, str, str], Backend] | None" = None,
+    ) -> None:
+        """``loaded``: what ``file`` says. ``command_options``: see ``Status``.
+
+        ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
+
+        ``service``: what is told how the agent is; by default the program that started this process.
+
+        ``connect_fleet``: opens the fleet's store; by default Azure's table.
+        """
+        self._stop_timeout = stop_timeout
+        self._log = get_logger()
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._put = items.put
+        self._crash: BaseException | None = None
+        self._instance = str(store.path.resolve())
+        self._metrics = Metrics(lambda: tuple(self._snapshot().workflows.values()))
+        self._senders = Senders(store.path.parent, self._put, self._metrics)
+        self._executor = Threads(self._connect, self._put, self._instance)
+        self._engine = Engine(
+            loaded.settings,
+            store,
+            self._metrics,
+            self._executor,
+            put=self._put,
+            notify=self._senders.notify,
+            describe=lambda: msgspec.json.encode(self._status.status()),
+            publish_fleet_requests=self._publish_fleet_requests,
+            command_options=command_options,
+        )
+        self._poller = Poller(self._snapshot, self._put, self._metrics, partial(self._put, Command("look")))
+        self._identifier = Identifier(self._snapshot, self._put, self._poller.stop_requested)
+        self._inbox = Inbox(
+            items, self._engine, self._executor, self._handle_command, is_sending=self._senders.is_busy
+        )
+        self._policy = PolicyReader(file, loaded, self._put)
+        self._status = StatusSource(
+            self._snapshot,
+            self._poller,
+            self._metrics,
+            policy=lambda: self._policy.in_force,
+            running=self._executor.running,
+            target_failures=self._senders.failures,
+            web=lambda: self._pages.state(),  # noqa: PLW0108 - there are no pages yet
+            state_dir=store.path.parent,
+            command_options=command_options,
+        )
+        self._pages = Pages(
+            self._snapshot,
+            status=self._status.status,
+            status_basis=self._status.basis,
+            health_problems=self._status.health_problems,
+            metrics=self._status.metrics,
+            state_dir=store.path.parent,
+            stop_requested=self._poller.stop_requested,
+        )
+        self._reporter = ServiceReporter(
+            service or host.ServiceManager(),
+            self._snapshot,
+            self._poller,
+            self._status,
+            running=self._executor.running,
+            on_ready=self._adopt_orphans,
+        )
+        self._connect_fleet = connect_fleet
+        self._fleet: FleetThread | None = None
+        self._watchdog = Watchdog(lambda: store.is_writing)
+        self._is_stopping = False
+        self._store = store
+        self._wake_up: host.WakeUp | None = None
+        self._recreations = 0
+        self._web_thread: threading.Thread | None = None
+
+    def _snapshot(self) -> Snapshot:
+        """For other threads, which may read nothing else of the engine."""
+        return self._engine.snapshot
+
+    @property
+    def web(self) -> WebServer | None:
+        """The web server while ``run`` runs; None if the policy has it off, or as long as it cannot listen."""
+        return self._pages.web
+
+    def stop(self) -> None:
+        """Have ``run`` return within the stop time-out; at once, or nearly, if it is called again."""
+        self._put(Command("stop"))
+
+    def reload(self) -> None:
+        """Read the policy file again; a bad one is refused, and the old one stays in force."""
+        self._put(Command("reload"))
+
+    def run(self) -> None:
+        """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
+        self._start()
+        try:
+            while self._run_cycle():
+                pass
+        except BaseException as error:  # noqa: BLE001 - raised when all has been put in order
+            self._crash = error
+        self._shut_down()
+        if self._crash is not None:
+            raise self._crash
+
+    # --- start and stop
+
+    def _start(self) -> None:
+        settings = self._engine.settings
+        self._metrics.set_policy(settings, self._policy.in_force.hash)
+        self._engine.start()  # before anybody can ask whether this VM is ready for work
+        self._start_thread("identity", self._identifier.run)
+        self._start_thread("poller", self._poll)
+        self._start_thread("relief", self._poller.run_relief)
+        if settings.agent.listen != "off":
+            self._web_thread = self._start_thread("pages", self._pages.serve)
+            self._pages.has_tried.wait(_WEB_PATIENCE_SECONDS)
+        listen = settings.agent.listen if self._web_thread else "off"
+        self._log.info(
+            "agent started",
+            log_id=LogId.AGENT_STARTED,
+            version=__version__,
+            mode=settings.agent.mode,
+            rules=[rule.name for rule in settings.rules],
+            endpoint=settings.imds.endpoint,
+            vm=self._engine.name() or "not known yet",
+            pending=len(self._engine.board),
+            listen=self.web.address if self.web else listen,
+        )
+        ended = end_leftovers(self._instance)
+        if ended:
+            self._log.warning(
+                "ended what hooks of an agent that was killed had left running",
+                log_id=LogId.HOOK_CUT_SHORT,
+                processes=ended,
+            )
+        self._senders.reconfigure(settings.notify)
+        self._reconfigure_fleet(settings)
+        self._start_thread("watchdog", self._watchdog.run)
+        self._start_thread("policy", self._policy.run)
+        self._start_waiting_for_requests()
+
+    def _start_waiting_for_requests(self) -> None:
+        """Also again, when the state directory was made anew."""
+        if self._wake_up is not None:
+            self._wake_up.close()
+            self._wake_up = None
+        with contextlib.suppress(OSError):  # requests are then found at the next cycle
+            self._wake_up = host.WakeUp(self._store.wake_path)
+            self._start_thread("operators", partial(self._wait_for_requests, self._wake_up))
+
+    def _wait_for_requests(self, wake_up: host.WakeUp) -> None:
+        while wake_up.wait():
+            self._put(Command("look"))
+
+    def _reconfigure_fleet(self, settings: Settings) -> None:
+        if self._fleet is not None:
+            self._fleet.reconfigure(settings)
+        elif settings.fleet is not None:
+            # Most agents do not need it.
+            from scheduled_events_agent.daemon.fleet import FleetThread, log_request  # noqa: PLC0415
+            from scheduled_events_agent.fleet.table import connect as connect_table  # noqa: PLC0415
+
+            connect_fleet = self._connect_fleet or partial(connect_table, on_request=log_request)
+            self._fleet = FleetThread(
+                self._put, self._metrics, settings, connect_fleet, looks_again=bool(self._engine.board)
+            )
+            self._start_thread("fleet", self._fleet.run)
+
+    def _publish_fleet_requests(self, requests: tuple[FleetRequest, ...]) -> None:
+        if self._fleet is not None:
+            engine = self._engine
+            # Before it is sure, it may be that of the VM whose disk this one has got as a copy.
+            vm_id = engine.identity.vm_id if engine.is_identity_sure else ""
+            self._fleet.publish(requests, engine.names(), vm_id, engine.identity.group)
+
+    def _connect(self) -> ImdsClient:
+        """For one approval."""
+        return connect(self._snapshot().settings.imds, self._poller.api_version)
+
+    def _poll(self) -> None:
+        # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
+        self._identifier.has_tried.wait(_IDENTITY_PATIENCE_SECONDS)
+        self._poller.run()
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                target()
+            except BaseException as error:  # noqa: BLE001 - dying unseen, it would leave a daemon that only looks alive
+                get_logger().exception(
+                    f"the {name} thread has ended by a bug; the agent stops", log_id=LogId.AGENT_FAILED
+                )
+                self._crash = error
+                self.stop()
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _shut_down(self) -> None:
+        """Stop in time: running hooks may end by themselves first, then are made to."""
+        self._is_stopping = True
+        self._watchdog.stop()  # a stop has a time limit of its own
+        self._poller.stop()
+        self._policy.stop()
+        self._senders.begin_stop()
+        if self._fleet is not None:
+            self._fleet.stop()
+        # What has a bug is best started anew, and soon.
+        stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
+        names = [running.hook for running in self._executor.running()]
+        waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
+        self._reporter.report_stopping(f"Stopping{waits_for}")
+        if waits_for:
+            self._log.info(f"stopping{waits_for}", log_id=LogId.AGENT_STOPPING, patience_seconds=stop_timeout)
+        try:
+            self._inbox.finish(stop_timeout)
+        except StoreError as error:
+            self._log.error(
+                "could not write the state file while stopping", log_id=LogId.STATE_LOST, reason=str(error)
+            )
+        if self._wake_up is not None:
+            self._wake_up.close()
+        if self._web_thread is not None:
+            self._web_thread.join(_WEB_PATIENCE_SECONDS)
+        self._pages.close()
+        self._log.info("agent stopped", log_id=LogId.AGENT_STOPPED)
+
+    # --- a cycle of the engine
+
+    def _run_cycle(self) -> bool:
+        """Take what has come, decide, commit, perform. False when it is time to stop."""
+        could_go_on = self._inbox.take(self._seconds_to_next_cycle())
+        document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
+        may_go_on = self._inbox.take(0.0)
+        self._executor.reap()
+        if not (could_go_on and may_go_on):
+            return False
+        has_worked = self._engine.run_cycle(document_at)
+        if self._store.recreations > self._recreations:
+            self._recreations = self._store.recreations
+            self._start_waiting_for_requests()
+        self._reporter.report()
+        # Engine and store do their work, as this cycle has ended; a poller that hangs is cured by a restart, too.
+        if self._reporter.reported is not None and not self._poller.overdue_seconds():
+            self._watchdog.feed()
+            self._reporter.keep_alive()
+        if has_worked:
+            self._engine.tidy()
+        else:
+            time.sleep(_COMMIT_RETRY_SECONDS)
+        return True
+
+    def _seconds_to_next_cycle(self) -> float:
+        if self._reporter.reported is None:
+            return _START_TICK_SECONDS
+        if self._engine.store_failure:  # the last cycle has waited already
+            return 0.0
+        is_restless = self._wake_up is None or self._engine.is_restless or bool(self._poller.overdue_seconds())
+        seconds = min(_TICK_SECONDS, _RESTLESS_TICK_SECONDS) if is_restless else _TICK_SECONDS
+        wake_at = self._engine.wake_at
+        return min(seconds, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else seconds
+
+    def _handle_command(self, item: Command | PolicyRead) -> None:
+        if self._is_stopping:
+            return
+        match item:
+            case Command(word="look"):
+                pass  # the cycle that follows does
+            case PolicyRead():
+                self._reload(item)
+            case Command(word="reload"):
+                self._reporter.report_reloading()
+                self._policy.request()
+
+    def _reload(self, read: PolicyRead) -> None:
+        if read.settings is None:
+            self._policy.refuse(read.refused)
+            self._engine.refuse_settings(read.refused)
+        else:
+            self._policy.accept(read.settings.agent, read.hash, self._engine.settings.agent)
+            self._metrics.set_policy(read.settings, read.hash)
+            self._engine.change_settings(read.settings)
+            self._senders.reconfigure(read.settings.notify)
+            self._reconfigure_fleet(read.settings)
+        self._reporter.report_reloaded()
+
+    def _adopt_orphans(self) -> None:
+        """Once the agent is ready: it takes 4 ms and more, which the first hook need not wait for then."""
+        if self._engine.settings.hooks:
+            with contextlib.suppress(OSError, ImportError):  # start_tree will tell
+                processes.adopt_orphans()

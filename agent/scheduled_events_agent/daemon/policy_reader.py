@@ -1,0 +1,119 @@
+"""Reads the policy file: at the start, and again when it is asked for, on a thread that nothing waits for."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+
+from msgspec.structs import replace
+
+from scheduled_events_agent import host, log
+from scheduled_events_agent.daemon.inbox import PolicyRead
+from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
+from scheduled_events_agent.log import get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.notices import doubts
+from scheduled_events_agent.settings import (
+    AgentSettings,
+    ConfigError,
+    Loaded,
+    LogFormat,
+    LogLevel,
+    PolicyFile,
+    keys_for_next_start,
+)
+from scheduled_events_agent.status import PolicyInForce
+
+
+def read_policy(
+    file: PolicyFile, set_up_log: Callable[[LogLevel, LogFormat], None], *, is_start: bool = False
+) -> Loaded:
+    """What the file says now. The log follows it at once, and has the warnings about it.
+
+    Raises ConfigError, also if others could change what the agent would run.
+    """
+    loaded = file.load()
+    if rejected := problems(loaded, rejections(loaded, is_start=is_start)):
+        raise ConfigError(tuple(map(str, rejected)))
+    settings = loaded.settings.agent.log
+    set_up_log(settings.level, settings.format)
+    _warn(map(str, loaded.warnings))
+    # To ask about accounts may take minutes, and neither start nor reload waits for that.
+    run_aside(lambda: _warn(look_at_machine(loaded)), "policy-check")
+    return loaded
+
+
+class PolicyReader:
+    """``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``refuse`` for the engine's."""
+
+    def __init__(self, file: PolicyFile, loaded: Loaded, put: Callable[[PolicyRead], None]) -> None:
+        """``loaded``: what the agent starts with."""
+        self.file = file
+        self._put = put
+        self._agent_at_start = loaded.settings.agent
+        self._is_requested = threading.Event()
+        self._is_stopping = False
+        self.in_force = PolicyInForce(file=file.name, read_at=datetime.now(UTC), hash=loaded.hash)
+        """Replaced, never changed."""
+
+    def request(self) -> None:
+        """Have the file read again."""
+        self._is_requested.set()
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._is_requested.set()
+
+    def run(self) -> None:
+        """Read the file when it is asked for; what was read before the last request does not count."""
+        while self._is_requested.wait() and not self._is_stopping:
+            self._is_requested.clear()
+            try:
+                loaded = read_policy(self.file, log.change)
+                read = PolicyRead(loaded.settings, loaded.hash)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
+                read = PolicyRead(None, refused=str(error))
+            if not self._is_requested.is_set():
+                self._put(read)
+
+    def accept(self, new: AgentSettings, hash_: str, before: AgentSettings) -> None:
+        """It comes into force now, in place of ``before``."""
+        late = keys_for_next_start(self._agent_at_start, new)
+        if late and keys_for_next_start(before, new):
+            text = "the policy file has changes that need a restart of the agent"
+            get_logger().warning(text, log_id=LogId.POLICY_WARNING, keys=late)
+        self.in_force = replace(
+            self.in_force,
+            read_at=datetime.now(UTC),
+            hash=hash_,
+            refused="",
+            refused_at=None,
+            needs_restart=late,
+        )
+
+    def refuse(self, reason: str) -> None:
+        """The policy of before stays in force."""
+        refused_at = self.in_force.refused_at or datetime.now(UTC)
+        self.in_force = replace(self.in_force, refused=reason, refused_at=refused_at)
+
+
+def run_aside(function: Callable[[], None], name: str) -> None:
+    """Run it on a thread of its own, if there is memory for one."""
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=function, name=name, daemon=True).start()
+
+
+def look_at_machine(loaded: Loaded) -> list[str]:
+    """Warnings about what the policy names on this machine."""
+    of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
+    findings = [*doubts(loaded.settings.notify)]
+    if loaded.settings.fleet:
+        from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
+
+        findings += table.warnings(loaded.settings.fleet)
+    return [str(problem) for problem in (*of_machine, *loaded.parsed.gather(findings))]
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for problem in warnings:
+        get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=problem)

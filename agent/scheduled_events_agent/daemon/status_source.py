@@ -1,0 +1,202 @@
+"""Makes the status of what the engine, the poller, the hooks and the senders publish, and changes none of them."""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from scheduled_events_agent import __version__, host
+from scheduled_events_agent.daemon.pages import WebState
+from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.engine import Snapshot
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.status import (
+    NO_OPTIONS,
+    Attention,
+    CommandOptions,
+    FleetState,
+    HeldEvent,
+    NotifiedTarget,
+    PolicyInForce,
+    RunningHook,
+    ShownWorkflow,
+    Status,
+    SuggestedCommand,
+    TargetFailure,
+    Vm,
+)
+from scheduled_events_agent.status.attention import attention
+from scheduled_events_agent.status.messages import as_shown, headline, utc
+from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.store import FILE_NAME, notified
+from scheduled_events_agent.workflow import Board, is_ready
+
+# An engine that has begun no cycle for this long hangs. (It rests ten seconds, and waits two for a slow disk.)
+_STALL_SECONDS = 20.0
+_MAX_BUGS = 5  # that are named
+
+
+class StatusSource:
+    """For any thread."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        poller: Poller,
+        metrics: Metrics,
+        *,
+        policy: Callable[[], PolicyInForce],
+        running: Callable[[], tuple[RunningHook, ...]],
+        target_failures: Callable[[], dict[str, TargetFailure]],
+        web: Callable[[], WebState],
+        state_dir: Path,
+        command_options: CommandOptions = NO_OPTIONS,
+    ) -> None:
+        """``target_failures``: why which target does not take notices. ``command_options``: see ``Status``."""
+        self._snapshot = snapshot
+        self._poller = poller
+        self._metrics = metrics
+        self._policy = policy
+        self._running = running
+        self._target_failures = target_failures
+        self._web = web
+        self._state_dir = state_dir
+        self._command_options = command_options
+        self._unhealthy_since: datetime | None = None
+        self._worded: tuple[Board, tuple[ShownWorkflow, ...]] = ({}, ())
+        self._started = time.monotonic()
+        self._started_at = datetime.now(UTC)
+
+    def status(self) -> Status:
+        """How the agent is now, in words too."""
+        return with_words(self._facts())
+
+    def attention(self) -> tuple[Attention, ...]:
+        """What needs a person now."""
+        return attention(self._facts())
+
+    def headline(self) -> str:
+        """How the agent is now, in one line."""
+        facts = self._facts()
+        return headline(replace(facts, attention=attention(facts)))
+
+    def basis(self) -> object:
+        """What a status is made of, apart from the time: another one if that has changed."""
+        poller = self._poller
+        snapshot = replace(self._snapshot(), cycle_began_at=0.0)
+        return snapshot, self._policy(), self._running(), self._web(), poller.succeeded_at, poller.failure
+
+    def metrics(self) -> bytes:
+        """The metrics, with those that are only worked out when they are asked for."""
+        self._metrics.is_ready.set(is_ready(self._snapshot().workflows))
+        self._metrics.set_attention(self.attention())
+        if self._poller.succeeded_at is not None:
+            self._metrics.last_poll_at.set(self._poller.succeeded_at.timestamp())
+        return self._metrics.expose()
+
+    def health_problems(self) -> list[str]:
+        """Why the agent is not healthy; nothing if it is."""
+        snapshot = self._snapshot()
+        seconds = time.monotonic() - snapshot.cycle_began_at
+        problems = []
+        if seconds > _STALL_SECONDS:
+            problems.append(f"the engine has not turned for {seconds:.0f}s")
+        if failure := snapshot.store_failure:
+            problems.append(f"nothing can be done until the state file can be written: {failure}")
+        for event_id, kind in list(snapshot.bugs.items())[:_MAX_BUGS]:
+            what = f"event {event_id}" if event_id else "what is pending"
+            problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
+        if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
+            problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
+        if self.lacks_poll():
+            since = self._poller.succeeded_at or self._started_at
+            why = self._poller.failure or "it hangs"
+            problems.append(f"no poll has succeeded since {utc(since)}: {why}")
+        if failure := self._web().failure:  # for the command status, which asks through the state file
+            problems.append(f"the pages are not shown: {failure}")
+        return problems
+
+    def lacks_poll(self) -> bool:
+        """Whether the last poll that succeeded is so long ago that the agent is unhealthy."""
+        since_poll = time.monotonic() - (self._poller.succeeded or self._started)
+        return since_poll > self._snapshot().settings.agent.healthy_within
+
+    def _facts(self) -> Status:
+        snapshot = self._snapshot()
+        settings = snapshot.settings
+        now = datetime.now(UTC)
+        supervisor = host.supervisor_commands()
+        problems = self.health_problems()
+        unhealthy_since = (self._unhealthy_since or now) if problems else None
+        self._unhealthy_since = unhealthy_since
+        return Status(
+            at=now,
+            state_file=str(self._state_dir / FILE_NAME),
+            agent_log=snapshot.agent_log,
+            unclean_starts=snapshot.unclean_starts,
+            version=__version__,
+            started_at=self._started_at,
+            vm=Vm(names=snapshot.names, vm_id=snapshot.identity.vm_id),
+            mode=settings.agent.mode,
+            ready=is_ready(snapshot.workflows),
+            health=tuple(problems) if problems else "ok",
+            unhealthy_since=unhealthy_since,
+            web_config_rejected=self._web().config_rejected,
+            policy=self._policy(),
+            rules=tuple([rule.name for rule in settings.rules]),
+            endpoint=settings.imds.endpoint,
+            api_version=self._poller.api_version,
+            recommendations_failure=self._poller.recommendations_failure,
+            last_poll_at=self._poller.succeeded_at,
+            poll_failure=self._poller.failure,
+            incarnation=snapshot.incarnation,
+            others_events=snapshot.other_vm_events,
+            holds=tuple(
+                [
+                    HeldEvent(event_id=key, user=one.user, at=one.at, last_seen_at=one.last_seen_at)
+                    for key, one in snapshot.remembered.items()
+                    if one.reason == "hold"
+                ]
+            ),
+            running=self._running(),
+            pending=self._pending(snapshot.workflows),
+            command_options=self._command_options,
+            command_prefix=supervisor.prefix,
+            supervisor_commands=(
+                SuggestedCommand(command=supervisor.status, effect="tell whether it runs"),
+                SuggestedCommand(command=supervisor.log, effect="show the end of its log"),
+            ),
+            notify=tuple(self._notified(snapshot)),
+            fleet=_fleet(snapshot),
+        )
+
+    def _notified(self, snapshot: Snapshot) -> Iterator[NotifiedTarget]:
+        failures = self._target_failures()
+        for target in snapshot.settings.notify:
+            name = target.name
+            shown = notified(name, snapshot.waiting.get(name), snapshot.losses.get(name))
+            yield replace(shown, failure=failures.get(name))
+
+    def _pending(self, workflows: Board) -> tuple[ShownWorkflow, ...]:
+        """Put into words once for each board, which is never changed."""
+        known, shown = self._worded
+        if known is not workflows:
+            shown = tuple(map(as_shown, workflows.values()))
+            self._worded = (workflows, shown)
+        return shown
+
+
+def _fleet(snapshot: Snapshot) -> FleetState | None:
+    settings, update = snapshot.settings.fleet, snapshot.fleet
+    if settings is None:
+        return None
+    same_name = update.same_name_warnings(snapshot.identity.vm_id)
+    return FleetState(
+        group=settings.group or update.group,
+        error=update.error,
+        unavailable_since=update.unavailable_since,
+        not_ready=snapshot.fleet_not_ready,
+        warnings=tuple(filter(None, (settings.members_fault(snapshot.names), *same_name))),
+    )
