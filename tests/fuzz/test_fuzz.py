@@ -41,9 +41,10 @@ def test_every_text_that_inputs_are_made_from_is_survived(target: str) -> None:
         TARGETS[target].check(text)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "web"])
 def test_any_bytes_are_survived(target: str) -> None:
-    @settings(deadline=None, max_examples=100, database=None)
+    @settings(database=None)
     @given(st.binary())
     def check(data: bytes) -> None:
         TARGETS[target].check(data)
