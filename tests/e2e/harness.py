@@ -85,6 +85,12 @@ class Agent:
         self.hook_file = Path(shutil.copy(HOOK, directory))
         self.endpoint = endpoint
         self.environment: dict[str, str] = {}
+        self.prefix: list[str] = []
+        """A program and its arguments that sets the stage and then becomes the command itself."""
+        self.program = [sys.executable, "-m", "scheduled_events_agent"]
+        """What ``run`` is run by."""
+        self.address = ""
+        """Where its pages are, if its log cannot tell."""
         self.lines: list[dict[str, Any]] = []
         """The log of the process that runs now, or of the last one."""
         self.history: list[str] = []
@@ -139,7 +145,8 @@ class Agent:
     # --- its life
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "scheduled_events_agent", *arguments]
+        program = self.program if arguments[:1] == ("run",) else [sys.executable, "-m", "scheduled_events_agent"]
+        return [*self.prefix, *program, *arguments]
 
     def start(self, *options: str, is_awaited: bool = True) -> None:
         """Start the command; returns when it has polled, or (if not awaited) at once."""
@@ -163,6 +170,10 @@ class Agent:
         if is_awaited:
             self.wait_log("agent started")
             self.wait_until(lambda: self.metric("polls_total", outcome="ok"), "it had polled")
+
+    def is_alive(self) -> bool:
+        """Whether the process that was started last still runs."""
+        return self._process is not None and self._process.poll() is None
 
     @property
     def process(self) -> subprocess.Popen[str]:
@@ -273,16 +284,22 @@ class Agent:
 
     def log(self, message: str, **fields: Any) -> list[dict[str, Any]]:
         """The lines of this process's log with this message and these fields."""
+        if self.address and message == "agent started":
+            return [{"listen": self.address}]
         wanted = {"message": message, **fields}
         with self._news:
             return [line for line in self.lines if wanted.items() <= line.items()]
+
+    def why_not(self) -> list[str]:
+        """Why the process that was started last could not run, as its log says."""
+        return [line["reason"] for line in self.log("the agent cannot run", level="error")]
 
     def wait_log(
         self, message: str, *, count: int = 1, timeout: float = PATIENCE, **fields: Any
     ) -> dict[str, Any]:
         """Wait for the ``count``-th such line; returns it."""
         with self._news:
-            self._news.wait_for(lambda: len(self.log(message, **fields)) >= count or not self._is_alive(), timeout)
+            self._news.wait_for(lambda: len(self.log(message, **fields)) >= count or not self._reads(), timeout)
             found = self.log(message, **fields)
         assert len(found) >= count, f"gave up waiting for {count} times {message!r} with {fields} in the log"
         return found[count - 1]
@@ -296,7 +313,7 @@ class Agent:
         return result
 
     def get(self, path: str, method: str = "GET", timeout: float = PATIENCE) -> tuple[int, str]:
-        """Status and body of a page of its web server; status 0 if it does not answer."""
+        """Status and body of a page of its web server; status 0 if it does not answer, or not to the end."""
         started = self.log("agent started")
         if not started:
             return 0, ""
@@ -305,7 +322,7 @@ class Agent:
             connection.request(method, path)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return 0, ""
         finally:
             connection.close()
@@ -410,7 +427,7 @@ class Agent:
         connections = psutil.net_connections("tcp4")
         return any(one.pid == self.process.pid and one.raddr and one.raddr.port == port for one in connections)
 
-    def _is_alive(self) -> bool:
+    def _reads(self) -> bool:
         return self._reader is not None and self._reader.is_alive()
 
     def _read(self, process: subprocess.Popen[str], lines: list[dict[str, Any]]) -> None:
@@ -423,6 +440,9 @@ class Agent:
                 self._news.notify_all()
         with self._news:
             self._news.notify_all()
+
+
+MakeAgent = Callable[..., Agent]
 
 
 class Request(NamedTuple):

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Agent, Simulator
+from harness import Agent, MakeAgent, Simulator
 
-from conftest import MakeAgent
 from scheduled_events_agent.simulator import VirtualMachine
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}

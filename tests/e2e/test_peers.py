@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SLOWNESS, Agent, Endpoint, Simulator, approved_ids, document
+from harness import SLOWNESS, Agent, Endpoint, MakeAgent, Simulator, approved_ids, document
 from ports import free_port
 
-from conftest import MakeAgent
 from scheduled_events_agent.simulator import RequestRecord, Scenario
 
 AT_ONCE = {"name": "at-once", "approve": "immediately"}

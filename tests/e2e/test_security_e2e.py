@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import CHECKOUT, Agent, Endpoint, Simulator, document
+from harness import CHECKOUT, Agent, Endpoint, MakeAgent, Simulator, document
 
-from conftest import MakeAgent
 from scheduled_events_agent.events import parse_document
 
 if sys.platform == "win32":

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from harness import SLOWNESS, Agent, Simulator
+from harness import SLOWNESS, Agent, MakeAgent, Simulator
 
-from conftest import MakeAgent
 
 VMS = ("web-1", "web-2")
 

@@ -5,9 +5,8 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 
 import pytest
-from harness import Agent, Simulator, approved_ids
+from harness import Agent, MakeAgent, Simulator, approved_ids
 
-from conftest import MakeAgent
 from scheduled_events_agent.simulator import VirtualMachine
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}

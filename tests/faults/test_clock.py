@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 from false_clock import Clock, false_clock_library  # noqa: F401 - a fixture
-from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds, see_through
+from faulty import DRAIN, longest_gap_seconds, see_through
+from harness import Agent, Simulator
 
 if sys.platform == "win32":
     pytest.skip("neither a false clock nor signals to stop and continue are there", allow_module_level=True)
 
-pytest_plugins = ["stage"]
 
 HOUR = 3600
 
 
 @pytest.fixture
-def clock(agent: FaultyAgent, library: Path) -> Clock:
+def clock(agent: Agent, library: Path) -> Clock:
     clock = Clock(agent.directory, library)
     agent.environment |= clock.environment
     return clock
@@ -30,7 +30,7 @@ def clock(agent: FaultyAgent, library: Path) -> Clock:
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forward", "back"])
 def test_when_the_clock_is_set_by_an_hour_a_hook_that_runs_and_all_that_waits_go_on(
-    jump: int, sim: Simulator, agent: FaultyAgent, clock: Clock
+    jump: int, sim: Simulator, agent: Agent, clock: Clock
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained", timeout="10m"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
@@ -58,7 +58,7 @@ def test_when_the_clock_is_set_by_an_hour_a_hook_that_runs_and_all_that_waits_go
 
 
 def test_when_the_clock_is_set_an_event_is_judged_by_it_at_once_and_only_once(
-    sim: Simulator, agent: FaultyAgent, clock: Clock
+    sim: Simulator, agent: Agent, clock: Clock
 ) -> None:
     agent.write_policy(rules=[{**DRAIN, "lead": "15m"}], hooks=agent.hooks("drain", "resume"))
     clock.set(-HOUR)
@@ -78,7 +78,7 @@ def test_when_the_clock_is_set_an_event_is_judged_by_it_at_once_and_only_once(
 
 
 def test_after_an_hour_of_sleep_it_polls_at_once_and_what_is_due_by_then_begins(
-    sim: Simulator, agent: FaultyAgent, clock: Clock
+    sim: Simulator, agent: Agent, clock: Clock
 ) -> None:
     # A stop within a poll is no pause, and on a busy machine the fastest pace leaves no time between two.
     agent.write_policy(
@@ -99,9 +99,7 @@ def test_after_an_hour_of_sleep_it_polls_at_once_and_what_is_due_by_then_begins(
     assert agent.wait_log("this machine stood still")["seconds"] < 60  # by the clock that does not count a sleep
 
 
-def test_stopped_while_an_event_goes_by_it_recovers_once_when_it_goes_on(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_stopped_while_an_event_goes_by_it_recovers_once_when_it_goes_on(sim: Simulator, agent: Agent) -> None:
     # Five seconds stand for a minute. What a stop does to the agent, it does from the first second on: threads are
     # late by it. Of the limits between the two only /healthz speaks (healthy_within, and the 15 s in which the
     # engine should have turned): the one is set so that it is passed here, the other is judged anew at each turn.
@@ -122,9 +120,7 @@ def test_stopped_while_an_event_goes_by_it_recovers_once_when_it_goes_on(
     assert agent.wait_log("this machine stood still")["seconds"] > 4
 
 
-def test_a_hook_that_ended_in_time_while_the_agent_was_stopped_has_succeeded(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_a_hook_that_ended_in_time_while_the_agent_was_stopped_has_succeeded(sim: Simulator, agent: Agent) -> None:
     hooks = {"drain": agent.hook("drain", until="drained", timeout="2s"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
     agent.start()
@@ -140,7 +136,7 @@ def test_a_hook_that_ended_in_time_while_the_agent_was_stopped_has_succeeded(
 
 
 def test_a_hook_that_did_not_end_in_time_while_the_agent_was_stopped_is_ended(
-    sim: Simulator, agent: FaultyAgent
+    sim: Simulator, agent: Agent
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="never", timeout="2s"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)

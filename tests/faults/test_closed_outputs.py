@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds
+from faulty import DRAIN, longest_gap_seconds
+from harness import Agent, Simulator
 from ports import free_port
 
 if sys.platform == "win32":
     pytest.skip("descriptors are redirected as a shell of Unix does it", allow_module_level=True)
 
-pytest_plugins = ["stage"]
 
 # Becomes the command whose standard error is a socket, as to the journal, that has nobody at its other end.
 GONE_JOURNAL = """
@@ -40,7 +40,7 @@ def pipe(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def check_life(sim: Simulator, agent: FaultyAgent, then: Callable[[], object] = lambda: None) -> None:
+def check_life(sim: Simulator, agent: Agent, then: Callable[[], object] = lambda: None) -> None:
     """An event goes its whole way, and the agent ends as it should; ``then`` happens when it has polled."""
     agent.address = f"127.0.0.1:{free_port()}"
     agent.write_policy(agent={"listen": agent.address}, rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
@@ -64,15 +64,13 @@ def check_life(sim: Simulator, agent: FaultyAgent, then: Callable[[], object] = 
 
 
 @pytest.mark.parametrize("how", ["2>&-", "<&- >&- 2>&-", ">/dev/full 2>&1"])
-def test_with_its_outputs_closed_or_full_the_agent_does_its_work(
-    how: str, sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_with_its_outputs_closed_or_full_the_agent_does_its_work(how: str, sim: Simulator, agent: Agent) -> None:
     agent.prefix = redirected(how)
     check_life(sim, agent)
 
 
 def test_when_the_reader_of_its_log_has_gone_the_agent_does_its_work(
-    sim: Simulator, agent: FaultyAgent, tmp_path: Path
+    sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "log")
     reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
@@ -81,7 +79,7 @@ def test_when_the_reader_of_its_log_has_gone_the_agent_does_its_work(
 
 
 def test_when_nobody_empties_the_pipe_of_its_log_the_agent_does_its_work(
-    sim: Simulator, agent: FaultyAgent, pipe: int, tmp_path: Path
+    sim: Simulator, agent: Agent, pipe: int, tmp_path: Path
 ) -> None:
     agent.prefix = redirected(f"2>{tmp_path / 'pipe'}")
     with contextlib.suppress(BlockingIOError):
@@ -91,6 +89,6 @@ def test_when_nobody_empties_the_pipe_of_its_log_the_agent_does_its_work(
     assert set(os.read(pipe, 1 << 20)) == {ord(".")}  # it was full to the end
 
 
-def test_when_the_journal_has_gone_the_agent_does_its_work(sim: Simulator, agent: FaultyAgent) -> None:
+def test_when_the_journal_has_gone_the_agent_does_its_work(sim: Simulator, agent: Agent) -> None:
     agent.prefix = [sys.executable, "-c", GONE_JOURNAL]
     check_life(sim, agent)

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, FaultyAgent, Simulator, needs_root, see_through
+from faulty import DRAIN, needs_root, see_through
+from harness import Agent, Simulator
 
 if sys.platform == "win32":
     pytest.skip("there is no other way to a dead name service than a namespace of Linux", allow_module_level=True)
 
-pytest_plugins = ["stage"]
 pytestmark = needs_root
 
 
 @pytest.fixture
-def questions(agent: FaultyAgent, tmp_path: Path) -> Iterator[socket.socket]:
+def questions(agent: Agent, tmp_path: Path) -> Iterator[socket.socket]:
     """What the agent asks of its only name server, which never answers, comes in here."""
     address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
@@ -50,7 +50,7 @@ def answer(questions: socket.socket) -> None:
 
 
 def test_an_endpoint_that_is_an_address_needs_no_name_service(
-    sim: Simulator, agent: FaultyAgent, questions: socket.socket
+    sim: Simulator, agent: Agent, questions: socket.socket
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
@@ -62,7 +62,7 @@ def test_an_endpoint_that_is_an_address_needs_no_name_service(
 
 
 def test_while_the_poller_waits_for_a_name_nothing_else_does(
-    sim: Simulator, agent: FaultyAgent, questions: socket.socket
+    sim: Simulator, agent: Agent, questions: socket.socket
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
@@ -99,7 +99,7 @@ def test_while_the_poller_waits_for_a_name_nothing_else_does(
 
 
 def test_an_agent_that_starts_without_a_name_service_says_so_and_stops_when_told(
-    sim: Simulator, agent: FaultyAgent, questions: socket.socket
+    sim: Simulator, agent: Agent, questions: socket.socket
 ) -> None:
     port = sim.endpoint().rpartition(":")[2]
     agent.write_policy(

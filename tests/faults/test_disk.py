@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds, needs_root, see_through
+from faulty import DRAIN, longest_gap_seconds, needs_root, see_through
+from harness import Agent, Simulator
 
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Decision
@@ -24,8 +25,6 @@ from scheduled_events_agent.workflow import Note, NoteKind, Step, Workflow
 
 if sys.platform == "win32":
     pytest.skip("file systems are mounted and limited as Linux does it", allow_module_level=True)
-
-pytest_plugins = ["stage"]
 
 
 def run(*command: str) -> str:
@@ -47,25 +46,25 @@ def mounted(place: Path, *options: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def small_disk(agent: FaultyAgent) -> Iterator[Path]:
+def small_disk(agent: Agent) -> Iterator[Path]:
     """The agent's state directory as a file system of its own, of half a megabyte: too small for a reserve."""
     with mounted(agent.state_dir, "-t", "tmpfs", "-o", "size=512k,mode=700", "none"):
         yield agent.state_dir
 
 
 @pytest.fixture
-def disk(agent: FaultyAgent) -> Iterator[Path]:
+def disk(agent: Agent) -> Iterator[Path]:
     """The agent's state directory as a file system of its own, with room for a reserve."""
     with mounted(agent.state_dir, "-t", "tmpfs", "-o", "size=32m,mode=700", "none"):
         yield agent.state_dir
 
 
-def wait_reserve(agent: FaultyAgent) -> None:
+def wait_reserve(agent: Agent) -> None:
     agent.wait_until(lambda: agent.metric("state_reserve_bytes") > 0.7 * RESERVE_BYTES, "there was a reserve")
 
 
 @pytest.fixture
-def breakable_disk(agent: FaultyAgent, tmp_path: Path) -> Iterator[Path]:
+def breakable_disk(agent: Agent, tmp_path: Path) -> Iterator[Path]:
     """The agent's state directory as a file system that becomes read-only when it finds itself damaged."""
     image = tmp_path / "disk"
     with image.open("wb") as file:
@@ -91,7 +90,7 @@ def damage(disk: Path) -> None:
     Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("test")
 
 
-def check_stuck(agent: FaultyAgent, sim: Simulator, kind: str, reason: str) -> None:
+def check_stuck(agent: Agent, sim: Simulator, kind: str, reason: str) -> None:
     """It can write nothing, and says so, but polls."""
     failed = agent.wait_log("writing the state file fails")
     assert (failed["kind"], failed["level"]) == (kind, "warning")
@@ -104,7 +103,7 @@ def check_stuck(agent: FaultyAgent, sim: Simulator, kind: str, reason: str) -> N
     assert len(agent.log("writing the state file fails")) == 1  # told once
 
 
-def check_at_work(agent: FaultyAgent) -> None:
+def check_at_work(agent: Agent) -> None:
     assert agent.wait_log("writing the state file works again")["failures"] >= 2
     agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy again")
 
@@ -112,7 +111,7 @@ def check_at_work(agent: FaultyAgent) -> None:
 @needs_root
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_on_a_full_disk_an_event_is_lived_through_and_an_agent_starts(
-    sim: Simulator, agent: FaultyAgent, disk: Path, end: str
+    sim: Simulator, agent: Agent, disk: Path, end: str
 ) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
@@ -188,7 +187,7 @@ def live(store: Store, name: str) -> None:
 
 @needs_root
 def test_where_there_is_no_room_for_a_reserve_the_log_says_so(
-    sim: Simulator, agent: FaultyAgent, small_disk: Path
+    sim: Simulator, agent: Agent, small_disk: Path
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
@@ -200,7 +199,7 @@ def test_where_there_is_no_room_for_a_reserve_the_log_says_so(
 
 @needs_root
 def test_without_a_reserve_nothing_is_begun_or_approved_and_with_room_it_goes_on(
-    sim: Simulator, agent: FaultyAgent, small_disk: Path
+    sim: Simulator, agent: Agent, small_disk: Path
 ) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
@@ -235,7 +234,7 @@ def test_without_a_reserve_nothing_is_begun_or_approved_and_with_room_it_goes_on
 
 @needs_root
 def test_on_a_full_disk_without_a_reserve_an_agent_does_not_start_and_says_why(
-    sim: Simulator, agent: FaultyAgent, small_disk: Path
+    sim: Simulator, agent: Agent, small_disk: Path
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
@@ -252,7 +251,7 @@ def test_on_a_full_disk_without_a_reserve_an_agent_does_not_start_and_says_why(
 
 @needs_root
 def test_a_disk_that_is_full_before_the_first_start_is_told(
-    sim: Simulator, agent: FaultyAgent, small_disk: Path
+    sim: Simulator, agent: Agent, small_disk: Path
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     ballast = fill(small_disk)
@@ -267,7 +266,7 @@ def test_a_disk_that_is_full_before_the_first_start_is_told(
 
 @needs_root
 def test_on_a_read_only_disk_nothing_is_approved_until_it_is_repaired(
-    sim: Simulator, agent: FaultyAgent, breakable_disk: Path, tmp_path: Path
+    sim: Simulator, agent: Agent, breakable_disk: Path, tmp_path: Path
 ) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
@@ -293,7 +292,7 @@ def test_on_a_read_only_disk_nothing_is_approved_until_it_is_repaired(
 
 
 def test_damage_found_at_work_ends_the_agent_and_the_next_sets_the_file_aside(
-    sim: Simulator, agent: FaultyAgent
+    sim: Simulator, agent: Agent
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
@@ -320,9 +319,7 @@ def test_damage_found_at_work_ends_the_agent_and_the_next_sets_the_file_aside(
     assert len(sim.approvals(event)) == 1
 
 
-def test_while_the_state_file_is_locked_only_polling_and_running_hooks_go_on(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_while_the_state_file_is_locked_only_polling_and_running_hooks_go_on(sim: Simulator, agent: Agent) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
     agent.start()

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faulty import AT_ONCE, DRAIN, FaultyAgent, Simulator, needs_root, see_through
+from faulty import AT_ONCE, DRAIN, needs_root, see_through
+from harness import Agent, Simulator
 
 if sys.platform == "win32":
     pytest.skip("Windows does not limit what a process may open", allow_module_level=True)
 
-pytest_plugins = ["stage"]
 
 # As a limit of descriptors: what is open stays so, and nothing more can be opened. (With 0 nothing could be waited
 # for either.)
@@ -29,7 +29,7 @@ UIDS = count(54321 + 100 * (os.getpid() % 1000))
 
 
 @contextmanager
-def limited(agent: FaultyAgent, resource: str, limit: int) -> Iterator[None]:
+def limited(agent: Agent, resource: str, limit: int) -> Iterator[None]:
     """The agent's process may have no more of something (a word of prlimit's); afterwards it may again."""
 
     def prlimit(*words: str) -> str:
@@ -48,18 +48,18 @@ def limited(agent: FaultyAgent, resource: str, limit: int) -> Iterator[None]:
             prlimit(f"--{resource}={before}:")
 
 
-def descriptors(agent: FaultyAgent) -> int:
+def descriptors(agent: Agent) -> int:
     """One more than the highest number of any: with this limit next to nothing can be opened."""
     return max(int(entry.name) for entry in Path(f"/proc/{agent.process.pid}/fd").iterdir()) + 1
 
 
-def seconds_of_cpu(agent: FaultyAgent) -> float:
+def seconds_of_cpu(agent: Agent) -> float:
     times = psutil.Process(agent.process.pid).cpu_times()
     return float(times.user + times.system)
 
 
 def test_without_descriptors_polls_and_pages_fail_nothing_ends_and_all_comes_back(
-    sim: Simulator, agent: FaultyAgent
+    sim: Simulator, agent: Agent
 ) -> None:
     soon = {**DRAIN, "lead": "30m"}
     agent.write_policy(agent={"healthy_within": "1s"}, rules=[soon], hooks=agent.hooks("drain", "resume"))
@@ -83,7 +83,7 @@ def test_without_descriptors_polls_and_pages_fail_nothing_ends_and_all_comes_bac
     assert agent.ran() == ["drain", "resume"] * 2
 
 
-def test_a_hook_without_descriptors_has_failed_and_its_event_is_held(sim: Simulator, agent: FaultyAgent) -> None:
+def test_a_hook_without_descriptors_has_failed_and_its_event_is_held(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     sim.wait_polls(2)
@@ -103,9 +103,7 @@ def test_a_hook_without_descriptors_has_failed_and_its_event_is_held(sim: Simula
     assert agent.log("a bug in the agent") == []
 
 
-def test_a_hook_that_ends_while_there_are_no_descriptors_has_ended_as_it_did(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_a_hook_that_ends_while_there_are_no_descriptors_has_ended_as_it_did(sim: Simulator, agent: Agent) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
     agent.start()
@@ -122,7 +120,7 @@ def test_a_hook_that_ends_while_there_are_no_descriptors_has_ended_as_it_did(
 
 
 @pytest.fixture
-def nobody(agent: FaultyAgent) -> FaultyAgent:
+def nobody(agent: Agent) -> Agent:
     """The agent, run by an account that has no other process: root's are not counted."""
     uid = str(next(UIDS))
     # What it needs of root is to read the interpreter and this checkout, wherever they are.
@@ -134,14 +132,14 @@ def nobody(agent: FaultyAgent) -> FaultyAgent:
     return agent
 
 
-def processes(agent: FaultyAgent) -> int:
+def processes(agent: Agent) -> int:
     """What the system counts for the account of the agent: its threads, as long as no hook runs."""
     return psutil.Process(agent.process.pid).num_threads()
 
 
 @needs_root
 def test_a_hook_without_a_process_or_thread_has_failed_and_its_event_is_held(
-    sim: Simulator, nobody: FaultyAgent
+    sim: Simulator, nobody: Agent
 ) -> None:
     nobody.write_policy(rules=[DRAIN], hooks=nobody.hooks("drain", "resume"))
     nobody.start()
@@ -171,9 +169,7 @@ def test_a_hook_without_a_process_or_thread_has_failed_and_its_event_is_held(
 
 
 @needs_root
-def test_an_approval_for_which_there_is_no_thread_is_sent_when_there_is_one(
-    sim: Simulator, nobody: FaultyAgent
-) -> None:
+def test_an_approval_for_which_there_is_no_thread_is_sent_when_there_is_one(sim: Simulator, nobody: Agent) -> None:
     nobody.write_policy(rules=[AT_ONCE])
     nobody.start()
     sim.wait_polls(2)
@@ -190,7 +186,7 @@ def test_an_approval_for_which_there_is_no_thread_is_sent_when_there_is_one(
     assert nobody.metric("approvals_total", outcome="no_thread") >= 1
 
 
-def test_without_memory_for_a_thread_it_goes_on_and_catches_up_later(sim: Simulator, agent: FaultyAgent) -> None:
+def test_without_memory_for_a_thread_it_goes_on_and_catches_up_later(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     )

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from faulty import PATIENCE, FaultyAgent, MakeAgent, Simulator
+from harness import PATIENCE, Agent, MakeAgent, Simulator
 
-pytest_plugins = ["stage"]
 pytestmark = pytest.mark.timeout(300)
 
 KILLER = Path(__file__).with_name("killer.py")
@@ -63,7 +62,7 @@ class Life:
     approvals: int
 
 
-def live(agent: FaultyAgent, sim: Simulator, position: int, when: When, *, is_rebooted: bool, kills: int) -> Life:
+def live(agent: Agent, sim: Simulator, position: int, when: When, *, is_rebooted: bool, kills: int) -> Life:
     """A life in which so many processes, at most, kill themselves at their commit number ``position``."""
     event = sim.schedule("Reboot", start_delay_seconds=600.0, lasts_seconds=None)
     agent.write_policy(rules=[RULE], hooks=agent.hooks(*HOOKS))
@@ -100,7 +99,7 @@ def live(agent: FaultyAgent, sim: Simulator, position: int, when: When, *, is_re
     return Life(killed, story, agent.ran(), len(sim.approvals(event)))
 
 
-def lead(agent: FaultyAgent, sim: Simulator, event: str, boot: str) -> bool:
+def lead(agent: Agent, sim: Simulator, event: str, boot: str) -> bool:
     """Have Azure go on when the agent has got so far; returns whether the event is over and dealt with.
 
     After a reboot an approved event is prepared for once more, in ``boot``; Azure waits for the end of that.
@@ -171,7 +170,7 @@ def test_killed_at_any_commit_the_agent_ends_where_it_would_have_without_that(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGTERM that a process could end by in order")
-def test_killed_after_each_step_the_agent_gets_to_the_end(sim: Simulator, agent: FaultyAgent) -> None:
+def test_killed_after_each_step_the_agent_gets_to_the_end(sim: Simulator, agent: Agent) -> None:
     # Its start, that the file is in use, that it goes on where it was, what has become old, that the service has
     # answered, what it does when it has read a document; the seventh is what comes of that, at the latest.
     life = live(agent, sim, 7, "after", is_rebooted=False, kills=30)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import pytest
-from faulty import FaultyAgent, MakeAgent, Simulator
+from harness import Agent, MakeAgent, Simulator
 from receiver import Receiver
 
-pytest_plugins = ["stage"]
 pytestmark = pytest.mark.timeout(900)
 
 RULE = {"name": "all", "prepare": ["drain", "check"], "recover": ["resume"], "approve": "when-prepared"}
@@ -32,7 +31,7 @@ class Life:
     """The life of an event, with a lock at one kind of commit."""
 
     sim: Simulator
-    agent: FaultyAgent
+    agent: Agent
     locked_at: Commit
     seconds: float
     unlocked: float = field(default=0.0, init=False)

@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import FaultyAgent, Simulator, needs_root
+from faulty import needs_root
+from harness import Agent, Simulator
 
 if sys.platform == "win32":
     pytest.skip("file systems are mounted and limited as Linux does it", allow_module_level=True)
 
 from test_disk import fill, mounted
 
-pytest_plugins = ["stage"]
-
 
 @pytest.fixture
-def full_disk(agent: FaultyAgent) -> Iterator[Path]:
+def full_disk(agent: Agent) -> Iterator[Path]:
     """The agent's state directory as a file system of its own, of half a megabyte."""
     with mounted(agent.state_dir, "-t", "tmpfs", "-o", "size=512k,mode=700", "none"):
         yield agent.state_dir
@@ -26,7 +25,7 @@ def full_disk(agent: FaultyAgent) -> Iterator[Path]:
 @needs_root
 @pytest.mark.parametrize("end", ["runs", "was killed", "has stopped"])
 def test_on_a_full_disk_the_state_is_shown_and_the_reason_told(
-    sim: Simulator, agent: FaultyAgent, full_disk: Path, end: str
+    sim: Simulator, agent: Agent, full_disk: Path, end: str
 ) -> None:
     agent.write_policy(rules=[{"name": "by-hand", "approve": "manual"}])
     agent.start()

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, FaultyAgent, MakeAgent, Simulator, needs_root
+from faulty import DRAIN, needs_root
+from harness import Agent, MakeAgent, Simulator
 
 if sys.platform == "win32":
     pytest.skip("Windows neither removes nor replaces a file that is open", allow_module_level=True)
 
 from test_disk import run
-
-pytest_plugins = ["stage"]
 
 RULES = [
     {"name": "at-once", "when": {"type": "Freeze"}, "approve": "immediately"},
@@ -47,7 +46,7 @@ def back_up(state: Path) -> None:
     shutil.copytree(state, state.with_name("backup"), ignore=shutil.ignore_patterns("wake", "lock"))
 
 
-def prepare(sim: Simulator, agent: FaultyAgent) -> str:
+def prepare(sim: Simulator, agent: Agent) -> str:
     """Start the agent, and have it prepare an event that an operator must approve."""
     agent.write_policy(rules=RULES, hooks=agent.hooks("drain", "resume"))
     agent.start()
@@ -57,7 +56,7 @@ def prepare(sim: Simulator, agent: FaultyAgent) -> str:
     return event
 
 
-def wait_recreated(agent: FaultyAgent) -> None:
+def wait_recreated(agent: Agent) -> None:
     told = agent.wait_log(
         "the state file was removed or replaced and has been made anew; nothing that was in it is lost"
     )
@@ -68,7 +67,7 @@ def wait_recreated(agent: FaultyAgent) -> None:
 
 @pytest.mark.parametrize("lose", [remove_directory, remove_files, replace_file])
 def test_the_agent_goes_on_and_after_a_kill_recovers_once(
-    sim: Simulator, agent: FaultyAgent, make_agent: MakeAgent, lose: Callable[[Path], None]
+    sim: Simulator, agent: Agent, make_agent: MakeAgent, lose: Callable[[Path], None]
 ) -> None:
     event = prepare(sim, agent)
     lose(agent.state_dir)
@@ -91,7 +90,7 @@ def test_the_agent_goes_on_and_after_a_kill_recovers_once(
 
 @pytest.mark.parametrize("lose", [remove_directory, remove_files, replace_file])
 def test_operators_reach_the_agent_and_the_event_is_approved(
-    sim: Simulator, agent: FaultyAgent, lose: Callable[[Path], None]
+    sim: Simulator, agent: Agent, lose: Callable[[Path], None]
 ) -> None:
     event = prepare(sim, agent)
     lose(agent.state_dir)
@@ -113,7 +112,7 @@ def test_operators_reach_the_agent_and_the_event_is_approved(
     assert agent.ran() == ["drain", "resume"]
 
 
-def check_begins_nothing(sim: Simulator, agent: FaultyAgent, why: str) -> None:
+def check_begins_nothing(sim: Simulator, agent: Agent, why: str) -> None:
     """It says why, tries again and again, and does nothing about an event that it would approve at once."""
     agent.wait_until(lambda: why in agent.get("/healthz")[1], "/healthz said why")
     assert agent.get("/healthz")[0] == 503
@@ -131,7 +130,7 @@ def check_begins_nothing(sim: Simulator, agent: FaultyAgent, why: str) -> None:
 
 
 def test_while_another_agent_has_the_new_directory_nothing_is_begun(
-    sim: Simulator, agent: FaultyAgent, make_agent: MakeAgent
+    sim: Simulator, agent: Agent, make_agent: MakeAgent
 ) -> None:
     prepare(sim, agent)
     with Simulator(vms=("vm-1",), rate_limit=None) as elsewhere:
@@ -148,7 +147,7 @@ def test_while_another_agent_has_the_new_directory_nothing_is_begun(
 
 
 @pytest.fixture
-def disk(agent: FaultyAgent) -> Iterator[Path]:
+def disk(agent: Agent) -> Iterator[Path]:
     """The agent's state directory as a file system of its own, which can be mounted again; where else it is."""
     place = agent.directory / "disk"
     with contextlib.ExitStack() as stack:
@@ -163,7 +162,7 @@ def disk(agent: FaultyAgent) -> Iterator[Path]:
 
 
 @needs_root
-def test_without_its_file_system_nothing_is_begun(sim: Simulator, agent: FaultyAgent, disk: Path) -> None:
+def test_without_its_file_system_nothing_is_begun(sim: Simulator, agent: Agent, disk: Path) -> None:
     event = prepare(sim, agent)
     run("umount", "--lazy", str(agent.state_dir))
     check_begins_nothing(sim, agent, "is on another device than before")

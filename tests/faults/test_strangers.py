@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, FaultyAgent, MakeAgent, Simulator, needs_root, see_through
-
-pytest_plugins = ["stage"]
+from faulty import DRAIN, needs_root, see_through
+from harness import Agent, MakeAgent, Simulator
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
@@ -48,7 +47,7 @@ def heir() -> Iterator[None]:
 @pytest.mark.usefixtures("heir")
 @pytest.mark.skipif(not LAST_PID.exists(), reason="the kernel cannot be told which number comes next")
 def test_a_process_that_has_the_number_of_a_hook_of_a_killed_agent_is_left_alone(
-    sim: Simulator, agent: FaultyAgent
+    sim: Simulator, agent: Agent
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
@@ -69,9 +68,7 @@ def test_a_process_that_has_the_number_of_a_hook_of_a_killed_agent_is_left_alone
     assert agent.ran() == ["drain", "drain", "resume"]
 
 
-def test_a_lock_that_names_a_process_that_is_no_agent_does_not_stop_a_start(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_a_lock_that_names_a_process_that_is_no_agent_does_not_stop_a_start(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     agent.kill()
@@ -85,7 +82,7 @@ def test_a_lock_that_names_a_process_that_is_no_agent_does_not_stop_a_start(
 
 
 def test_a_second_agent_on_the_same_state_ends_and_disturbs_nothing(
-    sim: Simulator, agent: FaultyAgent, make_agent: MakeAgent
+    sim: Simulator, agent: Agent, make_agent: MakeAgent
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)

@@ -19,8 +19,6 @@ import yaml
 if sys.platform != "linux":
     pytest.skip("dropping the packets of one socket is for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
 
 PAGE = CHECKOUT / "docs/cookbook/connections.md"

@@ -5,20 +5,15 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 import database_stage
 from database_stage import BIN, UNIT, USER, Writer, staged
 from harness import PATIENCE, Simulator
-
-pytest_plugins = ["one_vm"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,8 +11,6 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("keepalived, and the hooks, are for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from examples import ServiceManager, Unit, copy_hooks
 from haproxy_pair import Load, Pair, wait
 from harness import CHECKOUT, PATIENCE, Agent, Simulator

@@ -14,15 +14,11 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 import patroni_cluster
 from database_stage import BIN, USER, Writer, as_user, wait_until
 from examples import ServiceManager, copy_hooks
 from harness import PATIENCE, Agent, Simulator
 from patroni_cluster import MEMBERS, PatroniCluster
-
-pytest_plugins = ["one_vm"]
 
 
 class Stage:

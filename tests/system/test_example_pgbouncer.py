@@ -15,8 +15,6 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 import database_stage
 from database_stage import UNIT, USER, Servers, wait_until
 from harness import PATIENCE, Agent, Simulator

@@ -11,8 +11,6 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from examples import ServiceManager, Unit, copy_hooks
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
 from rabbitmq_cluster import Cluster, Load

@@ -9,12 +9,8 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from harness import Agent, Simulator
 from ray_cluster import UNIT, cluster
-
-pytest_plugins = ["one_vm"]
 
 # Ray takes long to start and to notice on a busy machine; the first time, it is fetched.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

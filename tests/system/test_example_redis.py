@@ -15,14 +15,10 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("Redis, and the hooks, are for Unix", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from examples import copy_hooks
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
 from ports import free_port
 from redis_set import NAME, UNIT, RedisError, RedisSet, Writer, ask, wait
-
-pytest_plugins = ["one_vm"]
 
 pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
 

@@ -14,12 +14,8 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from harness import PATIENCE, Agent, Simulator
 from one_node import NODE, Slurm
-
-pytest_plugins = ["one_vm"]
 
 MARK = "scheduled-events-agent:"
 

@@ -18,12 +18,8 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("HAProxy, and nginx as servers have it, are for Unix", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from balanced import PATIENCE, SLOW, Nginx, Web, wait_answered
 from harness import Agent, Simulator
-
-pytest_plugins = ["one_vm"]
 
 PREPARE, RECOVER = "nginx-prepare: ", "nginx-recover: "  # what their lines begin with
 PROBES = ("through-nginx", "directly")

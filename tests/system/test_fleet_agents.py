@@ -6,9 +6,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
 from harness import Agent, Simulator
 

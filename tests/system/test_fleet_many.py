@@ -4,23 +4,19 @@ The judge knows when hooks ran, from their own notes, when approvals came, from 
 records.
 """
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from scheduled_events_agent.fleet.table import connect
-from scheduled_events_agent.settings.model import FleetSettings
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
 from flaky_proxy import FlakyProxy
 from harness import Simulator
 from many_agents import GROUP, Fleet
+
+from scheduled_events_agent.fleet.table import connect
+from scheduled_events_agent.settings.model import FleetSettings
 
 pytestmark = pytest.mark.timeout(1800)
 LIMIT = 2

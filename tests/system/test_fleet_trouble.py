@@ -12,8 +12,6 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("there is no false clock", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
 from false_clock import Clock, false_clock_library  # noqa: F401 - a fixture
 from flaky_proxy import FlakyProxy

@@ -28,8 +28,6 @@ import yaml
 if sys.platform == "win32":
     pytest.skip("Prometheus is taken from a Linux distribution", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 import apt
 from harness import PATIENCE, Agent, Simulator
 from receiver import Receiver

@@ -19,8 +19,6 @@ from msgspec.structs import replace
 if sys.platform == "win32":
     pytest.skip("the browser comes from Debian's packages", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from chromium import Browser, Tab, browser
 from harness import Agent, Simulator
 from ports import free_port

@@ -11,13 +11,9 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from harness import PATIENCE, Agent, Simulator
 from torch_job import torch_job
 from training_job import UNIT, Job
-
-pytest_plugins = ["one_vm"]
 
 pytestmark = pytest.mark.timeout(900)  # the first time, PyTorch is fetched
 

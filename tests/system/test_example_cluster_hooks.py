@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from examples import copy_hooks, example
 from harness import CHECKOUT, PATIENCE, Agent, Answer, Request, Server, Simulator
 

@@ -1,13 +1,11 @@
-"""Fixtures of the end-to-end tests: agents and simulators that end with their test."""
+"""Fixtures for all tests of the real command: agents and simulators that end with their test."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Agent, Simulator
-
-MakeAgent = Callable[..., Agent]
+from harness import Agent, MakeAgent, Simulator
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, Agent, Simulator
+from harness import PATIENCE, Agent, MakeAgent, Simulator
 from training_job import UNIT, a_job, launched, trainer
-
-from conftest import MakeAgent
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux")
 
