@@ -23,20 +23,26 @@ def delayed(inner, name):
         return inner(*arguments)
     return outer
 
-daemon._TICK_SECONDS, watchdog._TICK_SECONDS = 4.0, 0.4  # so that ten seconds without a turn are a hang
-Store.load_requests = delayed(Store.load_requests, sys.argv[1])
-Store._write_journal = delayed(Store._write_journal, sys.argv[2])
-ImdsClient.fetch = delayed(ImdsClient.fetch, sys.argv[3])
-sys.exit(main(sys.argv[4:]))
+hang = float(sys.argv[1])  # so many seconds without a turn are a hang
+daemon._TICK_SECONDS, watchdog._TICK_SECONDS = 0.4 * hang, 0.04 * hang
+Store.load_requests = delayed(Store.load_requests, sys.argv[2])
+Store._write_journal = delayed(Store._write_journal, sys.argv[3])
+ImdsClient.fetch = delayed(ImdsClient.fetch, sys.argv[4])
+sys.exit(main(sys.argv[5:]))
 """
-LONGER_THAN_A_HANG = 15.0
+
+
+@pytest.fixture(params=[2.0, pytest.param(10.0, marks=pytest.mark.nightly)])
+def hang_seconds(request: pytest.FixtureRequest) -> float:
+    seconds: float = request.param
+    return seconds
 
 
 @pytest.fixture
-def agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Agent:
+def agent(agent: Agent, hang_seconds: float) -> Agent:
     """Its engine hangs while its file "hangs" is there, its disk while "disk" is, its poller while "poller" is."""
     places = [str(agent.directory / name) for name in ("hangs", "disk", "poller")]
-    monkeypatch.setattr(agent, "command", lambda *arguments: [sys.executable, "-c", PROGRAM, *places, *arguments])
+    agent.program = [sys.executable, "-c", PROGRAM, str(hang_seconds), *places]
     agent.write_policy(
         rules=[{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}],
         hooks=agent.hooks("drain"),
@@ -73,28 +79,32 @@ def test_an_agent_whose_poller_hangs_ends_before_the_limit_of_its_request(agent:
 
 
 def test_an_agent_that_waits_long_for_an_answer_is_not_taken_for_one_that_hangs(
-    agent: Agent, sim: Simulator
+    agent: Agent, sim: Simulator, hang_seconds: float
 ) -> None:
     sim.fault("vm-1", "stall", on="poll", count=1)
-    time.sleep(LONGER_THAN_A_HANG)
+    time.sleep(1.5 * hang_seconds)
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     assert agent.process.poll() is None
 
 
-def test_an_agent_whose_machine_stood_still_is_not_taken_for_one_that_hangs(agent: Agent, sim: Simulator) -> None:
+def test_an_agent_whose_machine_stood_still_is_not_taken_for_one_that_hangs(
+    agent: Agent, sim: Simulator, hang_seconds: float
+) -> None:
     process = psutil.Process(agent.process.pid)
     process.suspend()
-    time.sleep(LONGER_THAN_A_HANG)
+    time.sleep(1.5 * hang_seconds)
     process.resume()
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     assert agent.process.poll() is None
 
 
-def test_an_agent_that_waits_for_its_disk_is_not_taken_for_one_that_hangs(agent: Agent, sim: Simulator) -> None:
+def test_an_agent_that_waits_for_its_disk_is_not_taken_for_one_that_hangs(
+    agent: Agent, sim: Simulator, hang_seconds: float
+) -> None:
     disk = Path(agent.directory / "disk")
     disk.touch()
     event = sim.schedule("Reboot", notice_seconds=600)
-    time.sleep(LONGER_THAN_A_HANG)
+    time.sleep(1.5 * hang_seconds)
     assert sim.approvals() == ()
     disk.unlink()
     sim.wait_approved(event)

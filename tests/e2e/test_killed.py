@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize(
-    ("seed", "rounds"), [(20260101, 6), pytest.param(20260102, 40, marks=pytest.mark.nightly)]
+    ("seed", "rounds"), [(20260101, 3), pytest.param(20260102, 40, marks=pytest.mark.nightly)]
 )
 def test_killed_at_random_moments_it_never_approves_too_soon_and_recovers_once(
     sim: Simulator, agent: Agent, seed: int, rounds: int

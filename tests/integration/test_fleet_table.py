@@ -713,7 +713,8 @@ sys.modules.update(dict.fromkeys(names))
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.simulator import Simulator
 with Simulator(vms=("web_1",)) as azure, open("policy.yaml", "w") as policy:
-    policy.write(f"rules: []\\nimds: {{endpoint: '{azure.endpoint()}'}}\\nagent: {{listen: off}}\\n")
+    policy.write("rules: []\\nagent: {listen: off}\\n")
+    policy.write(f"imds: {{endpoint: '{azure.endpoint()}', poll_interval: 1s}}\\n")
     policy.close()
     def stop():
         azure.wait_polls(2)

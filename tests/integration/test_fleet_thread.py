@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from scheduled_events_agent.daemon.fleet import FleetThread
 from scheduled_events_agent.engine import FleetUpdate
+from scheduled_events_agent.fleet import client
 from scheduled_events_agent.fleet.backend import BackendError, ErrorKind, Record
 from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.metrics import Metrics
@@ -78,10 +79,12 @@ def lived(*kinds: ErrorKind) -> tuple[list[MutableMapping[str, Any]], str]:
     """Log and metrics when a store fails so and then works, until the event may begin."""
     metrics, updates = Metrics(list), queue.Queue[Any]()
     backend = FailingBackend(*kinds)
-    thread = FleetThread(updates.put_nowait, metrics, SETTINGS, lambda *_: backend)
-    with running(thread) as entries:
-        thread.publish((REQUEST,), ("web_1",), "id", "web")
-        until(updates, may_begin)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "_BACKOFF_SECONDS", (0.1, 1.0))
+        thread = FleetThread(updates.put_nowait, metrics, SETTINGS, lambda *_: backend)
+        with running(thread) as entries:
+            thread.publish((REQUEST,), ("web_1",), "id", "web")
+            until(updates, may_begin)
     return entries, metrics.expose().decode()
 
 

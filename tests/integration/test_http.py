@@ -77,7 +77,7 @@ def status_from(*addresses: tuple[str, int]) -> int:
     transport = BoundedTransport(65536)
     with (
         pytest.MonkeyPatch.context() as patch,
-        httpx.Client(transport=transport, trust_env=False, timeout=20.0) as client,
+        httpx.Client(transport=transport, trust_env=False, timeout=6.0) as client,
     ):
         patch.setattr(socket, "getaddrinfo", lambda *_: found)
         return client.post("http://name.invalid/", json={}).status_code

@@ -168,10 +168,17 @@ def test_the_status_decides_however_long_the_answer_is(receiver: Receiver, way: 
     delivered = deliver(target, SAMPLE)
     assert delivered.status == int(way[:3])
     assert delivered.answer.startswith(answer)
-    kinds = {"400": "rejected", "403": "denied", "307": "redirect", "503": "server_error"}
-    for status, kind in kinds.items():
-        receiver.behave = lambda status=status: way.replace(way[:3], status)  # type: ignore[misc]
-        assert failure(target).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [("400", "rejected"), ("403", "denied"), ("307", "redirect"), ("503", "server_error")]
+)
+@pytest.mark.parametrize("rest", ["without end", "and stalls"])
+def test_the_status_decides_however_long_the_answer_of_a_failure_is(
+    receiver: Receiver, status: str, kind: str, rest: str
+) -> None:
+    receiver.behave = lambda: f"{status} {rest}"
+    assert failure(NotifyTarget(name="ops", to=receiver.url, timeout=2.0)).kind == kind
 
 
 def test_of_a_long_answer_64_kib_are_read(receiver: Receiver) -> None:

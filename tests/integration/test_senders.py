@@ -122,7 +122,11 @@ def test_what_is_reported_is_not_sent_again_before_the_engine_has_forgotten_it(s
 def test_a_target_that_is_dead_does_not_hold_up_another(store: Store, way: str) -> None:
     put(store, 5, "dead")
     put(store, 5, "alive")
-    with Receiver(lambda: way) as dead, Receiver() as alive, sending(store, to(dead, "dead"), to(alive, "alive")):
+    with (
+        Receiver(lambda: way) as dead,
+        Receiver() as alive,
+        sending(store, to(dead, "dead", timeout=2.0), to(alive, "alive")),
+    ):
         wait_until(lambda: ids(alive) == [*range(5)], "the other had all")
         assert ids(dead) == []
 

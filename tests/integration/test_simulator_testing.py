@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "testing-hooks.md").read_text(encoding="utf-8")
 EXAMPLE = dict(re.findall(r"^```\w+ title=(\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
-def run_pytest(directory: Path) -> subprocess.CompletedProcess[str]:
+def run_pytest(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Pytest as a user would run it there, away from this checkout's settings."""
     (directory / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -38,6 +38,7 @@ def run_pytest(directory: Path) -> subprocess.CompletedProcess[str]:
             "no:xdist",
             "-v",
             "--basetemp=tmp",
+            *options,
         ],
         cwd=directory,
         env=environment,
@@ -66,11 +67,13 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(280)  # a second pytest and its agents are started
-def test_the_example_of_the_page_passes(directory: Path) -> None:
+@pytest.mark.parametrize("only", ["test_a_user", pytest.param("test", marks=pytest.mark.nightly)])
+def test_the_example_of_the_page_passes(directory: Path, only: str) -> None:
     files = ("test_policy.py", "test_shared.py")
     assert set(EXAMPLE) == {"conftest.py", "policy.yaml", "drain.py", "resume.py", *files}
-    ran = run_pytest(directory)
-    tests = [test for file in files for test in re.findall(r"^def (test_\w+)", EXAMPLE[file], re.MULTILINE)]
+    ran = run_pytest(directory, "-k", only)
+    tests = [test for file in files for test in re.findall(rf"^def ({only}\w+)", EXAMPLE[file], re.MULTILINE)]
+    assert tests
     assert sorted(re.findall(r"::(\w+) PASSED", ran.stdout)) == sorted(tests), ran.stdout + ran.stderr
     assert ran.returncode == 0
 

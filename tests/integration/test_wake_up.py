@@ -148,7 +148,7 @@ def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_ever
 def test_an_event_is_begun_when_its_time_comes_although_no_document_says_so(tmp_path: Path) -> None:
     rules = (Rule(name="late", approve="immediately", lead=NEVER),)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules) as daemon:
-        event = azure.schedule("Reboot", notice_seconds=NEVER + 8.0)
+        event = azure.schedule("Reboot", notice_seconds=NEVER + 4.0)
         azure.wait_until(lambda: daemon._engine.board, "the event is known", PATIENCE)
         assert azure.wait_approved(event, timeout_seconds=PATIENCE).approved_at
         (workflow,) = daemon._engine.board.values()
