@@ -37,12 +37,12 @@ REAL_START = Vm.start
 def test_a_fleet_keeps_its_rules_in_trouble() -> None:
     judged: Counter[int] = Counter()
     events = 0
-    for seed in range(40):
+    for seed in range(25):
         verdict = judge_fleet_seed(seed)
         assert not verdict.broken, verdict.text()
         judged += verdict.judged
         events += verdict.events
-    assert events > 100
+    assert events > 80
     assert set(judged) >= {1, 2, 3, 4, 5, 7, 8, 9}
 
 
@@ -158,30 +158,37 @@ class Plant:
     found: str
     troubles: str
     """Those that bring it up."""
+    first: int = 0
+    """The first seed to live: no earlier one shows it."""
 
 
 PLANTS = {
     "begins on the list from before its claim": Plant(
         ((GROUP, "status_of", _begin_on_any_list), (client, "_MAX_ROUNDS", 1)), "(1)", "late"
     ),
-    "counts confirmed claims only": Plant(((VmRecord, "counts_for_slot", property(_has_begun)),), "(1)", "late"),
-    "ready does not expire": Plant(((plan, "_is_ready", _was_ready_once),), "(2)", "reboots, dead VMs"),
+    "counts confirmed claims only": Plant(
+        ((VmRecord, "counts_for_slot", property(_has_begun)),), "(1)", "late", first=32
+    ),
+    "ready does not expire": Plant(((plan, "_is_ready", _was_ready_once),), "(2)", "reboots, dead VMs", first=32),
     "ready from before this appearance counts": Plant(
-        ((plan, "_is_ready", _was_ready_before),), "(2)", "back again, cut off, reboots"
+        ((plan, "_is_ready", _was_ready_before),), "(2)", "back again, cut off, reboots", first=40
     ),
     "a slot lasts a minute": Plant(((plan, "SLOT_SECONDS", 60.0),), "(1)", "reboots, cut off"),
     "a slot does not lapse": Plant(((plan, "SLOT_SECONDS", 1e9),), "(5)", "dead VMs"),
     "writes without a condition": Plant(
-        ((MemoryStore, "put", _put_always),), "(", "late, doubled, holds, reboots"
+        ((MemoryStore, "put", _put_always),), "(", "late, doubled, holds, reboots", first=64
     ),
     "leaves an unconfirmed record": Plant(((GROUP, "write_of", _leave_unconfirmed),), "(", "kills"),
     "awaits all but the last": Plant(((WORKFLOW, "awaited", _await_all_but_the_last),), "(2)", ""),
-    "members overrules a record": Plant(((GROUP, "_not_ready", _await_members_only),), "(2)", ""),
+    "members overrules a record": Plant(((GROUP, "_not_ready", _await_members_only),), "(2)", "", first=12),
     "ages by the VM's own clock": Plant(((Requests, "list", _list_by_own_clock),), "(", "wrong clocks"),
     "begins in order of arrival": Plant(
-        ((plan, "read_record", _read_in_order_of_arrival), (GROUP, "_order", _order_of_arrival)), "(6)", ""
+        ((plan, "read_record", _read_in_order_of_arrival), (GROUP, "_order", _order_of_arrival)),
+        "(6)",
+        "",
+        first=37,
     ),
-    "lists at once": Plant(((Vm, "start", _list_at_once),), "(1)", "kills"),
+    "lists at once": Plant(((Vm, "start", _list_at_once),), "(1)", "kills", first=238),
 }
 
 
@@ -200,7 +207,8 @@ def planted(plant: Plant) -> Iterator[None]:
 def test_the_judge_finds_a_planted_bug(plant: Plant) -> None:
     troubles = cast("frozenset[FleetTrouble]", frozenset(filter(None, plant.troubles.split(", "))))
     with planted(plant):
-        verdicts = (judge_fleet_seed(seed, troubles) for seed in range(300))
+        seeds = (*range(plant.first, 300), *range(plant.first))
+        verdicts = (judge_fleet_seed(seed, troubles) for seed in seeds)
         found = next((verdict for verdict in verdicts if verdict.broken.startswith(plant.found)), None)
     assert found is not None
     print(found.text())
