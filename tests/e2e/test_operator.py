@@ -18,6 +18,7 @@ from harness import CHECKOUT, PATIENCE, Agent, Endpoint, Simulator, document
 from scheduled_events_agent import host
 from scheduled_events_agent.status import OperatorAnswer
 from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import OperatorAction
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 BY_HAND = {"name": "by-hand", "approve": "manual"}
@@ -110,9 +111,10 @@ def test_an_operators_word_takes_effect_within_two_seconds_with_the_name(sim: Si
     (workflow,) = store.load_workflows()
     seconds = []
     try:
-        for count, word in enumerate(("held", "", "held", "", "held", ""), start=1):
+        actions: tuple[OperatorAction, ...] = ("hold", "release")
+        for count, action in enumerate(actions * 3, start=1):
             asked_at = datetime.now(UTC)
-            request = store.add_request(workflow.id, word, "kim", asked_at)  # type: ignore[arg-type]
+            request = store.add_request(workflow.id, action, "kim", asked_at)
             agent.wait_until(partial(store.load_answer, request), "the agent had answered")
             times = agent.journal_times(kind="operator")
             assert len(times) == count
@@ -224,7 +226,7 @@ def test_a_hold_amid_an_approval_is_answered_when_that_is(sim: Simulator, agent:
     done = ask(agent, "hold", event)
     if is_taken:
         assert (done.returncode, done.stdout) == (1, "refused: Azure has taken the approval\n")
-        assert agent.pending()[event]["operator"] == ""
+        assert agent.pending()[event]["operator_action"] == ""
         assert agent.pending()[event]["phase"] == "approved"
     else:
         assert (done.returncode, done.stdout) == (0, "hold: set; the event is held\n")

@@ -84,13 +84,13 @@ def test_a_hold_that_gets_no_answer_amid_an_approval_says_that_it_counts(
     run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
-    held = replace(PENDING, operator="held", approval=Approval(state="requested"))
+    held = replace(PENDING, operator_action="hold", approval=Approval(state="requested"))
     keep(state_dir, held)
     with contextlib.closing(host.hold_lock(state_dir / "lock")):  # as an agent that runs has it
         told = "scheduled-events-agent: held, unless Azure takes the approval that is under way; see status\n"
         assert run("hold", "bbbb") == (1, told)
         assert "has not answered within 0.1 s" in run("release", "bbbb")[1]
-        keep(state_dir, replace(held, operator=""))
+        keep(state_dir, replace(held, operator_action=""))
         assert "has not answered within 0.1 s" in run("hold", "bbbb")[1]
 
 
@@ -104,5 +104,5 @@ def test_the_exit_code_is_what_the_answer_says_whatever_its_words(
 ) -> None:
     monkeypatch.setattr(operator, "find_agent", lambda _: "1")
     answer = RequestAnswer(succeeded=succeeded, message="refused or not")
-    monkeypatch.setattr(operator, "ask_agent", lambda *_: answer)
+    monkeypatch.setattr(operator, "wait_for_answer", lambda *_: answer)
     assert run("approve", "bbbb")[0] == (0 if succeeded else 1)

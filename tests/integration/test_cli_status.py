@@ -615,7 +615,7 @@ def test_a_request_that_cannot_be_withdrawn_is_not_said_to_be(
     )
     try:
         with pytest.raises(StoreError) as caught:
-            operator.ask_agent(store, "602d9444@1", "approved", "kim")
+            operator.wait_for_answer(store, store.add_request("602d9444@1", "approve", "kim", datetime.now(UTC)))
     finally:
         store.close()
     assert str(caught.value) == (

@@ -35,7 +35,7 @@ from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, CommitResult, RequestAnswer, Store
-from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, OperatorAction, RunHook, proceed
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
@@ -124,7 +124,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 def ask_for_approval(engine: Engine, operator: Store) -> int:
     (workflow_id,) = engine.board
-    return operator.add_request(workflow_id, "approved", "kim", datetime.now(UTC))
+    return operator.add_request(workflow_id, "approve", "kim", datetime.now(UTC))
 
 
 def test_a_word_that_could_not_be_kept_is_taken_up_when_it_can_be(
@@ -151,13 +151,13 @@ def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
     operator.withdraw_request(request)
     assert engine.run_cycle(datetime.now(UTC))
     assert executor.sent == []
-    assert [workflow.operator for workflow in engine.board.values()] == [""]
+    assert [workflow.operator_action for workflow in engine.board.values()] == [""]
 
 
 def test_no_operators_word_is_lost_because_one_answer_could_not_be_written(
     engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
-    late = operator.add_request("one that is over", "approved", "kim", datetime.now(UTC))
+    late = operator.add_request("one that is over", "approve", "kim", datetime.now(UTC))
     request = ask_for_approval(engine, operator)
     with locked(tmp_path):
         assert not engine.run_cycle(datetime.now(UTC))
@@ -176,7 +176,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
 ) -> None:
     (workflow_id,) = engine.board
     impatient = ask_for_approval(engine, operator)
-    patient = operator.add_request(workflow_id, "held", "lee", datetime.now(UTC))
+    patient = operator.add_request(workflow_id, "hold", "lee", datetime.now(UTC))
     commit = engine._store.commit
     withdrawn: list[RequestAnswer | None] = []
 
@@ -480,7 +480,7 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
         engine.receive(Document(incarnation="1", events=(a_shared_event(machine),)))
         assert engine.run_cycle(machine.now())
         (workflow_id,) = engine.board
-        number = operator.add_request(workflow_id, "held", "kim", machine.now())
+        number = operator.add_request(workflow_id, "hold", "kim", machine.now())
         assert engine.run_cycle(machine.now())
         answer = operator.load_answer(number)
         assert answer is not None
@@ -505,7 +505,7 @@ def test_journal_log_and_notification_have_the_same_text_of_a_record(tmp_path: P
         engine.receive(Document(incarnation="1", events=(EVENT,)))
         assert engine.run_cycle(datetime.now(UTC))
         (workflow_id,) = engine.board
-        store.add_request(workflow_id, "held", "kim", datetime.now(UTC))
+        store.add_request(workflow_id, "hold", "kim", datetime.now(UTC))
         assert engine.run_cycle(datetime.now(UTC))
         journal = {entry.kind: entry.text for entry in store.load_journal() if entry.workflow_id}
         notified: dict[str, str] = {}
@@ -738,9 +738,10 @@ def test_a_hook_that_waits_for_on_clear_does_not_start_against_a_hold(tmp_path: 
             engine.receive(Document(incarnation="", events=events, answered=number))
             assert engine.run_cycle(datetime.now(UTC))
         with contextlib.closing(Store.join(tmp_path)) as operator:
-            for word, started in (("held", ["clear"]), ("", ["clear", "drain"])):
+            cases: dict[OperatorAction, list[str]] = {"hold": ["clear"], "release": ["clear", "drain"]}
+            for action, started in cases.items():
                 (workflow_id,) = engine.board
-                operator.add_request(workflow_id, word, "kim", datetime.now(UTC))  # type: ignore[arg-type]
+                operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
                 with mock.patch.object(executor, "is_running", return_value=False):  # the on_clear hook has ended
                     assert engine.run_cycle(datetime.now(UTC))
                     assert engine.run_cycle(datetime.now(UTC))

@@ -17,6 +17,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import OperatorAction
 
 EVENT = ScheduledEvent(
     id="E1",
@@ -64,10 +65,10 @@ class Agent:
         self.engine.receive(HookEnded(effect, without_run(hook, "succeeded", "")))
         assert self.engine.run_cycle(self.machine.wait(1.0))
 
-    def ask(self, word: str, about: str = "") -> str | None:
+    def ask(self, action: OperatorAction, about: str = "") -> str | None:
         with contextlib.closing(Store.join(self.directory)) as operator:
             workflow_id = about or next(w.id for w in self.engine.board.values() if not w.is_over)
-            request = operator.add_request(workflow_id, word, "kim", self.machine.now())  # type: ignore[arg-type]
+            request = operator.add_request(workflow_id, action, "kim", self.machine.now())
             assert self.engine.run_cycle(self.machine.now())
             answer = operator.load_answer(request)
             return answer.message if answer else None
@@ -81,9 +82,9 @@ class Agent:
         return [call.args[0].hook for call in self.executor.start_hook.call_args_list]
 
     @property
-    def operator(self) -> str:
+    def operator_action(self) -> str:
         (workflow,) = [workflow for workflow in self.engine.board.values() if not workflow.is_over]
-        return workflow.operator
+        return workflow.operator_action
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_a_hold_counts_when_the_event_comes_back(
     lead_to(agent, phase)
     (workflow,) = agent.engine.board.values()
     assert workflow.phase == phase
-    assert (agent.ask("held") or "").startswith("hold: set; ")
+    assert (agent.ask("hold") or "").startswith("hold: set; ")
     agent.vanish()
     if agent.started and agent.engine.board:  # what was prepared is recovered meanwhile
         if phase == "preparing":
@@ -128,10 +129,10 @@ def test_a_hold_counts_when_the_event_comes_back(
         agent.restart()
     agent.executor.start_hook.reset_mock()
     agent.read(EVENT)
-    assert agent.operator == "held"
+    assert agent.operator_action == "hold"
     assert any(entry.text.startswith("held by kim since 2026-03-02T12:") for entry in agent.store.load_journal())
     assert agent.started == []
-    assert (agent.ask("") or "").startswith("released")
+    assert (agent.ask("release") or "").startswith("released")
     if phase != "waiting":
         assert agent.started == ["drain"]
 
@@ -139,7 +140,7 @@ def test_a_hold_counts_when_the_event_comes_back(
 def test_a_hold_ends_a_day_after_the_event_was_last_seen(agent: Agent) -> None:
     agent.read(EVENT)
     agent.end("drain")
-    agent.ask("held")
+    agent.ask("hold")
     agent.vanish()
     agent.end("resume")
     agent.machine.wait(25 * HOURS)
@@ -147,33 +148,33 @@ def test_a_hold_ends_a_day_after_the_event_was_last_seen(agent: Agent) -> None:
     assert agent.engine.remembered.known == {}
     agent.restart()
     agent.read(EVENT)
-    assert agent.operator == ""
+    assert agent.operator_action == ""
 
 
 def test_while_its_event_is_pending_a_hold_does_not_end(agent: Agent) -> None:
     agent.read(EVENT)
-    agent.ask("held")
+    agent.ask("hold")
     for _ in range(3):
         agent.machine.wait(25 * HOURS)
         agent.engine.tidy()
         agent.read(EVENT)
     agent.restart()
     agent.read(EVENT)
-    assert agent.operator == "held"
+    assert agent.operator_action == "hold"
     assert list(agent.engine.remembered.known) == ["e1"]
 
 
-@pytest.mark.parametrize("word", ["", "approved"])
-def test_a_hold_that_was_taken_back_is_not_remembered(agent: Agent, word: str) -> None:
+@pytest.mark.parametrize("action", ["release", "approve"])
+def test_a_hold_that_was_taken_back_is_not_remembered(agent: Agent, action: OperatorAction) -> None:
     agent.read(EVENT)
-    agent.ask("held")
-    agent.ask(word)
+    agent.ask("hold")
+    agent.ask(action)
     assert (agent.engine.remembered.known, agent.store.load_remembered()) == ({}, {})
 
 
 def test_the_start_of_the_event_ends_its_hold(agent: Agent) -> None:
     agent.read(EVENT)
-    agent.ask("held")
+    agent.ask("hold")
     agent.read(replace(EVENT, status="Started", not_before=None))
     assert agent.store.load_remembered() == {}
 
@@ -181,31 +182,31 @@ def test_the_start_of_the_event_ends_its_hold(agent: Agent) -> None:
 def test_an_absent_event_can_be_released_and_nothing_else(agent: Agent) -> None:
     agent.read(EVENT)
     agent.end("drain")
-    agent.ask("held")
+    agent.ask("hold")
     agent.vanish()
     agent.end("resume")
-    assert agent.ask("approved", "e1") == "refused: the event is not in the document; its hold can be released"
-    assert agent.ask("", "e1") == "released; the event is not in the document"
+    assert agent.ask("approve", "e1") == "refused: the event is not in the document; its hold can be released"
+    assert agent.ask("release", "e1") == "released; the event is not in the document"
     assert agent.store.load_remembered() == {}
     agent.read(EVENT)
-    assert agent.operator == ""
+    assert agent.operator_action == ""
 
 
 def test_a_release_meets_the_event_that_has_just_come_back(agent: Agent) -> None:
     agent.read(EVENT)
     agent.end("drain")
-    agent.ask("held")
+    agent.ask("hold")
     agent.vanish()
     agent.end("resume")
     agent.read(EVENT)
-    assert agent.operator == "held"
-    assert (agent.ask("", "e1") or "").startswith("released: the event is preparing")
-    assert agent.operator == ""
+    assert agent.operator_action == "hold"
+    assert (agent.ask("release", "e1") or "").startswith("released: the event is preparing")
+    assert agent.operator_action == ""
 
 
 def test_the_holds_of_another_machine_are_forgotten(agent: Agent) -> None:
     agent.read(EVENT)
-    agent.ask("held")
+    agent.ask("hold")
     agent.engine.receive(Identity(name="vm-9", vm_id="another"))
     assert agent.engine.run_cycle(agent.machine.now())
     assert (agent.engine.remembered.known, agent.store.load_remembered()) == ({}, {})

@@ -132,7 +132,7 @@ class Agent:
     def ask(self, workflow_id: str) -> None:
         operator = Store.join(self.directory)
         try:
-            operator.add_request(workflow_id, "held", "kim", datetime.now(UTC))
+            operator.add_request(workflow_id, "hold", "kim", datetime.now(UTC))
         finally:
             operator.close()
 
@@ -205,7 +205,7 @@ def test_what_comes_before_the_end_of_a_stop_is_kept(
         assert approved.approval.state == "confirmed", order
         assert agent.store.load_fact("vm_id") == "id-1", order
         assert new.event.type == "Redeploy", order
-        assert held.operator == "held", order
+        assert held.operator_action == "hold", order
         # Where its hook has ended before, the approval is under way.
         answer = agent.store.load_answer(1)
         assert answer is not None, order
@@ -230,7 +230,7 @@ def test_a_second_stop_ends_the_waiting_and_loses_nothing(start: Callable[[], Ag
     words = ("stop", "stop", "stop", "answer", "word", "hook")
     agent.live(Items([agent.item(word) for word in words], at_once=True))
     assert agent.executor.canceled == 1
-    assert agent.workflow("A").operator == "held"
+    assert agent.workflow("A").operator_action == "hold"
     assert agent.workflow("A").prepare.done == ("drain",)
     assert agent.workflow("B").approval.state == "confirmed"
 

@@ -16,8 +16,8 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import AgentSettings, Settings
 from scheduled_events_agent.status.actions import overruling
-from scheduled_events_agent.store import RequestWord, Store
-from scheduled_events_agent.workflow import Approve, HookOutcome, RunHook
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import Approve, HookOutcome, OperatorAction, RunHook
 
 EVENT = ScheduledEvent(
     id="E1", type="Reboot", status="Scheduled", source="Platform", resources=("vm-1",),
@@ -78,11 +78,11 @@ class Agent:
         self.engine.receive(HookEnded(effect, result))
         self.turn()
 
-    def say(self, word: RequestWord) -> str | None:
+    def say(self, action: OperatorAction) -> str | None:
         (workflow_id,) = self.engine.board
         operator = Store.join(self.store.path.parent)
         try:
-            request = operator.add_request(workflow_id, word, "kim", datetime.now(UTC))
+            request = operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
             self.turn()
             answer = operator.load_answer(request)
             return answer.message if answer else None
@@ -153,7 +153,7 @@ def test_a_recovery_is_neither_retried_nor_resolved_while_its_hook_runs(failed: 
     failed.say("retry")
     assert failed.say("retry") == "refused: its recovery has not failed"
     assert failed.say("resolve") == "refused: its hook load runs"
-    assert failed.say("held") == "refused: the event is over"
+    assert failed.say("hold") == "refused: the event is over"
 
 
 def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_failed_preparation_is_retried(agent: Agent) -> None:
 
 
 def test_a_failed_preparation_is_not_retried_under_a_hold(agent: Agent) -> None:
-    agent.say("held")
+    agent.say("hold")
     agent.end("drain", "failed")
     assert agent.say("retry") == "refused: an operator holds it; release it first"
 
@@ -194,35 +194,35 @@ def test_an_agent_that_only_observes_retries_nothing(failed: Agent) -> None:
 
 
 def test_a_hold_says_which_hook_is_let_end(agent: Agent) -> None:
-    assert agent.say("held") == "hold: set; the event is preparing, hook drain runs to its end"
+    assert agent.say("hold") == "hold: set; the event is preparing, hook drain runs to its end"
     agent.end("drain")
     assert agent.phase == "held"
-    assert agent.say("") == "released: the event is preparing, hook save runs"
+    assert agent.say("release") == "released: the event is preparing, hook save runs"
 
 
 def test_a_hold_of_an_event_that_is_held_says_that_it_was_set(agent: Agent) -> None:
     agent.end("drain", "failed")
     assert agent.phase == "held"
-    assert agent.say("held") == "hold: set; the event stays held because preparation failed"
-    assert agent.say("") == "released: the event is held: hook drain: exit code 3"
+    assert agent.say("hold") == "hold: set; the event stays held because preparation failed"
+    assert agent.say("release") == "released: the event is held: hook drain: exit code 3"
 
 
 def test_a_release_of_what_no_operator_said_does_nothing_and_is_not_noted(agent: Agent) -> None:
     agent.end("drain", "failed")
     before = agent.told()
-    assert [agent.say("") for _ in range(2)] == ["nothing to release"] * 2
+    assert [agent.say("release") for _ in range(2)] == ["nothing to release"] * 2
     assert agent.told() == before
-    agent.say("held")
-    assert (agent.say("") or "").startswith("released: ")
+    agent.say("hold")
+    assert (agent.say("release") or "").startswith("released: ")
     assert agent.told().count("kim says: released") == 1
-    assert agent.say("") == "nothing to release"
+    assert agent.say("release") == "nothing to release"
 
 
 def test_a_release_takes_back_the_hold_that_was_asked_for_just_before_it(agent: Agent, tmp_path: Path) -> None:
     (workflow_id,) = agent.engine.board
     with closing(Store.join(tmp_path)) as operator:
-        words: tuple[RequestWord, ...] = ("held", "", "")
-        asked = [operator.add_request(workflow_id, word, "kim", datetime.now(UTC)) for word in words]
+        actions: tuple[OperatorAction, ...] = ("hold", "release", "release")
+        asked = [operator.add_request(workflow_id, one, "kim", datetime.now(UTC)) for one in actions]
         agent.turn()
         answers = list(filter(None, map(operator.load_answer, asked)))
     assert [(answer.succeeded, answer.message.partition(":")[0]) for answer in answers] == [

@@ -24,7 +24,7 @@ from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.status import CommandOptions
-from scheduled_events_agent.store import FILE_NAME, RequestAnswer, Store, StoreError, WithdrawnError, file
+from scheduled_events_agent.store import FILE_NAME, Request, RequestAnswer, Store, StoreError, WithdrawnError, file
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
@@ -202,10 +202,10 @@ def test_the_started_agent_logs_once_that_it_waits_for_a_lock(tmp_path: Path) ->
 
 def test_the_number_of_a_request_is_never_used_again(store: Store, tmp_path: Path) -> None:
     with contextlib.closing(Store.join(tmp_path)) as first, contextlib.closing(Store.join(tmp_path)) as second:
-        one = first.add_request("A", "held", "kim", NOW)
+        one = first.add_request("A", "hold", "kim", NOW)
         assert [request.id for request in store.load_requests(NOW)] == [one]
         first.withdraw_request(one)
-        two = second.add_request("B", "held", "lee", NOW)
+        two = second.add_request("B", "hold", "lee", NOW)
         with pytest.raises(WithdrawnError):
             store.commit([], NOW, {one: RequestAnswer(succeeded=True, message="held: the event is held")})
         assert second.load_answer(two) is None
@@ -221,13 +221,14 @@ def test_an_answer_reaches_the_request_for_which_it_was_made(store: Store, tmp_p
             who = dice.choice("AB")
             match dice.choice(["ask", "interrupt", "load", "commit"]):
                 case "ask" if who not in asked:
-                    asked[who] = client.add_request(who, "held", who, NOW)
+                    asked[who] = client.add_request(who, "hold", who, NOW)
                 case "interrupt" if who == "A" and who in asked:
                     client.withdraw_request(asked.pop(who))
                 case "load":
                     known = {
                         request.id: RequestAnswer(succeeded=True, message=request.workflow_id)
                         for request in store.load_requests(NOW)
+                        if isinstance(request, Request)
                     }
                 case "commit" if known:
                     with contextlib.suppress(WithdrawnError):

@@ -38,7 +38,9 @@ from scheduled_events_agent.store import (
     FILE_NAME,
     CommitResult,
     Loss,
+    Request,
     RequestAnswer,
+    StatusRequest,
     Store,
     StoreError,
     Waiting,
@@ -390,7 +392,7 @@ def test_pruning_forgets_what_ended_long_ago_and_nothing_that_is_open(store: Sto
     store.commit([make_step("closed", "old and closed", phase="closed")], long_ago)
     store.record("agent_started", "old", long_ago)
     store.commit([make_step("recent", "recent", phase="closed")], NOW)
-    store.add_request("open", "held", "root", long_ago)
+    store.add_request("open", "hold", "root", long_ago)
     store.prune(NOW - timedelta(days=90))
     assert [workflow.id for workflow in store.load_workflows()] == ["open"]
     assert [entry.text for entry in store.load_journal()] == ["old and open", "recent"]
@@ -554,7 +556,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from scheduled_events_agent.store import Store
 store = Store.join(Path(sys.argv[1]))
-number = store.add_request("one", "approved", "alice", datetime.now(UTC))
+number = store.add_request("one", "approve", "alice", datetime.now(UTC))
 while (answer := store.load_answer(number)) is None:
     time.sleep(0.01)
 print(answer.succeeded, answer.message)
@@ -565,14 +567,26 @@ print(answer.succeeded, answer.message)
     deadline = time.monotonic() + 60
     while not (requests := store.load_requests(datetime.now(UTC))) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [(r.workflow_id, r.word, r.user) for r in requests] == [("one", "approved", "alice")]
+    assert requests == [Request(id=requests[0].id, workflow_id="one", action="approve", user="alice")]
     store.answer_request(requests[0].id, RequestAnswer(succeeded=True, message="taken: preparing"))
     asker.join()
     assert printed == ["True taken: preparing\n"]
 
 
+def test_a_question_for_the_status_is_a_request_of_its_own_kind(store: Store, second: Store) -> None:
+    question = second.add_status_request(NOW)
+    action = second.add_request("one", "release", "root", NOW)
+    assert store.load_requests(NOW) == [
+        StatusRequest(id=question),
+        Request(id=action, workflow_id="one", action="release", user="root"),
+    ]
+    store.answer_request(question, RequestAnswer(succeeded=True, message="{}"))
+    assert second.withdraw_request(question) == RequestAnswer(succeeded=True, message="{}")
+    assert [request.id for request in store.load_requests(NOW)] == [action]
+
+
 def test_an_answered_request_is_not_found_again(store: Store, second: Store) -> None:
-    number = second.add_request("one", "held", "root", NOW)
+    number = second.add_request("one", "hold", "root", NOW)
     assert [request.id for request in store.load_requests(NOW)] == [number]
     store.answer_request(number, RequestAnswer(succeeded=True, message="taken"))
     second.save_facts({"vm_name": "vm-1"})  # so that the file looks changed
@@ -580,12 +594,12 @@ def test_an_answered_request_is_not_found_again(store: Store, second: Store) -> 
 
 
 def test_a_request_that_nobody_took_up_in_time_is_void(store: Store, second: Store) -> None:
-    second.add_request("one", "approved", "root", NOW - timedelta(seconds=31))
+    second.add_request("one", "approve", "root", NOW - timedelta(seconds=31))
     assert store.load_requests(NOW) == []
 
 
 def test_a_withdrawn_request_is_not_found(store: Store, second: Store) -> None:
-    number = second.add_request("one", "approved", "root", NOW)
+    number = second.add_request("one", "approve", "root", NOW)
     second.withdraw_request(number)
     assert store.load_requests(NOW) == []
     assert second.load_answer(number) is None
@@ -682,12 +696,13 @@ def test_bytes_that_are_no_text_are_written_with_marks_and_the_rest_goes_on(stor
     note = Note(kind="hook_finished", text=f"{path} failed", hook="drain", outcome="failed", detail=f"at {path}")
     store.commit([Step(workflow=make_workflow("one"), notes=(note,))], NOW)
     store.record("reload_refused", f"{path}:1: unknown key", NOW)
-    store.add_request("one", "approved", path, NOW)
+    number = store.add_request("one", "approve", path, NOW)
     assert [(entry.text, entry.detail) for entry in store.load_journal()] == [
         ("/etc/p?.yaml failed", "at /etc/p?.yaml"),
         ("/etc/p?.yaml:1: unknown key", ""),
     ]
-    assert [request.user for request in store.load_requests(NOW)] == ["/etc/p?.yaml"]
+    asked = Request(id=number, workflow_id="one", action="approve", user="/etc/p?.yaml")
+    assert store.load_requests(NOW) == [asked]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="paths are text on Windows")

@@ -103,7 +103,7 @@ def test_what_was_in_the_file_is_in_the_new_one(
         assert other.notices.waiting()["ops"].count == 1
     request = None
     with contextlib.closing(Store.join(directory)) as other:
-        request = other.add_request("one", "held", "kim", NOW)
+        request = other.add_request("one", "hold", "kim", NOW)
     assert [one.id for one in store.load_requests(NOW)] == [request]
     assert stat.S_IMODE((directory / FILE_NAME).stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700

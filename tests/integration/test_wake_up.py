@@ -102,10 +102,12 @@ def test_an_agent_that_sleeps_answers_and_obeys_operators_at_once(tmp_path: Path
         wait_asleep(daemon, azure)
         (workflow_id,) = daemon._engine.board
         with closing(Store.join(tmp_path)) as store:
-            answer = operator.ask_agent(store, "", "status", "kim")
+            answer = operator.wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
             assert answer is not None
             assert "vm-1" in answer.message
-            assert operator.ask_agent(store, workflow_id, "approved", "kim")
+            assert operator.wait_for_answer(
+                store, store.add_request(workflow_id, "approve", "kim", datetime.now(UTC))
+            )
         azure.wait_approved(event, timeout_seconds=PATIENCE)
 
 
@@ -120,7 +122,7 @@ def test_an_agent_that_cannot_be_woken_looks_for_requests_by_itself(
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_until(lambda: daemon._reporter.reported is not None, "it has told that it is ready", PATIENCE)
         with closing(Store.join(tmp_path)) as store:
-            assert operator.ask_agent(store, "", "status", "kim")
+            assert operator.wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
 
 
 def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_path: Path) -> None:

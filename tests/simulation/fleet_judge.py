@@ -55,7 +55,7 @@ class Work:
     """A hook has run for it."""
     undone_at: float = -inf
     """When a recovery of the VM last ended."""
-    operator: str = ""
+    operator_action: str = ""
     since: float = 0.0
     """When it last came into its state."""
     ceased_at: float = -inf
@@ -73,7 +73,7 @@ class Work:
 
     @property
     def is_ready(self) -> bool:
-        return self.state == "prepared" and self.operator != "held"
+        return self.state == "prepared" and self.operator_action != "hold"
 
 
 @dataclass
@@ -198,12 +198,12 @@ class FleetJudge:
         if work.has_begun and (not work.has_run or work.undone_at > work.since):
             self._recovered(self.lives[name], work)
 
-    def operator_said(self, vm: "Vm", name: str, word: str) -> None:
+    def operator_said(self, vm: "Vm", name: str, action: str) -> None:
         """The agent has taken it in."""
         work = self._work(name, vm)
-        if work.is_ready and word == "held":
+        if work.is_ready and action == "hold":
             self._cease(work)
-        work.operator = word
+        work.operator_action = action
         work.since = self._changed_at = self._world.at
         self._look_at_readiness(name)
 
@@ -352,7 +352,7 @@ class FleetJudge:
         is_away = vm.unavailable_from is not None and vm.monotonic() - vm.unavailable_from >= 59.0
         return (
             world.type_of(name) in _URGENT
-            or self._work(name, vm).operator == "approved"
+            or self._work(name, vm).operator_action == "approve"
             or self._latest_begin(vm, name) <= world.at + 0.01
             or (fleet.on_unavailable == "begin" and is_away)
         )
@@ -451,7 +451,7 @@ class FleetJudge:
         work = self._work(name, vm)
         is_named = vm.name in vm.documents.get(name, ()) and name in vm.seen_at
         is_open = is_named and world.is_scheduled(name) and not world.is_hidden(name)
-        if vm.is_frozen or vm.engine is None or not is_open or work.has_begun or work.operator == "held":
+        if vm.is_frozen or vm.engine is None or not is_open or work.has_begun or work.operator_action == "hold":
             return None
         since = max(vm.seen_at[name], vm.up_since, work.since)
         if world.type_of(name) in _URGENT:

@@ -24,13 +24,14 @@ from scheduled_events_agent.fleet.backend import BackendError, Record
 from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.store import RequestWord, Store, file
+from scheduled_events_agent.store import Store, file
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
     FleetEventStatus,
     FleetRequest,
     HookOutcome,
+    OperatorAction,
     RunHook,
 )
 
@@ -279,14 +280,14 @@ class Vm(Machine):
         self._strand.end()
         self._connection.close()
 
-    def operator_says(self, word: RequestWord) -> None:
+    def operator_says(self, action: OperatorAction) -> None:
         """Of one of its events."""
         if self.engine is None or self.is_frozen or not self.engine.board:
             return
         workflow = self.chance("operator").choice([*self.engine.board.values()])
         name = self.world.name_of(workflow.event.id)
-        self.world.tell(f"{self.vm_id}: an operator says of {name}: {word or 'release'}")
-        Store(self._connection, _NO_PATH).add_request(workflow.id, word, "kim", self.now())
+        self.world.tell(f"{self.vm_id}: an operator says of {name}: {action}")
+        Store(self._connection, _NO_PATH).add_request(workflow.id, action, "kim", self.now())
         self.turn_soon()
 
     # --- documents and turns
@@ -362,9 +363,10 @@ class Vm(Machine):
 
     def _look_at_operators(self, engine: Engine) -> None:
         for workflow in engine.board.values():
-            if self._operators.get(workflow.id, "") != workflow.operator:
-                self._operators[workflow.id] = workflow.operator
-                self.world.judge.operator_said(self, self.world.name_of(workflow.event.id), workflow.operator)
+            action = workflow.operator_action
+            if self._operators.get(workflow.id, "") != action:
+                self._operators[workflow.id] = action
+                self.world.judge.operator_said(self, self.world.name_of(workflow.event.id), action)
 
     def needed_seconds(self) -> float:
         """What the preparation may take, as the agent has it."""
@@ -500,7 +502,7 @@ class Vm(Machine):
         self._look_at_operators(self.engine)
         life = self.life
         for approve in approvals:
-            by_operator = self._operators.get(approve.workflow_id) == "approved"
+            by_operator = self._operators.get(approve.workflow_id) == "approve"
             self.world.approve(self, approve.event_id, by_operator=by_operator)
             answer = ApprovalAnswered(workflow_id=approve.workflow_id)
             self.after(0.05, lambda answer=answer: self.give(life, answer))  # type: ignore[misc]

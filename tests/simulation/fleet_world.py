@@ -26,7 +26,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import AgentSettings, FleetSettings, Settings
 from scheduled_events_agent.simulator.azure import Azure, EventType, Plan
-from scheduled_events_agent.store import RequestWord
+from scheduled_events_agent.workflow import OperatorAction
 
 FleetTrouble = Literal[
     # requests
@@ -421,8 +421,8 @@ class FleetWorld:
         self._one("set clocks").set_clock(offset)
 
     def _operate(self, vm: Vm | None = None) -> None:
-        words: tuple[RequestWord, ...] = ("held", "held", "", "approved")
-        (vm or self._one("holds")).operator_says(self.chance("holds").choice(words))
+        actions: tuple[OperatorAction, ...] = ("hold", "hold", "release", "approve")
+        (vm or self._one("holds")).operator_says(self.chance("holds").choice(actions))
 
     def _cut_off(self) -> None:
         chance = self.chance("cut off")

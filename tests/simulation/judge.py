@@ -255,7 +255,7 @@ class Judge:
         # A drain, or the promise of a recovery alone, is a preparation as well.
         if rule is not None and (rule.drain_for or not rule.prepare):
             self._check_time(life, f"{name} is prepared for")
-            self._expect(life.words != {"held"}, f"(11) {name} is drained for against an operator")
+            self._expect(life.words != {"hold"}, f"(11) {name} is drained for against an operator")
             self._begin(life, is_certain=True)
 
     def expired(self, name: str) -> None:
@@ -409,7 +409,7 @@ class Judge:
             life = self.lives[name]
             life.is_posted = False
             life.is_confirmed |= is_confirmed
-            if is_confirmed and "held" in life.words:  # it came too late
+            if is_confirmed and "hold" in life.words:  # it came too late
                 life.words = life.words | {""}
 
     def spoke(self, name: str, words: Iterable[str]) -> None:
@@ -513,7 +513,7 @@ class Judge:
         rule = self.rule(life) if life is not None else None
         if life is None or rule is None or not rule.prepare or VM not in life.resources or self._policies > 1:
             return
-        is_held = bool(life.words - {"", "approved"})
+        is_held = bool(life.words - {"", "approve"})
         is_ours = not (life.was_started or is_held or life.is_doubtful or life.read_at is None)
         if is_ours and not self._is_early_by_clock(life, rule):
             self._expect(life.may_be_begun, f"(10) {name} starts and is not prepared for")
@@ -569,7 +569,7 @@ class Judge:
             return
         if rule is None or rule.lead is not None or not self._is_late(life, rule):
             return
-        if "approved" in life.words or life.status != "Scheduled":
+        if "approve" in life.words or life.status != "Scheduled":
             return
         hooks = sum(self.hooks[hook].limit_seconds for hook in rule.prepare)
         earliest = life.not_before - timedelta(seconds=rule.drain_for + hooks + self.reserve)
@@ -619,7 +619,7 @@ class Judge:
             self._expect(life.status == "Started", f"{text} though the event has not started")
             return
         self._check_time(life, text)
-        self._expect(life.words != {"held"}, f"(11) {text} against an operator")
+        self._expect(life.words != {"hold"}, f"(11) {text} against an operator")
         self._begin(life, is_certain=True, hook=hook)
         assert life.plan is not None
         may_finish = life.plan.on_early_start == "finish" or life.is_unsure
@@ -657,12 +657,12 @@ class Judge:
         self._expect(not life.is_gone, f"(2) {text} though it is over")
         self._expect(not life.is_missing, f"(2) {text} though it is missing")
         self._expect(life.status == "Scheduled" and not life.was_started, f"(2) {text} after its start")
-        self._expect(life.words != {"held"}, f"(2) {text} against the operator")
+        self._expect(life.words != {"hold"}, f"(2) {text} against the operator")
         self._expect(not life.is_confirmed, f"(6) {text} again")
         self._expect(not life.is_posted, f"(6) {text} while an approval is under way")
         self._expect(self._may_approve(life), f"(1, 2, 7) {text} without leave")
         rule = self.rule(life)
-        if "approved" in life.words and (rule is None or rule.approve != "immediately"):
+        if "approve" in life.words and (rule is None or rule.approve != "immediately"):
             # An operator overrules a failure and the rule, but not a preparation that is under way.
             rules = [life.plan] if life.plan is not None else []
             self._expect(
@@ -673,7 +673,7 @@ class Judge:
             )
             return
         assert rule is not None
-        is_asked_for = "approved" in life.words  # by an operator, who need not wait for other VMs
+        is_asked_for = "approve" in life.words  # by an operator, who need not wait for other VMs
         if life.read_at is not None and not is_asked_for and (rule.shared or "first") == "first":
             turn = life.read_at + timedelta(seconds=10.0 * life.resources.index(VM))
             self._expect(self._now() >= turn, f"(2) {text} before {turn:%H:%M:%S}, the turn of this VM")
@@ -683,9 +683,9 @@ class Judge:
     def _may_approve(self, life: Life) -> bool:
         """Whether the rule or the operator would have it approved, its preparation aside."""
         rule = self.rule(life)
-        if life.words == {"held"} or VM not in life.resources or life.type == RECOMMENDATION:
+        if life.words == {"hold"} or VM not in life.resources or life.type == RECOMMENDATION:
             return False
-        if "approved" in life.words:
+        if "approve" in life.words:
             return True
         if rule is None or rule.approve in ("manual", "never") or life.is_doubtful:
             return False

@@ -63,7 +63,7 @@ def test_only_an_operator_may_approve_before_the_turn_of_this_vm() -> None:
     read(judge, ("E1", "Reboot", "Scheduled"), at=0.0, vms=("vm_2", VM))
     with pytest.raises(BrokenError, match="the turn of this VM"):
         judge.posted([("E1", "E1")])
-    judge.spoke("E1", {"", "approved"})
+    judge.spoke("E1", {"", "approve"})
     judge.posted([("E1", "E1")])
 
 

@@ -55,7 +55,6 @@ from scheduled_events_agent.store import (
     FactName,
     RememberedChanges,
     RequestAnswer,
-    RequestWord,
     Store,
     StoredNotice,
     StoreError,
@@ -65,6 +64,7 @@ from scheduled_events_agent.workflow import (
     Approve,
     HookOutcome,
     NoteKind,
+    OperatorAction,
     RunHook,
     Step,
     Workflow,
@@ -922,9 +922,9 @@ class World(Machine):
             if stage == "prepare" and is_required and outcome not in ("succeeded", "canceled"):
                 # An approval from before the failure is void; whether one that is not answered yet was before it
                 # is not known.
-                words = {"" if word == "approved" else word for word in self._words.get(name, {""})}
+                words = {"" if word == "approve" else word for word in self._words.get(name, {""})}
                 asked = {word for who, word, _ in self._requests.values() if who == name}
-                self._words[name] = words | (asked & {"approved"})
+                self._words[name] = words | (asked & {"approve"})
                 self.judge.spoke(name, self._words[name])
 
     def _event_of(self, effect: RunHook) -> str:
@@ -1131,10 +1131,10 @@ class World(Machine):
             return
         chance = self.chance("operator")
         workflow: Workflow = chance.choice([*self.engine.board.values()])
-        words: tuple[RequestWord, ...] = ("approved", "held", "")
+        actions: tuple[OperatorAction, ...] = ("approve", "hold", "release")
         if (workflow.recover if workflow.is_over else workflow.prepare).state == "failed":
-            words = (*words, "retry", "retry", "resolve")
-        self._say(workflow, chance.choice(words))
+            actions = (*actions, "retry", "retry", "resolve")
+        self._say(workflow, chance.choice(actions))
 
     def _retry_failed(self) -> None:
         """In a fair world an operator sees what was not recovered, and has it tried again."""
@@ -1146,19 +1146,20 @@ class World(Machine):
         if self.engine is None or self.engine.board or self._azure.next_due < float("inf"):
             self.after(_QUIET_SECONDS, self._retry_failed)
 
-    def _say(self, workflow: Workflow, word: RequestWord) -> None:
+    def _say(self, workflow: Workflow, action: OperatorAction) -> None:
         assert self._store is not None
         name = self._azure.event(workflow.event.id).ids[0]
-        self.tell(f"an operator says of {name}: {word or 'release'}")
+        self.tell(f"an operator says of {name}: {action}")
         store = Store.join(self._store.path.parent)
         try:
-            number = store.add_request(workflow.id, word, "kim", self.now())
+            number = store.add_request(workflow.id, action, "kim", self.now())
         finally:
             store.close()
         before = self._words.setdefault(name, {""})
+        word = "" if action == "release" else action
         self._requests[number] = (name, word, set(before))
-        if word in ("retry", "resolve"):
-            self.judge.asked(name, word)
+        if action in ("retry", "resolve"):
+            self.judge.asked(name, action)
         else:
             before.add(word)
             self.judge.spoke(name, before)

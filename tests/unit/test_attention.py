@@ -187,15 +187,15 @@ def test_an_event_that_may_start_at_any_moment_has_the_deadline_0() -> None:
 
 
 WANTED = {
-    "an operator's own hold": a_workflow(phase="held", operator="held", waits=Waits(kind="held")),
-    "a hold of what failed": held(operator="held"),
+    "an operator's own hold": a_workflow(phase="held", operator_action="hold", waits=Waits(kind="held")),
+    "a hold of what failed": held(operator_action="hold"),
     "never": a_workflow(decision={"approve": "never"}, phase="held", waits=Waits(kind="never")),
     "shared": a_workflow(decision={"affects": "shared"}, phase="held", waits=Waits(kind="shared")),
     "of another VM": a_workflow(decision={"affects": "others"}),
     "an id that cannot be sent back": a_workflow(phase="held", waits=Waits(kind="id")),
     "two failed approvals": a_workflow(phase="prepared", approval=Approval(failures=2)),
     "approvals that failed before a hold": a_workflow(
-        phase="held", operator="held", waits=Waits(kind="held"), approval=Approval(failures=3)
+        phase="held", operator_action="hold", waits=Waits(kind="held"), approval=Approval(failures=3)
     ),
     "under way": a_workflow(phase="started", event={"status": "Started"}, was_started=True),
     "recovers": recovering(),

@@ -190,7 +190,7 @@ def test_what_a_rule_or_an_operator_holds_calls_nobody(*, is_held_by_rule: bool)
     agent = Told(a_rule(approve=approve, prepare=("drain",), lead=NOTICE.total_seconds()))
     agent.document(an_event())
     if not is_held_by_rule:
-        agent.operator("held")
+        agent.operator("hold")
     agent.ends("drain")
     (held,) = [happening for _, happening in agent.happenings if happening.what == "held"]
     assert held.commands == ()

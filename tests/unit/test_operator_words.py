@@ -1,15 +1,19 @@
 """What an operator can have done about an event: hold, release, retry and resolve, one behaviour at a time."""
 
 from datetime import timedelta
+from typing import get_args
 
 import msgspec
 import pytest
 from test_workflow import NOTICE, START, Agent, a_rule, an_event, started
 
+from scheduled_events_agent.cli import _COMMANDS
 from scheduled_events_agent.workflow import (
+    ACTION_TEXTS,
     HookFinished,
     HookOutcome,
-    OperatorSpoke,
+    OperatorAction,
+    OperatorCommand,
     Workflow,
     is_ready,
     next_wake_at,
@@ -26,6 +30,12 @@ def an_agent_whose_recovery_failed() -> Agent:
     agent.document()
     assert agent.ends("load", "failed") == []
     return agent
+
+
+def test_every_action_is_a_command_and_has_a_text() -> None:
+    commands = [name for name, (module, _) in _COMMANDS.items() if module == "operator"]
+    assert commands == [*get_args(OperatorAction)]
+    assert commands == [*ACTION_TEXTS]
 
 
 # --- A recovery that fails.
@@ -91,13 +101,13 @@ def test_a_failed_recovery_is_neither_tried_again_nor_forgotten_by_a_restart() -
     assert (agent.phase, is_ready(agent.board)) == ("recovery_failed", False)
 
 
-@pytest.mark.parametrize("word", ["retry", "resolve"])
-def test_a_word_said_before_the_first_document_is_kept_until_then(word: str) -> None:
+@pytest.mark.parametrize("action", ["retry", "resolve"])
+def test_an_action_before_the_first_document_is_kept_until_then(action: OperatorAction) -> None:
     agent = an_agent_whose_recovery_failed()
     agent.restart(document=False)
-    assert agent.operator(word) == []
-    assert agent.restart() == (["A: recover load"] if word == "retry" else [])
-    assert (agent.board == {}) is (word == "resolve")
+    assert agent.operator(action) == []
+    assert agent.restart() == (["A: recover load"] if action == "retry" else [])
+    assert (agent.board == {}) is (action == "resolve")
 
 
 def test_a_retry_cut_off_by_a_crash_runs_again() -> None:
@@ -244,7 +254,7 @@ def test_a_retry_of_what_did_not_fail_does_nothing() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     assert agent.operator("retry") == []
-    assert (agent.phase, agent.of().operator) == ("preparing", "")
+    assert (agent.phase, agent.of().operator_action) == ("preparing", "")
 
 
 # --- Hold.
@@ -253,7 +263,7 @@ def test_a_retry_of_what_did_not_fail_does_nothing() -> None:
 def test_nothing_is_prepared_for_an_event_that_is_held_before_its_lead() -> None:
     agent = Agent(a_rule(prepare=("drain",), lead=60.0, drain_for=10.0))
     agent.document(an_event())
-    assert agent.operator("held") == []
+    assert agent.operator("hold") == []
     assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
     assert agent.tick(870) == []
     assert is_ready(agent.board)
@@ -265,8 +275,8 @@ def test_nothing_is_prepared_for_an_event_that_is_held_before_its_lead() -> None
 def test_an_event_that_is_released_before_its_lead_waits_for_it() -> None:
     agent = Agent(a_rule(prepare=(), recover=(), approve="immediately", lead=60.0))
     agent.document(an_event())
-    agent.operator("held")
-    assert agent.operator("") == []
+    agent.operator("hold")
+    assert agent.operator("release") == []
     assert agent.phase == "waiting"
     assert agent.waits_for().startswith("begins at 2026-03-02T12:14:00Z")
     assert next_wake_at(agent.board, agent.context) == START + timedelta(minutes=14)
@@ -276,62 +286,62 @@ def test_an_event_that_is_released_before_its_lead_waits_for_it() -> None:
 def test_an_event_that_is_released_after_its_lead_is_prepared_for_at_once() -> None:
     agent = Agent(a_rule(prepare=("drain",), lead=60.0))
     agent.document(an_event())
-    agent.operator("held")
+    agent.operator("hold")
     agent.tick(870)
-    assert agent.operator("") == ["A: prepare drain"]
+    assert agent.operator("release") == ["A: prepare drain"]
 
 
 def test_an_approval_overrules_a_hold_and_the_lead() -> None:
     agent = Agent(a_rule(prepare=("drain",), lead=60.0))
     agent.document(an_event())
-    agent.operator("held")
-    assert agent.operator("approved") == ["A: prepare drain"]
+    agent.operator("hold")
+    assert agent.operator("approve") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
 
 def test_a_hook_that_runs_is_let_end_under_a_hold_and_no_other_begins() -> None:
     agent = Agent(a_rule(prepare=("drain", "save")))
     agent.document(an_event())
-    assert agent.operator("held") == []
+    assert agent.operator("hold") == []
     assert agent.phase == "preparing"
     assert agent.ends("drain") == []
     assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
-    assert agent.operator("") == ["A: prepare save"]
+    assert agent.operator("release") == ["A: prepare save"]
     assert agent.ends("save") == ["A: approve A"]
 
 
 def test_an_event_held_during_its_last_hook_is_approved_when_released() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
-    agent.operator("held")
+    agent.operator("hold")
     assert agent.ends("drain") == []
     assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
-    assert agent.operator("") == ["A: approve A"]
+    assert agent.operator("release") == ["A: approve A"]
 
 
 def test_a_drain_goes_on_under_a_hold_and_no_hook_follows_it() -> None:
     agent = Agent(a_rule(prepare=("drain",), drain_for=30.0))
     agent.document(an_event())
-    assert agent.operator("held") == []
+    assert agent.operator("hold") == []
     assert (agent.phase, is_ready(agent.board)) == ("held", False)
     assert agent.tick(60) == []
-    assert agent.operator("") == ["A: prepare drain"]
+    assert agent.operator("release") == ["A: prepare drain"]
 
 
 def test_a_hook_cut_off_by_a_crash_is_not_begun_again_under_a_hold() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
-    agent.operator("held")
+    agent.operator("hold")
     assert agent.restart("boot 1", an_event()) == []
     assert agent.phase == "held"
-    assert agent.operator("") == ["A: prepare drain"]
+    assert agent.operator("release") == ["A: prepare drain"]
 
 
 @pytest.mark.parametrize("early_start", ["cancel", "finish"])
 def test_a_hold_ends_with_the_start_and_what_it_held_is_not_begun(early_start: str) -> None:
     agent = Agent(a_rule(prepare=("drain", "save"), on_start=("tell",), on_early_start=early_start))
     agent.document(an_event())
-    agent.operator("held")
+    agent.operator("hold")
     agent.ends("drain")
     assert agent.document(started(an_event())) == ["A: on_start tell"]
     agent.ends("tell")
@@ -341,7 +351,7 @@ def test_a_hold_ends_with_the_start_and_what_it_held_is_not_begun(early_start: s
 def test_a_held_event_that_is_gone_is_recovered_from() -> None:
     agent = Agent(a_rule(prepare=("drain", "save")))
     agent.document(an_event())
-    agent.operator("held")
+    agent.operator("hold")
     agent.ends("drain")
     assert agent.document() == ["A: recover resume"]
 
@@ -349,7 +359,7 @@ def test_a_held_event_that_is_gone_is_recovered_from() -> None:
 def test_a_hold_under_a_failed_preparation_says_what_failed() -> None:
     agent = Agent(a_rule(prepare=("drain", "save")))
     agent.document(an_event())
-    agent.operator("held")
+    agent.operator("hold")
     agent.ends("drain", "failed")
     assert agent.waits_for() == "hook drain: exit code 1"
 
@@ -357,6 +367,6 @@ def test_a_hold_under_a_failed_preparation_says_what_failed() -> None:
 def test_an_event_of_days_ahead_is_held_at_once() -> None:
     agent = Agent(a_rule(lead=900.0))
     agent.document(an_event(not_before=START + 200 * NOTICE))
-    agent.send(OperatorSpoke(workflow_id=agent.of().id, word="held", user=""))
+    agent.send(OperatorCommand(workflow_id=agent.of().id, action="hold", user=""))
     assert agent.phase == "held"
     assert "operator: an operator says: held" in agent.journal

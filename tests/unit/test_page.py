@@ -210,7 +210,7 @@ def test_a_hook_whose_time_has_passed_is_not_called_to_do(changes: dict[str, Any
         ({"approval": Approval(state="requested")}, "Azure is being asked"),
         ({"approval": Approval(state="requested", failures=1)}, "Azure is being asked; 1 failed so far"),
         ({"approval": Approval(failures=2)}, "2 failed so far; the agent tries again"),
-        ({"operator": "held"}, "wanted when prepared; an operator holds it"),
+        ({"operator_action": "hold"}, "wanted when prepared; an operator holds it"),
         ({"was_started": True}, "none was given from here"),
     ],
 )

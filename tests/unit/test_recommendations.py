@@ -11,7 +11,7 @@ from scheduled_events_agent.engine.documents import Documents
 from scheduled_events_agent.events import Document, Missing, ScheduledEvent, parse_document
 from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.workflow import ClockSet, has_obeyed, is_ready, next_wake_at
+from scheduled_events_agent.workflow import ClockSet, OperatorAction, has_obeyed, is_ready, next_wake_at
 
 HOUR = 3600.0
 NAMES = ("vm_1",)
@@ -56,7 +56,7 @@ def test_a_rule_that_does_not_name_its_type_does_not_take_it(rule: Rule) -> None
 def test_it_is_never_approved_whatever_the_rule_or_an_operator_says(approve: str) -> None:
     agent = prepared(advice(approve=approve))
     assert agent.of("R").phase == "prepared"
-    assert agent.operator("approved", "R") == []
+    assert agent.operator("approve", "R") == []
     assert agent.tick() == []
     assert (agent.of("R").decision.approve, agent.of("R").approval.state) == ("never", "none")
     assert agent.waits_for("R") == "prepared until it is over, at the latest until 2026-03-02T13:00:01Z"
@@ -123,13 +123,14 @@ def test_one_that_expires_while_its_end_is_in_doubt_recovers() -> None:
 
 
 def test_a_recovery_that_failed_after_it_expired_can_be_tried_again_or_resolved() -> None:
-    for word, effects in (("retry", ["R-RECOMMENDATION: recover undrain"]), ("resolve", [])):
+    cases: dict[OperatorAction, list[str]] = {"retry": ["R-RECOMMENDATION: recover undrain"], "resolve": []}
+    for action, effects in cases.items():
         agent = prepared()
         agent.tick(2 * HOUR)
         agent.ends("undrain", "failed", event="R")
         assert (agent.of("R").phase, is_ready(agent.board)) == ("recovery_failed", False)
-        assert agent.operator(word, "R") == effects
-        assert has_obeyed(agent.last.steps[-1].workflow, word)
+        assert agent.operator(action, "R") == effects
+        assert has_obeyed(agent.last.steps[-1].workflow, action)
         if effects:
             agent.ends("undrain", event="R")
         assert agent.board == {}
@@ -139,10 +140,10 @@ def test_a_recovery_that_failed_after_it_expired_can_be_tried_again_or_resolved(
 def test_a_hold_lets_nothing_begin_and_a_release_does() -> None:
     agent = Agent(advice(drain_for=30.0))
     agent.document(a_recommendation())
-    agent.operator("held", "R")
+    agent.operator("hold", "R")
     assert agent.tick(60) == []
     assert agent.of("R").phase == "held"
-    assert agent.operator("", "R") == ["R-RECOMMENDATION: prepare drain"]
+    assert agent.operator("release", "R") == ["R-RECOMMENDATION: prepare drain"]
 
 
 def test_a_failed_hook_leaves_it_held_until_it_is_tried_again() -> None:
@@ -263,7 +264,7 @@ def lead_to(phase: str) -> Agent:
         case "held":
             agent = Agent(advice(drain_for=60.0))
             agent.document(a_recommendation())
-            agent.operator("held", "R")
+            agent.operator("hold", "R")
             agent.tick(60)
         case "failed":
             agent.ends("drain", "failed", event="R")

@@ -33,7 +33,7 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
     pending = [
         a_workflow(phase="held", waits_for="preparation failed"),
         a_workflow(decision=MANUAL, phase="prepared"),
-        a_workflow(decision=MANUAL, phase="prepared", operator="approved"),
+        a_workflow(decision=MANUAL, phase="prepared", operator_action="approve"),
         a_workflow(phase="started", event={"status": "Started"}),
         a_workflow(phase="recovering", is_over=True),
         a_workflow(decision={**OBSERVED, "affects": "others"}),
@@ -49,8 +49,8 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         (a_workflow(phase="held"), ("approve",)),
         (a_workflow(decision=MANUAL, phase="prepared", approval_needed_since=NOW), ("approve", "hold")),
         (a_workflow(decision=OBSERVED), ("approve",)),
-        (a_workflow(phase="held", operator="held"), ("release", "approve")),
-        (a_workflow(phase="preparing", operator="approved"), ("release", "hold")),
+        (a_workflow(phase="held", operator_action="hold"), ("release", "approve")),
+        (a_workflow(phase="preparing", operator_action="approve"), ("release", "hold")),
         (a_workflow(phase="approved", approval=Approval(state="confirmed")), ()),
         (a_workflow(phase="started", event={"status": "Started"}), ()),
         (a_workflow(phase="recovering", is_over=True), ()),
@@ -223,7 +223,7 @@ LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "dur
         ),
         (a_workflow(LONG), Note(kind="approved", text="x"), "Reboot 602D9444: approved (rule impactful)"),
         (
-            a_workflow(LONG, operator="approved"),
+            a_workflow(LONG, operator_action="approve"),
             Note(kind="approved", text="x"),
             "Reboot 602D9444: approved (an operator)",
         ),

@@ -26,7 +26,8 @@ from scheduled_events_agent.workflow import (
     HookFinished,
     HookOutcome,
     MoveDeadline,
-    OperatorSpoke,
+    OperatorAction,
+    OperatorCommand,
     Progression,
     Reconsider,
     RunHook,
@@ -163,8 +164,8 @@ class Agent:
             )
         )
 
-    def operator(self, word: Any, event: str = "A") -> list[str]:
-        return self.send(OperatorSpoke(workflow_id=self.of(event).id, word=word, user="kim"))
+    def operator(self, action: OperatorAction, event: str = "A") -> list[str]:
+        return self.send(OperatorCommand(workflow_id=self.of(event).id, action=action, user="kim"))
 
     def tick(self, seconds: float | timedelta = 1) -> list[str]:
         self.wait(seconds.total_seconds() if isinstance(seconds, timedelta) else seconds)
@@ -284,7 +285,7 @@ def test_a_manual_rule_prepares_and_waits_for_an_operator() -> None:
     agent.document(an_event())
     assert agent.ends("drain") == []
     assert (agent.phase, agent.waits_for()) == ("prepared", "an operator must approve it")
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
     assert agent.journal[-1] == "approving: an operator approved it"
 
 
@@ -434,7 +435,7 @@ def test_an_operators_approval_begins_at_once_what_would_be_prepared_for_late() 
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     assert agent.document(an_event()) == []
     assert agent.waits_for().startswith("begins at 2026-03-02T12:10:00Z (an operator must approve it, ")
-    assert agent.operator("approved") == ["A: prepare drain"]
+    assert agent.operator("approve") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
 
@@ -450,7 +451,7 @@ def test_an_event_of_another_vm_is_never_approved_not_even_by_an_operator() -> N
     )
     assert agent.document(an_event(resources=("vm_10",))) == ["A: prepare tell"]
     assert agent.ends("tell") == []
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert (agent.phase, agent.waits_for()) == ("held", "it does not name this VM")
 
 
@@ -484,7 +485,7 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
 def test_the_lead_is_not_awaited_when_an_operator_approves() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     agent.document(an_event(not_before=START + timedelta(days=7)))
-    assert agent.operator("approved") == ["A: prepare drain"]
+    assert agent.operator("approve") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
 
@@ -661,7 +662,7 @@ def test_an_event_first_seen_started_gets_its_on_start_hooks_and_nothing_else() 
     assert is_ready(agent.board)
     assert agent.ends("tell", "failed") == ["A: on_start log"]
     assert agent.ends("log") == []
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.document() == []
     assert agent.board == {}
     assert agent.journal[-1] == "closed: is over: completed"
@@ -723,7 +724,7 @@ def test_an_event_that_goes_back_to_scheduled_is_not_prepared_for_again() -> Non
     agent.document(started(event))
     agent.ends("drain", "canceled")
     assert agent.document(event) == []
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.document() == ["A: recover resume"]
 
 
@@ -757,7 +758,7 @@ def test_an_event_that_one_answer_lacks_is_not_over() -> None:
     assert agent.ends("checkpoint") == []  # the hook that ran went on; no approval follows
     assert not is_ready(agent.board)
     assert ask_approval_gates(agent.of(), agent.context).answer == "not yet"
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.answer_once(event) == ["A: approve A"]
     assert agent.of().outcome == ""
     assert "changed: is in the document again" in agent.journal
@@ -1297,20 +1298,20 @@ def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
 
 
 def test_a_word_for_an_unknown_event_is_ignored() -> None:
-    assert Agent(a_rule()).send(OperatorSpoke(workflow_id="nobody", word="approved", user="kim")) == []
+    assert Agent(a_rule()).send(OperatorCommand(workflow_id="nobody", action="approve", user="kim")) == []
 
 
 def test_an_operator_approves_an_event_that_no_rule_takes() -> None:
     agent = Agent()
     agent.document(an_event())
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
     assert "operator: kim says: approved" in agent.journal
 
 
 def test_an_operator_who_approves_during_preparation_gets_it_finished_first() -> None:
     agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.ends("drain") == ["A: approve A"]
 
 
@@ -1318,20 +1319,20 @@ def test_an_operator_approves_a_held_event() -> None:
     agent = Agent(a_rule())
     agent.document(an_event())
     agent.ends("drain", "failed")
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 def test_an_operator_approves_for_other_vms() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     agent.document(shared_event())
     agent.ends("drain")
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 def test_an_operators_approval_does_not_mind_another_spelling_of_the_same_vms() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     agent.document(an_event(resources=("vm_1", "vm_2")))
-    agent.operator("approved")
+    agent.operator("approve")
     agent.document(an_event(resources=("VM_1", "_vm_2")))
     assert agent.ends("drain") == ["A: approve A"]
 
@@ -1342,12 +1343,12 @@ def test_an_operators_approval_is_void_when_the_event_changes_before_it_is_sent(
 ) -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     agent.document(an_event())
-    agent.operator("approved")
+    agent.operator("approve")
     agent.document(an_event(**change))
     assert agent.ends("drain") == []
     void = "operator: the operator's approval is void: it was for another type, or for fewer VMs"
     assert void in agent.journal
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
     agent.answer()
     agent.document(an_event(type="Freeze"))
     assert agent.journal.count(void) == 1
@@ -1359,7 +1360,7 @@ def test_an_operators_approval_holds_for_another_time_or_fewer_vms(
 ) -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",), shared="any"))
     agent.document(shared_event())
-    agent.operator("approved")
+    agent.operator("approve")
     agent.document(replace(shared_event(), **change))
     assert agent.ends("drain") == ["A: approve A"]
 
@@ -1367,30 +1368,30 @@ def test_an_operators_approval_holds_for_another_time_or_fewer_vms(
 def test_an_operator_holds_an_event_whose_approval_failed() -> None:
     agent = prepared_agent()
     agent.answer("server")
-    agent.operator("held")
+    agent.operator("hold")
     assert agent.document(an_event(), after=60) == []
     assert agent.phase == "held"
-    assert agent.operator("") == ["A: approve A alone"]
+    assert agent.operator("release") == ["A: approve A alone"]
 
 
 def test_holding_cannot_withdraw_an_approval_that_azure_has_taken() -> None:
     agent = prepared_agent()
-    agent.operator("held")
+    agent.operator("hold")
     assert agent.phase == "held"
     assert agent.answer() == []
     assert agent.phase == "approved"
 
 
-@pytest.mark.parametrize("word", ["approved", "held", ""])
-def test_an_operator_changes_nothing_once_the_event_has_started_or_is_over(word: str) -> None:
+@pytest.mark.parametrize("action", ["approve", "hold", "release"])
+def test_an_operator_changes_nothing_once_the_event_has_started_or_is_over(action: OperatorAction) -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
     agent.answer()
     agent.document(started(an_event()))
-    assert agent.operator(word) == []
+    assert agent.operator(action) == []
     agent.document()
-    assert agent.operator(word) == []
+    assert agent.operator(action) == []
     agent.ends("resume")
     assert agent.board == {}
 
@@ -1404,14 +1405,14 @@ def test_an_event_of_unknown_type_is_prepared_for_but_not_approved(kind: str) ->
     assert agent.document(an_event(type=kind)) == ["A: prepare drain"]
     assert agent.ends("drain") == []
     assert agent.phase == "held"
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 @pytest.mark.parametrize("status", ["", "Paused"])
 def test_an_event_that_is_not_plainly_scheduled_is_not_approved_even_by_an_operator(status: str) -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(status=status)) == []
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.waits_for() == (
         f"only a scheduled event can be approved, and its status is {status or 'missing'}"
     )
@@ -1421,14 +1422,14 @@ def test_an_event_that_is_not_plainly_scheduled_is_not_approved_even_by_an_opera
 def test_an_event_without_an_id_is_not_approved_even_by_an_operator() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(id="")) == []
-    assert agent.operator("approved", event="") == []
+    assert agent.operator("approve", event="") == []
     assert agent.waits_for("") == "it has no id to approve"
 
 
 def test_an_id_that_cannot_be_sent_back_is_not_approved_even_by_an_operator() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(id_fault="it is not a text")) == []
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.waits_for() == "its id cannot be sent back exactly (it is not a text)"
 
 
@@ -1439,13 +1440,13 @@ def test_an_event_that_contradicts_itself_is_prepared_for_and_left_to_an_operato
     assert agent.ends("drain") == []
     assert agent.of().phase == "held"
     assert "only an operator may approve it" in agent.waits_for()
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 def test_an_operators_approval_is_void_when_the_document_contradicts_itself() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     agent.document(an_event())
-    agent.operator("approved")
+    agent.operator("approve")
     agent.document(an_event(is_ambiguous=True))
     assert agent.ends("drain") == []
     assert "operator: the operator's approval is void: the document contradicts itself now" in agent.journal
@@ -1465,7 +1466,7 @@ def test_events_found_after_the_state_was_lost_are_not_approved_without_an_opera
     assert agent.document(an_event(), an_event(id="B")) == ["B: prepare drain"]
     assert agent.restart("boot 1", an_event(), an_event(id="B")) == ["B: prepare drain"]
     assert agent.ends("drain", event="B") == ["B: approve B"]
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 def test_an_event_found_started_after_the_state_was_lost_is_recovered_from() -> None:
@@ -1495,7 +1496,7 @@ def test_an_event_first_found_started_is_not_recovered_from_if_the_state_is_whol
 def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
     agent, event = Agent(a_rule(on_start=("tell",)), is_acting=False), an_event()
     assert agent.document(event) == []
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert ask_approval_gates(agent.of(), agent.context).answer == "not yet"
     assert is_ready(agent.board)
     assert agent.document(started(event)) == []
@@ -1579,7 +1580,7 @@ def test_nothing_acts_after_a_restart_before_the_first_document() -> None:
     agent.ends("drain")
     agent.restart(document=False)
     assert agent.tick(60) == []
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.reload(a_rule(approve="immediately")) == []
     assert not is_ready(agent.board)
     assert agent.document(an_event()) == ["A: prepare checkpoint", "A: approve A"]
@@ -1632,7 +1633,7 @@ def test_an_operators_word_outlives_a_restart() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
-    agent.operator("held")
+    agent.operator("hold")
     assert agent.restart("boot 1", an_event()) == []
     assert agent.phase == "held"
 

@@ -32,13 +32,13 @@ def test_it_is_noted_at_first_sight_and_not_again_while_it_is_so() -> None:
     assert agent.of().approval_needed_since == since
 
 
-@pytest.mark.parametrize("word", ["approved", "held"])
-def test_an_operators_word_ends_it_and_it_is_noted_anew_when_that_is_taken_back(word: Any) -> None:
+@pytest.mark.parametrize("action", ["approve", "hold"])
+def test_an_operators_word_ends_it_and_it_is_noted_anew_when_that_is_taken_back(action: Any) -> None:
     agent = Agent(replace(MANUAL, prepare=("drain",)))
     agent.document(an_event())
-    agent.operator(word)
+    agent.operator(action)
     assert not is_needed(agent)
-    agent.operator("")
+    agent.operator("release")
     assert is_needed(agent)
     assert noted(agent) == [WHY, WHY]
 

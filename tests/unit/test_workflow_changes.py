@@ -35,7 +35,7 @@ from scheduled_events_agent.workflow import (
     Context,
     HookFinished,
     HookOutcome,
-    OperatorSpoke,
+    OperatorCommand,
     Reconsider,
     RunHook,
     Signal,
@@ -127,7 +127,7 @@ class Life:
                 key = next(iter(self.flights))
                 self.finish(key, "canceled" if self.flights[key].is_told_to_end else "succeeded")
             elif failed:
-                self.send(OperatorSpoke(workflow_id=failed[0], word="retry", user="kim"))
+                self.send(OperatorCommand(workflow_id=failed[0], action="retry", user="kim"))
         self.expect(not self.board, f"never over: {[*self.board.values()]}")
         self.expect(all(self.undone.values()), f"never undone: {self.undone}")
 
@@ -238,7 +238,7 @@ class Life:
     def speak(self) -> None:
         if self.board:
             workflow = self.board[self.chance.choice([*self.board])]
-            word: Any = self.chance.choice(("approved", "held", ""))
+            word: Any = self.chance.choice(("approve", "hold", "release"))
             if (workflow.recover if workflow.is_over else workflow.prepare).state == "failed":
                 word = self.chance.choice(("retry", "resolve" if workflow.is_over else "retry", word))
             if word == "resolve":
@@ -247,7 +247,7 @@ class Life:
                 self.used.discard((workflow.id, "prepare", workflow.prepare.failed_hook))
             else:
                 self.words[workflow.id] = (word, workflow.event.type, set(workflow.event.resources))
-            self.send(OperatorSpoke(workflow_id=workflow.id, word=word, user="kim"))
+            self.send(OperatorCommand(workflow_id=workflow.id, action=word, user="kim"))
 
     def reload(self) -> None:
         """Hooks that the new policy does not name may be gone, but for those that the engine keeps."""
@@ -289,7 +289,7 @@ class Life:
         for workflow in self.board.values():
             event = self.document.get(workflow.event.id)
             word, type_, resources = self.words.get(workflow.id, ("", "", set()))
-            if event and word == "approved" and (event.type != type_ or not set(event.resources) <= resources):
+            if event and word == "approve" and (event.type != type_ or not set(event.resources) <= resources):
                 self.words[workflow.id] = ("", "", set())
             elif event:
                 self.words[workflow.id] = (word, type_, set(event.resources))
@@ -345,7 +345,7 @@ class Life:
         self.expect((*key, hook) not in self.used, "a hook runs again")
         self.used.add((*key, hook))
         if effect.stage == "prepare":
-            is_held = self.words.get(workflow.id, ("",))[0] == "held"
+            is_held = self.words.get(workflow.id, ("",))[0] == "hold"
             self.expect(not is_held, "a prepare hook starts against an operator")
             self.undone[number] = False
             beside = [flight.hook for (_, stage), flight in self.flights.items() if stage == "recover"]
@@ -361,8 +361,8 @@ class Life:
         self.expect(context.is_acting and context.document_at is not None, "an event is approved blindly")
         self.expect(workflow.id not in {*self.posts, *self.confirmed}, "an event is approved again")
         word = self.words.get(workflow.id, ("",))[0]
-        self.expect(word != "held", "an event is approved that an operator holds")
-        if word == "approved":
+        self.expect(word != "hold", "an event is approved that an operator holds")
+        if word == "approve":
             return
         facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
         decision = decide(context.rules, context.windows, event, facts)
@@ -381,7 +381,7 @@ class Life:
         needed = decision.drain_for + sum(HOOK_SECONDS[hook] for hook in decision.prepare) + RESERVE
         start = decision.start(event, context.now, needed)
         is_due = workflow.id in self.confirmed or start.at <= context.now
-        is_idle = workflow.prepare.state == "idle" and workflow.operator != "held"
+        is_idle = workflow.prepare.state == "idle" and workflow.operator_action != "hold"
         self.expect(not (decision.has_preparation and is_due and is_idle), f"{event.id} is not prepared for")
 
 

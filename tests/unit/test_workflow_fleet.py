@@ -21,7 +21,7 @@ from scheduled_events_agent.workflow import (
     FleetRequest,
     FleetView,
     HookFinished,
-    OperatorSpoke,
+    OperatorCommand,
     RunHook,
     Signal,
     Step,
@@ -140,7 +140,7 @@ def test_with_less_notice_it_begins_at_once(not_before: Any) -> None:
 
 def test_an_operator_has_it_begin_at_once() -> None:
     life = Life(LIMITED)
-    life.take(OperatorSpoke(workflow_id=life.workflow.id, word="approved", user="ann"))
+    life.take(OperatorCommand(workflow_id=life.workflow.id, action="approve", user="ann"))
     assert life.effects(RunHook)
 
 
@@ -302,7 +302,7 @@ def test_without_an_answer_of_the_table_nothing_is_approved(fleet: FleetView | N
 def test_an_operator_approves_although_others_are_not_ready() -> None:
     life = Life(READY)
     life.finish()
-    life.take(OperatorSpoke(workflow_id=life.workflow.id, word="approved", user="ann"))
+    life.take(OperatorCommand(workflow_id=life.workflow.id, action="approve", user="ann"))
     assert life.effects(Approve)
 
 
@@ -329,7 +329,7 @@ def test_a_held_or_failed_preparation_is_not_ready(word: Any) -> None:
     life = Life(READY)
     if word == "held":
         life.finish()
-        life.take(OperatorSpoke(workflow_id=life.workflow.id, word="held", user="ann"))
+        life.take(OperatorCommand(workflow_id=life.workflow.id, action="hold", user="ann"))
     else:
         life.finish(outcome="failed")
     assert life.phase() == "held"

@@ -114,13 +114,13 @@ def test_a_restart_between_the_answers_counts_them_anew() -> None:
 
 def test_a_hold_counts_when_it_names_this_vm_again() -> None:
     agent = prepared()
-    agent.operator("held")
+    agent.operator("hold")
     agent.document(ELSEWHERE)
     agent.ends("resume")
     assert agent.board == {}
     agent.wait(timedelta(hours=1).total_seconds())
     assert agent.document(an_event()) == []
-    assert (agent.phase, agent.of().operator) == ("held", "held")
+    assert (agent.phase, agent.of().operator_action) == ("held", "hold")
 
 
 def test_an_event_of_other_vms_that_an_unread_answer_listed_was_not_lacked_twice() -> None:

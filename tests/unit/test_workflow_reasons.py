@@ -41,7 +41,7 @@ def test_an_agent_that_observes_says_so_in_every_phase_before_the_start(phase: s
     if phase not in ("waiting", "preparing"):
         agent.ends("checkpoint", "failed" if phase == "held" else "succeeded")
     if phase == "approved":
-        agent.operator("approved")
+        agent.operator("approve")
         agent.answer()
     agent.reload(*agent.context.rules, is_acting=False)
     assert agent.phase == phase

@@ -51,7 +51,7 @@ def confirmed(agent: Agent) -> None:
 
 def approved_by_operator(agent: Agent) -> None:
     prepared(agent)
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 # Where the machine is restarted: how it got there, by which rule, and what runs again in the same boot.
@@ -94,7 +94,7 @@ def test_after_a_reboot_a_scheduled_event_is_prepared_for_from_its_first_hook(wh
     if was_confirmed:
         assert effects == []
         assert agent.phase == "approved"
-    elif agent.of().decision.approve == "when-prepared" or agent.of().operator == "approved":
+    elif agent.of().decision.approve == "when-prepared" or agent.of().operator_action == "approve":
         assert [effect.removesuffix(" alone") for effect in effects] == ["A: approve A"]
     else:
         assert effects == []
@@ -141,10 +141,10 @@ def test_after_a_reboot_an_event_that_is_gone_is_recovered_from_once(where: str)
 def test_an_operators_hold_stops_what_a_reboot_has_undone(where: str) -> None:
     agent = an_agent(where)
     if agent.of().approval.state != "confirmed":
-        agent.operator("held")
+        agent.operator("hold")
         assert agent.restart("boot 2", EVENT) == []
         assert agent.phase == "held"
-        assert agent.operator("") == FIRST
+        assert agent.operator("release") == FIRST
 
 
 def test_a_drain_is_begun_anew_after_a_reboot() -> None:
@@ -164,7 +164,7 @@ def test_a_drain_alone_is_begun_anew_too_unless_an_operator_holds_it() -> None:
         agent.document(EVENT)
         agent.tick(21)
         if is_held:
-            agent.operator("held")
+            agent.operator("hold")
         assert agent.restart("boot 2", EVENT) == []
         assert agent.phase == ("held" if is_held else "preparing")
         assert agent.tick(21) == ([] if is_held else ["A: approve A"])
@@ -184,18 +184,18 @@ def test_what_is_only_observed_is_not_prepared_again() -> None:
 def test_an_approval_before_a_failure_is_void(on_failure: str) -> None:
     agent = Agent(a_rule(approve="manual", lead=3600.0, on_failure=on_failure))
     agent.document(EVENT)
-    assert agent.operator("approved") == []
+    assert agent.operator("approve") == []
     assert agent.ends("drain", "failed") == []
     assert "operator: the operator's approval is void: hook drain failed" in agent.journal
-    assert agent.of().operator == ""
+    assert agent.of().operator_action == ""
     assert agent.phase == ("held" if on_failure == "hold" else "prepared")
-    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 def test_an_approval_that_began_it_early_is_void_after_a_failure_too() -> None:
     agent = Agent(a_rule(lead=60.0))
     agent.document(EVENT)
-    assert agent.operator("approved") == FIRST
+    assert agent.operator("approve") == FIRST
     assert agent.ends("drain", "failed") == []
     assert agent.phase == "held"
 
@@ -203,7 +203,7 @@ def test_an_approval_that_began_it_early_is_void_after_a_failure_too() -> None:
 def test_without_a_failure_an_earlier_approval_counts() -> None:
     agent = Agent(a_rule(approve="manual", lead=3600.0))
     agent.document(EVENT)
-    agent.operator("approved")
+    agent.operator("approve")
     agent.ends("drain")
     assert agent.ends("checkpoint") == ["A: approve A"]
 

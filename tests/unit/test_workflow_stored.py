@@ -17,7 +17,7 @@ import scheduled_events_agent
 from scheduled_events_agent.hook_times import HookTimes
 from scheduled_events_agent.notices import Happening
 from scheduled_events_agent.store import Loss
-from scheduled_events_agent.workflow import AgentRestarted, OperatorSpoke, Reconsider, Workflow, is_ready
+from scheduled_events_agent.workflow import AgentRestarted, OperatorCommand, Reconsider, Workflow, is_ready
 
 IDLE: dict[str, Any] = {
     "state": "idle", "done": [], "current": None, "run": 0, "is_canceling": False, "failure": "",
@@ -44,7 +44,7 @@ STORED: dict[str, Any] = {
     "prepare": {**IDLE, "state": "running", "done": ["drain"], "current": "checkpoint", "run": 2},
     "on_start": IDLE, "recover": IDLE, "drain_until": None,
     "approval": {"state": "none", "failures": 0, "failing_since": None, "retry_at": None, "failed_at": None},
-    "operator": "", "approval_needed_since": None, "phase_since": None,
+    "operator_action": "", "approval_needed_since": None, "phase_since": None,
     "change_noted_at": None, "missing_since": None, "is_over": False, "is_undone": False, "was_started": False,
     "is_doubtful": False, "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
 }  # fmt: skip
@@ -164,7 +164,7 @@ def test_a_recovery_that_has_failed_waits_for_a_retry() -> None:
     assert agent.document() == []
     assert not is_ready(agent.board)
     (workflow_id,) = agent.board
-    assert agent.send(OperatorSpoke(workflow_id=workflow_id, word="retry", user="kim")) == ["A: recover load"]
+    assert agent.send(OperatorCommand(workflow_id=workflow_id, action="retry", user="kim")) == ["A: recover load"]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "held", "approved", "started"])
@@ -174,7 +174,7 @@ def test_an_event_of_every_other_phase_goes_on_to_its_end(phase: str) -> None:
         "phase": phase,
         "prepare": DONE if is_approved else IDLE,
         "approval": {**STORED["approval"], "state": "confirmed" if is_approved else "none"},
-        "operator": "held" if phase == "held" else "",
+        "operator_action": "hold" if phase == "held" else "",
         "was_started": phase == "started",
     }
     agent = an_agent_that_goes_on(**changes)

@@ -64,7 +64,8 @@ from scheduled_events_agent.workflow import (
     HookFinished,
     HookOutcome,
     Leave,
-    OperatorSpoke,
+    OperatorAction,
+    OperatorCommand,
     Progress,
     RememberedEvent,
     RunHook,
@@ -232,9 +233,9 @@ class World:
             self.names[workflow.id], workflow.event.status, workflow.phase,
             *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
-            approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator, workflow.is_over,
-            workflow.was_started, workflow.is_doubtful, workflow.waits and replaced(workflow.waits, at=None),
-            workflow.outcome, speaks,
+            approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator_action,
+            workflow.is_over, workflow.was_started, workflow.is_doubtful,
+            workflow.waits and replaced(workflow.waits, at=None), workflow.outcome, speaks,
         )  # fmt: skip
 
     def expect(self, holds: bool, text: str) -> None:
@@ -294,7 +295,7 @@ class World:
         if self.script.has_operator:
             for event in self.read:
                 word = self.words.get(self.present(event), "")
-                yield from (f"{event} operator {new}" for new in ("approved", "held", "release") if new != word)
+                yield from (f"{event} operator {new}" for new in ("approve", "hold", "release") if new != word)
             yield from (f"{name} retry" for name in self.failed if name not in self.started)
         for name in self.unrecovered():
             yield from (f"{name} retry", f"{name} resolve")
@@ -351,7 +352,7 @@ class World:
                 workflow_id = self.posts.pop(name)
                 if how == "ok" and name in self.names.values():
                     self.confirmed |= {name}
-                    if self.words.get(name) == "held":
+                    if self.words.get(name) == "hold":
                         self.words[name] = ""
                         self.held -= {name[0]}
                 self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
@@ -366,13 +367,13 @@ class World:
                 self.now += timedelta(seconds=60)
                 self.document_at = self.now
                 self._send()
-            case [event, "operator", word]:
+            case [event, "operator", ("approve" | "hold" | "release") as action]:
                 name = self.present(event)
-                self.words[name] = word
-                is_held = word == "held" and name not in self.started
+                self.words[name] = action
+                is_held = action == "hold" and name not in self.started
                 self.held = self.held | {event} if is_held else self.held - {event}
                 self._begin_bare(event)
-                self._say(name, "" if word == "release" else word)
+                self._say(name, action)
             case [name, "retry"]:
                 self.stuck.pop(name, None)
                 if name in self.failed and not self.is_gone(name):
@@ -387,9 +388,9 @@ class World:
             case [name, ("prepare" | "on_start" | "recover") as stage, outcome]:
                 self._end_hook(name, stage, outcome)  # type: ignore[arg-type]
 
-    def _say(self, name: str, word: Any) -> None:
+    def _say(self, name: str, action: OperatorAction) -> None:
         workflow_id = next(key for key, value in self.names.items() if value == name)
-        self._send(OperatorSpoke(workflow_id=workflow_id, word=word, user="kim"))
+        self._send(OperatorCommand(workflow_id=workflow_id, action=action, user="kim"))
 
     def _read_document(self) -> None:
         self.document_at = self.now
@@ -422,7 +423,7 @@ class World:
         )  # fmt: skip
         for event in new:
             if event in self.held:
-                self.words[self.present(event)] = "held"
+                self.words[self.present(event)] = "hold"
             self.scheduled_boot.setdefault(self.present(event), self.boot)
             self.first_seen[self.present(event)] = self.now
             rule = self.script.rule(event)
@@ -455,7 +456,7 @@ class World:
         rule, name = self.script.rule(event), self.present(event)
         is_bare = bool(rule.drain_for or not rule.prepare)
         is_to_start = self.truth.get(event) == "Scheduled" and name not in self.started and not self.is_over(name)
-        if is_bare and is_to_start and event not in self.missing and self.words.get(name) != "held":
+        if is_bare and is_to_start and event not in self.missing and self.words.get(name) != "hold":
             self.owed |= {(name, hook) for hook in rule.recover}
 
     def _returns(self, name: str) -> bool:
@@ -498,7 +499,7 @@ class World:
             self.used -= {(name, stage, flight.hook)}  # it gave way to an eviction, and has still to run
         elif outcome == "failed" and stage == "prepare":
             self.failed[name] = flight.hook
-            if self.words.get(name) == "approved" and name not in self.confirmed:
+            if self.words.get(name) == "approve" and name not in self.confirmed:
                 self.words[name] = ""
         self._send(
             HookFinished(
@@ -639,7 +640,7 @@ class World:
             self.expect(self.read[event] == "Started", f"{text} though {event} has not started")
             return
         self._owe(name)
-        self.expect(self.words.get(name) != "held", f"(10) {text} against the operator")
+        self.expect(self.words.get(name) != "hold", f"(10) {text} against the operator")
         self.expect(not self._has_earlier_flight(name), f"(3) {text} beside a hook of an earlier appearance")
         may_finish = rule.on_early_start == "finish" and self.scheduled_boot[name] == self.boot
         self.expect(name not in self.started or may_finish, f"(5) {text} though {event} has started")
@@ -687,11 +688,11 @@ class World:
         self.expect(
             self.read.get(event) == "Scheduled" and name not in self.started, f"(2) {text} after its start"
         )
-        self.expect(word != "held", f"(2) {text} against the operator")
+        self.expect(word != "hold", f"(2) {text} against the operator")
         self.expect(name not in self.confirmed, f"(6) {text} again")
         self.expect(name not in self.posts, f"(6) {text} while an approval is under way")
         self.expect(self.may_approve(name), f"(1, 2, 7) {text} without leave")
-        if self.script.resources == SHARED and rule.shared != "any" and word != "approved":
+        if self.script.resources == SHARED and rule.shared != "any" and word != "approve":
             waited = self.now - self.first_seen[name]
             self.expect(waited >= timedelta(seconds=10), f"(2) {text} before the turn of this VM")
         has_ended = name in self.failed or all((name, hook) in self.succeeded for hook in rule.prepare)
@@ -701,9 +702,9 @@ class World:
         """Whether the rule and the operator would have a scheduled event approved once its hooks have ended."""
         rule, word = self.script.rule(name[0]), self.words.get(name, "")
         is_shared = set(self.script.resources) != {"vm_1"}
-        if "vm_1" not in self.script.resources or word == "held":
+        if "vm_1" not in self.script.resources or word == "hold":
             return False
-        if word == "approved":
+        if word == "approve":
             return True
         if rule.approve in ("manual", "never") or self.script.is_state_lost:
             return False
@@ -789,7 +790,7 @@ def walk(script: Script) -> int:
                 is_late = any(
                     world.is_gone(name) or name in world.started or not world.may_approve(name)
                     for name in world.posts
-                ) or any(stage == "prepare" and world.words.get(name) == "held" for name, stage in world.flights)
+                ) or any(stage == "prepare" and world.words.get(name) == "hold" for name, stage in world.flights)
                 # What a crash has cut off is not done again for an event that is missing.
                 if choice == "crash" and not is_late and not world.missing:
                     undisturbed = ending(world, endings)
@@ -1099,7 +1100,7 @@ def _cancel_in_words_only(workflow: Workflow, stage: Stage) -> Step:
 
 def _begin_when_an_operator_says_so(workflow: Workflow, context: Context) -> Any:
     step = REAL["_begin_when_due"](workflow, context)
-    return step if workflow.operator == "approved" else None
+    return step if workflow.operator_action == "approve" else None
 
 
 def _nobody_prepares(*_: Any) -> bool:
@@ -1201,7 +1202,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     ),
     "an approval that is needed is told for ever": (
         {"why_approval_needed": lambda workflow, context: REAL["why_approval_needed"](
-            replaced(workflow, operator=""), context
+            replaced(workflow, operator_action=""), context
         )},
         "(14)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),

@@ -42,6 +42,7 @@ from scheduled_events_agent.status.attention import NO_AGENT
 from scheduled_events_agent.status.messages import activity, clock, wait_in_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import (
+    ACTION_TEXTS,
     AgentRestarted,
     ApprovalAnswered,
     Approve,
@@ -540,7 +541,7 @@ def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
     if workflow is None:
         return Row("agent", "has not seen it yet" if has_agent else "had not seen it", "yellow")
     parts = [activity(workflow, status.running_for(workflow.id), now)]
-    parts += [f"an operator has {workflow.operator} it"] if workflow.operator else []
+    parts += [f"an operator has {ACTION_TEXTS[workflow.operator_action]} it"] if workflow.operator_action else []
     seen = f"first seen {clock(workflow.first_seen_at, now)}"
     if workflow.noticed_at != workflow.first_seen_at:
         seen += f", with this NotBefore {clock(workflow.noticed_at, now)}"

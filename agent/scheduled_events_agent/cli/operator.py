@@ -26,25 +26,15 @@ from scheduled_events_agent.store import (
     LOCK_NAME,
     REQUEST_VALID_SECONDS,
     RequestAnswer,
-    RequestWord,
     Store,
     StoreError,
 )
-from scheduled_events_agent.workflow import Workflow
+from scheduled_events_agent.workflow import OperatorAction, Workflow
 
 # Should the wake-up be lost: longer than the agent ever rests.
 _ANSWER_WITHIN_SECONDS = 12.0
 _LOOK_SECONDS = 0.01
 _LISTED = 20
-
-# Command -> the word of the request.
-_WORDS: dict[str, RequestWord] = {
-    "approve": "approved",
-    "hold": "held",
-    "release": "",
-    "retry": "retry",
-    "resolve": "resolve",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,12 +109,11 @@ def find_agent(state_dir: Path) -> str | None:
         return "unknown"  # it is asked anyway
 
 
-def ask_agent(store: Store, workflow_id: str, word: RequestWord, user: str) -> RequestAnswer | None:
-    """The running agent's answer; None if none came within twelve seconds: then it is withdrawn.
+def wait_for_answer(store: Store, request: int) -> RequestAnswer | None:
+    """The running agent's answer; None if none came within twelve seconds. The request is withdrawn in any case.
 
     Raises StoreError.
     """
-    request = store.add_request(workflow_id, word, user, datetime.now(UTC))
     deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS
     try:
         while store.load_answer(request) is None and time.monotonic() < deadline:
@@ -166,18 +155,18 @@ def user_name() -> str:
     return f"{host.account_name()} (sudo: {before})" if before and before.isprintable() else host.account_name()
 
 
-def _find(prefix: str, word: str, workflows: Sequence[Workflow]) -> Workflow:
+def _find(prefix: str, action: OperatorAction, workflows: Sequence[Workflow]) -> Workflow:
     """The event that is meant. If it came back under its id, retry and resolve mean the one that is over."""
-    if word not in ("retry", "resolve"):
+    if action not in ("retry", "resolve"):
         workflows = [workflow for workflow in workflows if not workflow.is_over]
     found = find_by_prefix(prefix, workflows, kind="pending")
     return next((workflow for workflow in found if workflow.phase == "recovery_failed"), found[-1])
 
 
-def _how_it_ended(prefix: str, word: str, pending: Sequence[Workflow], store: Store) -> str:
+def _how_it_ended(prefix: str, action: OperatorAction, pending: Sequence[Workflow], store: Store) -> str:
     """What is said of an event that is over, from the history; "" if a pending event may be meant, or none."""
     folded = prefix.casefold()
-    may_be_over = word in ("retry", "resolve")
+    may_be_over = action in ("retry", "resolve")
     if not folded or any(w.event.key.startswith(folded) for w in pending if may_be_over or not w.is_over):
         return ""
     for history in store.load_histories(limit=1, is_wanted=lambda w: w.event.key.startswith(folded)):
@@ -223,26 +212,27 @@ def _request(arguments: argparse.Namespace) -> int:
 
 def _ask(arguments: argparse.Namespace) -> _Asked:
     """Find the event, and ask the agent. Raises AgentError if there is no such event, or no answer."""
-    word = _WORDS[arguments.command]
+    action: OperatorAction = arguments.command
     state_dir = find_state_dir(arguments)
     with closing(Store.join(state_dir)) as store:
         workflows = store.load_workflows()
         held = _find_absent_hold(arguments.id, workflows, store)
-        if held and word == "":
+        if held and action == "release":
             event_id = held
             workflow_id = held
         else:
-            if over := _how_it_ended(arguments.id, word, workflows, store):
+            if over := _how_it_ended(arguments.id, action, workflows, store):
                 remembered = "; an operator's hold of it is remembered, release ends that" if held else ""
                 raise AgentError(f"{over}{remembered}")
-            workflow = _find(arguments.id, word, workflows)
+            workflow = _find(arguments.id, action, workflows)
             event_id = workflow.event.id
             workflow_id = workflow.id
         pid = find_agent(state_dir)
         if pid is None:
             raise AgentError(f"no agent runs with the state directory {state_dir}: start the agent first")
-        answer = ask_agent(store, workflow_id, word, user_name())
-        is_held = word == "held" and answer is None and _is_held_amid_approval(store, workflow_id)
+        request = store.add_request(workflow_id, action, user_name(), datetime.now(UTC))
+        answer = wait_for_answer(store, request)
+        is_held = action == "hold" and answer is None and _is_held_amid_approval(store, workflow_id)
     if is_held:
         raise AgentError(UNSETTLED_HOLD)
     if answer is None:
@@ -269,7 +259,7 @@ def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) 
 def _is_held_amid_approval(store: Store, workflow_id: str) -> bool:
     """Whether the hold counts, and the approval that was sent before it has no answer yet."""
     workflows = [workflow for workflow in store.load_workflows() if workflow.id == workflow_id]
-    return any(one.operator == "held" and one.approval.state == "requested" for one in workflows)
+    return any(one.operator_action == "hold" and one.approval.state == "requested" for one in workflows)
 
 
 def _line(workflow: Workflow) -> str:

@@ -18,7 +18,7 @@ import msgspec.inspect
 
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
-from scheduled_events_agent.cli.operator import ask_agent, find_agent, find_state_dir, options_of, user_name
+from scheduled_events_agent.cli.operator import find_agent, find_state_dir, options_of, wait_for_answer
 from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import Affects, ScheduledEvent
 from scheduled_events_agent.spelling import plural
@@ -45,6 +45,7 @@ from scheduled_events_agent.status.messages import (
 )
 from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.store import Store, StoreError, notified
+from scheduled_events_agent.workflow import ACTION_TEXTS
 
 _AGENT_IS_SLOW = "waits for the agent, which does not answer yet; gives up after twelve seconds"
 # How many VMs of an event are named; there may be a hundred.
@@ -110,7 +111,7 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
     agent = f"the agent (pid {pid})"
     try:
         with closing(Store.join(state_dir)) as store:
-            answer = ask_agent(store, "", "status", user_name())
+            answer = wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
     except StoreError as error:
         return f"{agent} cannot be asked: {error}"
     if answer is None:
@@ -290,13 +291,13 @@ def _card(workflow: ShownWorkflow, status: Status, output: Sequence[str], short_
         yield Row("failed", "; ".join(failures), "yellow")
         for line in output:
             yield Row("", f"| {line}", "dim")
-    if workflow.operator:
-        yield Row("operator", f"an operator has {workflow.operator} it")
+    if workflow.operator_action:
+        yield Row("operator", f"an operator has {ACTION_TEXTS[workflow.operator_action]} it")
     yield from event_rows(workflow.event, decision.affects)
     told = {one.command for needed in status.attention for one in needed.commands}
     label = "overrule"
-    for word in words_of_use(status, workflow):
-        line = command(status.command_options, word, quoted(short_id))
+    for action in words_of_use(status, workflow):
+        line = command(status.command_options, action, quoted(short_id))
         if line not in told:
             yield Row(label, line)
             label = ""

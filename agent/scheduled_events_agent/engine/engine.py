@@ -44,7 +44,7 @@ from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalEnt
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.attention import CRASHED_WITHIN
 from scheduled_events_agent.status.messages import pending_in_words, with_messages
-from scheduled_events_agent.store import Request, RequestAnswer, Store, StoreError, WithdrawnError
+from scheduled_events_agent.store import Request, RequestAnswer, StatusRequest, Store, StoreError, WithdrawnError
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
@@ -55,7 +55,7 @@ from scheduled_events_agent.workflow import (
     Context,
     FleetRequest,
     MoveDeadline,
-    OperatorSpoke,
+    OperatorCommand,
     Progression,
     Reconsider,
     RunHook,
@@ -488,12 +488,12 @@ class Engine:
 
     def _take_requests(self, now: datetime) -> None:
         for asked in self._store.load_requests(now):
+            if isinstance(asked, StatusRequest):
+                status = RequestAnswer(succeeded=True, message=self._describe().decode())
+                self._store.answer_request(asked.id, status)
+                continue
             request = self._of_present_event(asked)
             if request.id in self._holds_on_the_way:
-                continue
-            if request.word == "status":
-                status = RequestAnswer(succeeded=True, message=self._describe().decode())
-                self._store.answer_request(request.id, status)
                 continue
             workflow = self.board.get(request.workflow_id)
             if workflow is None and request.workflow_id in self.remembered.holds:
@@ -507,8 +507,9 @@ class Engine:
                 self._store.answer_request(request.id, nothing)
             else:
                 self._requests.append(request)
-                word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
-                self._signals.append(word)
+                self._signals.append(
+                    OperatorCommand(workflow_id=request.workflow_id, action=request.action, user=request.user)
+                )
 
     def _of_present_event(self, request: Request) -> Request:
         """The request, about the event itself if it names a remembered hold and the event has come back."""
@@ -519,7 +520,7 @@ class Engine:
 
     def _release_of_absent(self, request: Request) -> RequestAnswer:
         """What becomes of a request for the hold of an event that is not in the document; it names the key."""
-        if request.word:
+        if request.action != "release":
             return refused("the event is not in the document; its hold can be released")
         self.remembered.release(request.workflow_id)
         return RequestAnswer(succeeded=True, message="released; the event is not in the document")
@@ -533,7 +534,7 @@ class Engine:
         return {
             request.id: answer(request, workflow)
             for request, workflow in asked
-            if not (request.word == "held" and workflow.approval.state == "requested")
+            if not (request.action == "hold" and workflow.approval.state == "requested")
         }
 
     def _answer_holds(self) -> None:
@@ -553,7 +554,7 @@ class Engine:
 
     def _forget_requests(self) -> None:
         """Requests are read again, except those that operators withdraw meanwhile."""
-        self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorSpoke)]
+        self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorCommand)]
         self._requests = []
 
     def _learn_identity(self, now: datetime) -> None:

@@ -123,7 +123,7 @@ class HookRuns:
         self._delayed = []
         for effect in delayed:
             workflow = board.get(effect.workflow_id)  # None if it was another VM's
-            is_held = workflow is not None and workflow.operator == "held" and effect.stage == "prepare"
+            is_held = workflow is not None and workflow.operator_action == "hold" and effect.stage == "prepare"
             if workflow is not None and (workflow.is_missing or is_held):
                 self._delayed.append(effect)
             elif workflow is not None:

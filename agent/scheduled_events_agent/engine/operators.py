@@ -6,21 +6,28 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.store import Request, RequestAnswer
-from scheduled_events_agent.workflow import Context, Word, Workflow, ask_approval_gates, has_obeyed
+from scheduled_events_agent.workflow import (
+    ACTION_TEXTS,
+    Context,
+    OperatorAction,
+    Workflow,
+    ask_approval_gates,
+    has_obeyed,
+)
 
 
 def refusal(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
     """Why not even an operator can have that; "" if one can. ``why_not_acting``: "" for an agent that acts."""
     if workflow is None:
         return "the event is not pending any more"
-    if request.word in ("retry", "resolve"):
-        return _refusal_of_retry(workflow, request.word, why_not_acting)
+    if request.action in ("retry", "resolve"):
+        return _refusal_of_retry(workflow, request.action, why_not_acting)
     if workflow.is_over:
         return "the event is over"
-    match request.word:
-        case "held":
+    match request.action:
+        case "hold":
             return _refusal_of_hold(workflow)
-        case "approved":
+        case "approve":
             return why_not_acting or _refusal_of_approval(workflow, context)
         case _:
             return ""
@@ -28,10 +35,12 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
 
 def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting: Sequence[Request]) -> bool:
     """Whether it takes back neither a hold nor an approval. ``waiting``: requests that come before it."""
-    if request.word or workflow is None:
+    if request.action != "release" or workflow is None:
         return False
-    said = [one.word for one in waiting if one.workflow_id == workflow.id and one.word in ("held", "approved", "")]
-    return not [workflow.operator, *said][-1]
+    lasting = ("approve", "hold", "release")
+    asked = [one.action for one in waiting if one.workflow_id == workflow.id and one.action in lasting]
+    last = asked[-1] if asked else workflow.operator_action
+    return last in ("", "release")
 
 
 def _refusal_of_hold(workflow: Workflow) -> str:
@@ -43,13 +52,13 @@ def _refusal_of_hold(workflow: Workflow) -> str:
 
 
 def _refusal_of_approval(workflow: Workflow, context: Context) -> str:
-    leave = ask_approval_gates(replace(workflow, operator="approved"), context)
+    leave = ask_approval_gates(replace(workflow, operator_action="approve"), context)
     return wait_in_words(workflow, leave.waits) if leave.answer == "no" else ""
 
 
-def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> str:
+def _refusal_of_retry(workflow: Workflow, action: OperatorAction, why_not_acting: str) -> str:
     recover = workflow.recover
-    if word == "resolve":
+    if action == "resolve":
         if workflow.event.is_recommendation and not workflow.is_over:
             return ""
         if not workflow.is_over:
@@ -63,12 +72,12 @@ def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> st
         return "the event has started, and preparing for it is too late"
     if workflow.prepare.state != "failed":
         return "no hook of it has failed"
-    return "an operator holds it; release it first" if workflow.operator == "held" else ""
+    return "an operator holds it; release it first" if workflow.operator_action == "hold" else ""
 
 
 def answer(request: Request, workflow: Workflow) -> RequestAnswer:
-    """The reply to the operator, after the cycle that took the word in."""
-    if not has_obeyed(workflow, request.word):
+    """The reply to the operator, after the cycle that took the action in."""
+    if not has_obeyed(workflow, request.action):
         return refused("the event has just changed, or another operator was faster")
     return RequestAnswer(succeeded=True, message=_success(request, workflow))
 
@@ -80,9 +89,9 @@ def refused(reason: str) -> RequestAnswer:
 
 def _success(request: Request, workflow: Workflow) -> str:
     waits = wait_in_words(workflow, workflow.waits)
-    if request.word != "held":
+    if request.action != "hold":
         reason = f": {waits}" if waits else ""
-        return f"{request.word or 'released'}: the event is {_state(workflow, 'runs')}{reason}"
+        return f"{ACTION_TEXTS[request.action]}: the event is {_state(workflow, 'runs')}{reason}"
     kind = workflow.waits.kind if workflow.waits else ""
     state = f"is {_state(workflow, 'runs to its end')}"
     if workflow.phase == "held" and kind == "prepare_failed":

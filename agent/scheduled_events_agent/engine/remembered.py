@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from msgspec.structs import replace
 
 from scheduled_events_agent.store import RememberedChanges, Store
-from scheduled_events_agent.workflow import OperatorSpoke, RememberedEvent, Signal, Step, Workflow
+from scheduled_events_agent.workflow import OperatorCommand, RememberedEvent, Signal, Step, Workflow
 
 _REMEMBERED = timedelta(days=1)
 # That a recommendation is still listed is written no more often than this.
@@ -96,7 +96,9 @@ def changes_by_steps(
 def _changes_of_holds(
     known: Mapping[str, RememberedEvent], signals: Iterable[Signal], steps: Iterable[Step], now: datetime
 ) -> tuple[dict[str, RememberedEvent], set[str]]:
-    users = {one.workflow_id: one.user for one in signals if isinstance(one, OperatorSpoke) and one.word == "held"}
+    users = {
+        one.workflow_id: one.user for one in signals if isinstance(one, OperatorCommand) and one.action == "hold"
+    }
     put: dict[str, RememberedEvent] = {}
     removed: set[str] = set()
     for workflow in {step.workflow.id: step.workflow for step in steps}.values():
@@ -105,7 +107,7 @@ def _changes_of_holds(
         if workflow.is_over:
             continue
         has_started = workflow.was_started or workflow.event.is_started
-        if workflow.operator != "held" or has_started:
+        if workflow.operator_action != "hold" or has_started:
             removed |= {key} & known.keys()
             continue
         seen_at = workflow.missing_since or now

@@ -23,7 +23,6 @@ from scheduled_events_agent.status.status import (
     JournalEntry,
     NotifiedTarget,
     OperatorAnswer,
-    OperatorWord,
     PolicyInForce,
     RunningHook,
     ShownWorkflow,
@@ -37,6 +36,6 @@ from scheduled_events_agent.status.status import (
 __all__ = [
     "NO_OPTIONS", "SCHEMA_VERSION", "Attention", "AttentionKind", "CommandOptions", "EventSummary",
     "FleetState", "HeldEvent", "History", "HistoryItem", "HookStep", "Journal", "JournalEntry",
-    "NotifiedTarget", "OperatorAnswer", "OperatorWord", "PolicyInForce", "RunningHook", "ShownWorkflow",
+    "NotifiedTarget", "OperatorAnswer", "PolicyInForce", "RunningHook", "ShownWorkflow",
     "Status", "SuggestedCommand", "TargetFailure", "Vm", "WebConfigRejected",
 ]  # fmt: skip

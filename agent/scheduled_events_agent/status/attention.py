@@ -106,7 +106,7 @@ def _kind_of(status: Status, workflow: ShownWorkflow) -> AttentionKind | None:
         return "hook_missing" if waits_for == "lost_hook" else None
     if workflow.event.status != "Scheduled" or workflow.was_started or status.mode == "observe":
         return None
-    if workflow.phase == "held" and prepare in ("failed", "canceled") and workflow.operator != "held":
+    if workflow.phase == "held" and prepare in ("failed", "canceled") and workflow.operator_action != "hold":
         return "prepare_failed"
     is_asking = workflow.phase != "held" and waits_for in ("", "missing", "stale")
     if is_asking and workflow.approval.failures >= _FAILED_APPROVALS:
@@ -148,9 +148,9 @@ def _event_commands(
         yield _check(status, "set agent.mode to act and reload, or start it without --observe")
     if kind == "approval_failing":
         yield _doctor(status)
-    for word in words_of_use(status, workflow):
-        line = command(status.command_options, word, quoted(short_id))
-        yield SuggestedCommand(command=line, effect=effect_of(word, workflow))
+    for action in words_of_use(status, workflow):
+        line = command(status.command_options, action, quoted(short_id))
+        yield SuggestedCommand(command=line, effect=effect_of(action, workflow))
 
 
 def _of_agent(status: Status) -> Iterator[Attention]:

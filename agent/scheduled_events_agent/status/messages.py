@@ -170,7 +170,7 @@ def note_in_log(workflow: Workflow, note: Note, text: str) -> str:
         case "approving":
             text = f"asks Azure to start it ({text})"
         case "approved":
-            by = "an operator" if workflow.operator == "approved" else f"rule {workflow.decision.rule}"
+            by = "an operator" if workflow.operator_action == "approve" else f"rule {workflow.decision.rule}"
             text = f"approved ({by})"
         case "waits":
             text = _waiting(note.waits, text)
@@ -336,7 +336,7 @@ def is_for_this_vm(workflow: Workflow) -> bool:
 
 def is_held(workflow: Workflow) -> bool:
     """Whether an operator's hold is in force; it ends with the start of the event."""
-    return workflow.operator == "held" and not (workflow.is_over or workflow.was_started)
+    return workflow.operator_action == "hold" and not (workflow.is_over or workflow.was_started)
 
 
 def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:

@@ -5,9 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from scheduled_events_agent.workflow import Stage, Workflow
+from scheduled_events_agent.workflow import OperatorAction, Stage, Workflow
 
-OperatorWord = Literal["approve", "hold", "release", "retry", "resolve"]
 SCHEMA_VERSION = 1
 """Of all JSON that is shown; see docs/json.md. A further field leaves it; another meaning or name raises it."""
 
@@ -261,7 +260,7 @@ class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
-    command: str
+    command: OperatorAction
     event_id: str
     workflow_id: str
     is_done: bool

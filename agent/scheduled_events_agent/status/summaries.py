@@ -17,7 +17,7 @@ _APPROVALS = {
     "immediately": "wanted at once", "when-prepared": "wanted when prepared",
     "manual": "wanted when an operator says so", "never": "not from here",
 }  # fmt: skip
-_OPERATORS = {"": "", "approved": "; an operator has approved it", "held": "; an operator holds it"}
+_OPERATORS = {"": "", "approve": "; an operator has approved it", "hold": "; an operator holds it"}
 
 
 def with_words(status: Status) -> Status:
@@ -33,8 +33,8 @@ def with_words(status: Status) -> Status:
             approval=_approval(workflow),
             hooks=tuple(_hooks(status, workflow)),
             commands=tuple(
-                command(status.command_options, word, quoted(short[workflow.event.id]))
-                for word in words_of_use(status, workflow)
+                command(status.command_options, action, quoted(short[workflow.event.id]))
+                for action in words_of_use(status, workflow)
             ),
         )
         for workflow in pending
@@ -68,7 +68,7 @@ def _approval(workflow: Workflow) -> str:
         text = "none: the event is only observed"
     else:
         text = _APPROVALS[decision.approve]
-    return f"{text}{_OPERATORS[workflow.operator]}"
+    return f"{text}{_OPERATORS[workflow.operator_action]}"
 
 
 def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:

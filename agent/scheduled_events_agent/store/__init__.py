@@ -24,11 +24,11 @@ from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.notices import Loss, Notices, StoredNotice, Waiting, notified
 from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
-from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
+from scheduled_events_agent.workflow import Note, OperatorAction, RememberedEvent, Step, Workflow
 
 __all__ = [
-    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "CommitResult", "Loss", "Notices", "RememberedChanges",
-    "RequestAnswer", "Store", "StoreError", "StoredNotice", "Waiting", "notified",
+    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "CommitResult", "Loss", "Notices", "RememberedChanges", "Request",
+    "RequestAnswer", "StatusRequest", "Store", "StoreError", "StoredNotice", "Waiting", "notified",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
@@ -58,18 +58,19 @@ class WithdrawnError(Exception):
     """A request was withdrawn before its answer could be written; its operator has been told so."""
 
 
-RequestWord = Word | Literal["status"]
-"""An operator's word about an event, or the question how the agent is."""
-
-
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator asks for."""
+    """An operator asks the agent to act on an event."""
 
     id: int
     workflow_id: str
-    """"" if it is about the agent."""
-    word: RequestWord
+    action: OperatorAction
     user: str
+
+
+class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Another process asks the agent for its status. It is stored without an action."""
+
+    id: int
 
 
 class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -406,12 +407,20 @@ class Store:
             if losses is not None:
                 self._write_facts({"lost_notices": msgspec.json.encode(losses).decode()})
 
-    def add_request(self, workflow_id: str, word: RequestWord, user: str, at: datetime) -> int:
-        """Ask the running agent for something, and wake it; returns the request's number."""
+    def add_request(self, workflow_id: str, action: OperatorAction, user: str, at: datetime) -> int:
+        """Ask the running agent to act on an event, and wake it; returns the request's number."""
+        return self._add_request(at, workflow_id, action, user)
+
+    def add_status_request(self, at: datetime) -> int:
+        """Ask the running agent for its status, and wake it; returns the request's number."""
+        return self._add_request(at, "", None, "")
+
+    def _add_request(self, at: datetime, workflow_id: str, action: OperatorAction | None, user: str) -> int:
+        """``action``: None for a question for the status."""
         with self._transaction():
             cursor = self._connection.execute(
-                "INSERT INTO request (at, workflow_id, word, user) VALUES (?, ?, ?, ?)",
-                (_stamp(at), workflow_id, word, _storable(user)),
+                "INSERT INTO request (at, workflow_id, action, user) VALUES (?, ?, ?, ?)",
+                (_stamp(at), workflow_id, action, _storable(user)),
             )
         host.wake(self.wake_path)
         return cursor.lastrowid or 0
@@ -429,14 +438,19 @@ class Store:
         with self._reading():
             return _to_answer(rows)
 
-    def load_requests(self, now: datetime) -> list[Request]:
+    def load_requests(self, now: datetime) -> list[Request | StatusRequest]:
         """Requests that wait for an answer."""
         with self._reading():
             rows = self._fetch(
-                "SELECT id, workflow_id, word, user FROM request WHERE answer IS NULL AND at > ? ORDER BY id",
+                "SELECT id, workflow_id, action, user FROM request WHERE answer IS NULL AND at > ? ORDER BY id",
                 _stamp(now - timedelta(seconds=REQUEST_VALID_SECONDS)),
             )
-        return [Request(id=id_, workflow_id=workflow, word=word, user=user) for id_, workflow, word, user in rows]
+        return [
+            StatusRequest(id=id_)
+            if action is None
+            else Request(id=id_, workflow_id=workflow, action=action, user=user)
+            for id_, workflow, action, user in rows
+        ]
 
     def answer_request(self, request_id: int, answer: RequestAnswer) -> None:
         """Answer the operator."""

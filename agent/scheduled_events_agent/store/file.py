@@ -40,7 +40,7 @@ _SCHEMA = """
     CREATE INDEX journal_workflow ON journal (workflow_id, id);
     CREATE INDEX journal_at ON journal (at);
     CREATE TABLE request (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, workflow_id TEXT NOT NULL, word TEXT NOT NULL,
+        id INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, workflow_id TEXT NOT NULL, action TEXT,
         user TEXT NOT NULL, answer TEXT
     ) STRICT;
     CREATE TABLE remembered_event (

@@ -36,6 +36,7 @@ from scheduled_events_agent.workflow.fleet import (
     workflow_id,
 )
 from scheduled_events_agent.workflow.model import (
+    ACTION_TEXTS,
     TRANSITIONS,
     AgentRestarted,
     Approval,
@@ -53,7 +54,8 @@ from scheduled_events_agent.workflow.model import (
     MoveDeadline,
     Note,
     NoteKind,
-    OperatorSpoke,
+    OperatorAction,
+    OperatorCommand,
     Outcome,
     Phase,
     Progress,
@@ -66,18 +68,18 @@ from scheduled_events_agent.workflow.model import (
     Step,
     WaitKind,
     Waits,
-    Word,
     Workflow,
 )
 from scheduled_events_agent.workflow.phases import ask_approval_gates, gate_answers
 from scheduled_events_agent.workflow.times import hook_deadline_at, needed_seconds
 
 __all__ = [
-    "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
-    "Context", "Effect", "FleetEventStatus", "FleetRequest", "FleetView", "HookFinished", "HookOutcome", "Leave",
-    "MoveDeadline", "Note", "NoteKind", "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Rank",
-    "Reconsider", "RememberedEvent", "RunHook", "Signal", "Stage", "Step", "WaitKind", "Waits", "Word", "Workflow",
-    "ask_approval_gates", "fleet_requests", "gate_answers", "has_obeyed", "hook_deadline_at", "is_ready",
-    "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at", "not_ready_others", "ordinal",
-    "proceed", "some_of", "workflow_id",
+    "ACTION_TEXTS", "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board",
+    "CancelHook", "ClockSet", "Context", "Effect", "FleetEventStatus", "FleetRequest", "FleetView",
+    "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind", "OperatorAction",
+    "OperatorCommand", "Outcome", "Phase", "Progress", "Progression", "Rank", "Reconsider", "RememberedEvent",
+    "RunHook", "Signal", "Stage", "Step", "WaitKind", "Waits", "Workflow", "ask_approval_gates",
+    "fleet_requests", "gate_answers", "has_obeyed", "hook_deadline_at", "is_ready", "known_events",
+    "needed_seconds", "needs_all", "needs_slot", "next_wake_at", "not_ready_others", "ordinal", "proceed",
+    "some_of", "workflow_id",
 ]  # fmt: skip

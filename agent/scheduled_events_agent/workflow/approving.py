@@ -78,7 +78,7 @@ def service_gate(workflow: Workflow, context: Context) -> Leave:
 def preparation_gate(workflow: Workflow, _: Context) -> Leave:
     decision = workflow.decision
     prepare = workflow.prepare
-    is_overruled = workflow.operator == "approved"
+    is_overruled = workflow.operator_action == "approve"
     if decision.approve == "immediately" or prepare.state == "succeeded" or not decision.has_preparation:
         return YES
     if prepare.state == "failed":
@@ -94,14 +94,14 @@ def id_gate(workflow: Workflow, _: Context) -> Leave:
 
 
 def rule_gate(workflow: Workflow, _: Context) -> Leave:
-    is_never = workflow.decision.approve == "never" and workflow.operator != "approved"
+    is_never = workflow.decision.approve == "never" and workflow.operator_action != "approve"
     return _no("never") if is_never else YES
 
 
 def operator_gate(workflow: Workflow, _: Context) -> Leave:
-    if workflow.operator == "held":
+    if workflow.operator_action == "hold":
         return Leave("no", HELD)
-    if workflow.decision.approve == "manual" and workflow.operator != "approved":
+    if workflow.decision.approve == "manual" and workflow.operator_action != "approve":
         return _not_yet("manual")
     return YES
 
@@ -114,7 +114,7 @@ def speaker_gate(workflow: Workflow, context: Context) -> Leave:
     """An approval covers every VM that the event names; not every VM may approve for all."""
     decision = workflow.decision
     turn_at = turn_to_approve(workflow)
-    if workflow.operator == "approved":
+    if workflow.operator_action == "approve":
         return YES
     if not decision.may_speak:
         return _no("shared")
@@ -124,14 +124,14 @@ def speaker_gate(workflow: Workflow, context: Context) -> Leave:
 
 
 def doubt_gate(workflow: Workflow, _: Context) -> Leave:
-    if workflow.is_doubtful and workflow.operator != "approved":
+    if workflow.is_doubtful and workflow.operator_action != "approve":
         return _no("doubt")
     return YES
 
 
 def start_gate(workflow: Workflow, context: Context) -> Leave:
     """Lead and window: its time has come."""
-    if workflow.operator == "approved" or workflow.approval.state == "confirmed":
+    if workflow.operator_action == "approve" or workflow.approval.state == "confirmed":
         return YES
     start = start_of(workflow, context)
     is_early = start.at > context.now
@@ -169,7 +169,7 @@ def request_approval(workflow: Workflow, context: Context) -> Step | None:
 
 
 def _reason(workflow: Workflow) -> str:
-    if workflow.operator == "approved":
+    if workflow.operator_action == "approve":
         return "an operator approved it"
     decision = workflow.decision
     if decision.approve == "immediately":
@@ -180,11 +180,11 @@ def _reason(workflow: Workflow) -> str:
 
 
 def why_approval_needed(workflow: Workflow, context: Context) -> str:
-    """Why only an operator's word lets this agent approve the event, as a clause; "" if that is not so."""
+    """Why only an operator can let this agent approve the event, as a clause; "" if that is not so."""
     event = workflow.event
     decision = workflow.decision
     is_ahead = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
-    if not (is_ahead and context.is_acting) or workflow.operator or workflow.approval.state == "confirmed":
+    if not (is_ahead and context.is_acting) or workflow.operator_action or workflow.approval.state == "confirmed":
         return ""
     if event.approval_fault or decision.rule is None or decision.affects not in ("self", "shared"):
         return ""
@@ -220,11 +220,11 @@ def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) 
         return None
     if not signal.error_kind:
         notes = [Note(kind="approved", text="Azure has taken the approval", addition="")]
-        operator = workflow.operator
-        if operator == "held":  # while the approval was on its way
-            operator = ""
+        action = workflow.operator_action
+        if action == "hold":  # while the approval was on its way
+            action = ""
             notes.append(Note(kind="operator", text="the operator's hold is void: Azure has taken the approval"))
-        confirmed = replace(workflow, approval=Approval(state="confirmed"), operator=operator)
+        confirmed = replace(workflow, approval=Approval(state="confirmed"), operator_action=action)
         return Step(workflow=confirmed, notes=tuple(notes))
     failures = workflow.approval.failures + 1
     # The service's limit is about a second: after a 429 the first pause is longer.

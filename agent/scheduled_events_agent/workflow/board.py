@@ -17,7 +17,8 @@ from scheduled_events_agent.workflow.model import (
     HookFinished,
     Note,
     NoteKind,
-    OperatorSpoke,
+    OperatorAction,
+    OperatorCommand,
     RunHook,
     Signal,
     Step,
@@ -89,7 +90,7 @@ class _Turn:
                 return [self._present[key]] if key in self._present else []
             case HookFinished():
                 return waiting_for_hook(signal, self.workflows)
-            case ApprovalAnswered() | OperatorSpoke():
+            case ApprovalAnswered() | OperatorCommand():
                 return [signal.workflow_id] if signal.workflow_id in self.workflows else []
             case _:
                 return list(self.workflows)
@@ -178,16 +179,18 @@ def known_events(board: Board) -> dict[str, ScheduledEvent]:
     return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_over}
 
 
-def has_obeyed(workflow: Workflow, word: str) -> bool:
-    """Whether an operator's word that was just taken in still counts; a change may have come with it."""
-    match word:
+def has_obeyed(workflow: Workflow, action: OperatorAction) -> bool:
+    """Whether an operator's action that was just taken in still counts; a change may have come with it."""
+    match action:
         case "retry":
             stage = workflow.recover if workflow.is_over else workflow.prepare
             return workflow.is_open and stage.state != "failed"
         case "resolve":
             return workflow.recover.state == "resolved" or workflow.outcome == "expired"
-        case _:
-            return workflow.operator == word
+        case "release":
+            return workflow.operator_action == ""
+        case "approve" | "hold":
+            return workflow.operator_action == action
 
 
 def is_ready(board: Board) -> bool:

@@ -109,8 +109,8 @@ def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
     is_approved = workflow.approval.state == "confirmed" or workflow.phase == "approved"
     is_past = workflow.is_over or has_started or is_approved
     if not is_past and may_begin(workflow):
-        may_act = context.is_acting and workflow.operator != "held"
-        is_due = workflow.operator == "approved" or start_of(workflow, context).at <= context.now
+        may_act = context.is_acting and workflow.operator_action != "hold"
+        is_due = workflow.operator_action == "approve" or start_of(workflow, context).at <= context.now
         return "requested" if may_act and is_due else None
     if workflow.begun_at is None:
         return None
@@ -187,7 +187,7 @@ def has_slot(workflow: Workflow, context: Context) -> bool:
 
 def slot_exemption(workflow: Workflow, context: Context) -> Exemption:
     latest = latest_begin(workflow, context)
-    if workflow.operator == "approved":
+    if workflow.operator_action == "approve":
         return "operator"
     if workflow.event.type in _URGENT_TYPES or latest is None or workflow.approval.state == "confirmed":
         return "urgent"
@@ -275,7 +275,7 @@ def fleet_gate(workflow: Workflow, context: Context) -> Leave:
     """With ``shared: all-ready`` every VM that the event names must be ready; only an operator goes past that."""
     status = _status(workflow, context)
     is_all_ready = status.is_all_ready and not _unasked(workflow, context)
-    if workflow.operator == "approved" or not needs_all(workflow) or is_all_ready:
+    if workflow.operator_action == "approve" or not needs_all(workflow) or is_all_ready:
         return YES
     return Leave("not yet", _why_not_all_ready(workflow, context))
 

@@ -22,8 +22,8 @@ Phase = Literal[
 Outcome = Literal["", "completed", "canceled", "expired", "unknown"]
 Stage = Literal["prepare", "on_start", "recover"]
 HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
-Word = Literal["", "approved", "held", "retry", "resolve"]
-"""What an operator says of an event; "" takes back approved and held."""
+OperatorAction = Literal["approve", "hold", "release", "retry", "resolve"]
+"""What an operator can do about an event; release takes back approve and hold."""
 NoteKind = Literal[
     "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
     "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
@@ -62,6 +62,12 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 # How much of a changed value is shown in the log and the journal; the event itself is kept whole.
 _SHOWN_CHARACTERS = 200
+
+
+# How the journal and the answers to operators name an action.
+ACTION_TEXTS: dict[OperatorAction, str] = {
+    "approve": "approved", "hold": "held", "release": "released", "retry": "retry", "resolve": "resolve",
+}  # fmt: skip
 
 
 class WorkflowError(AgentError):
@@ -135,7 +141,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recover: Progress = Progress()
     drain_until: datetime | None = None
     approval: Approval = Approval()
-    operator: Literal["", "approved", "held"] = ""
+    operator_action: Literal["", "approve", "hold"] = ""
+    """The operator's action that counts."""
     approval_needed_since: datetime | None = None
     """Since when an operator must approve it; None if that is not so."""
     missing_since: datetime | None = None
@@ -202,11 +209,11 @@ class ApprovalAnswered(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class OperatorSpoke(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator says about the event."""
+class OperatorCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator acts on the event."""
 
     workflow_id: str
-    word: Word
+    action: OperatorAction
     user: str
 
 
@@ -230,7 +237,7 @@ Signal = (
     | Gone
     | HookFinished
     | ApprovalAnswered
-    | OperatorSpoke
+    | OperatorCommand
     | AgentRestarted
     | Reconsider
     | ClockSet

@@ -97,7 +97,7 @@ def _before_start(workflow: Workflow, workflows: Workflows, context: Context) ->
     if not context.is_acting:
         return _observe(workflow, context)
     is_reset = is_reset_by_reboot(workflow, context)
-    if workflow.operator == "held" and (is_reset or is_to_begin(workflow)):
+    if workflow.operator_action == "hold" and (is_reset or is_to_begin(workflow)):
         return _obey_hold(workflow)
     if is_reset:
         return _prepare_again(workflow, context)
@@ -130,7 +130,7 @@ def _is_wanted(workflow: Workflow) -> bool:
     """Whether a rule or an operator wants something done before the event starts."""
     decision = workflow.decision
     is_wanted_by_rule = decision.rule is not None and (decision.has_preparation or decision.approve != "never")
-    return is_wanted_by_rule or workflow.operator == "approved"
+    return is_wanted_by_rule or workflow.operator_action == "approve"
 
 
 def _begin_when_due(workflow: Workflow, context: Context) -> Step | Waits | None:
@@ -261,7 +261,7 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
         # A reboot has undone what was prepared. A hold from before the start still counts.
         is_of_this_boot = workflow.prepare_boot_id == context.boot_id
         may_finish = workflow.decision.on_early_start == "finish" and is_of_this_boot
-        if may_finish and not (workflow.operator == "held" and is_to_begin(workflow)):
+        if may_finish and not (workflow.operator_action == "hold" and is_to_begin(workflow)):
             step = run_next(workflow, "prepare", workflows, context)
         else:
             step = cut_short(workflow, "prepare")

@@ -11,6 +11,7 @@ from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approving import take_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
 from scheduled_events_agent.workflow.model import (
+    ACTION_TEXTS,
     AgentRestarted,
     ApprovalAnswered,
     ClockSet,
@@ -19,7 +20,7 @@ from scheduled_events_agent.workflow.model import (
     HookFinished,
     MoveDeadline,
     Note,
-    OperatorSpoke,
+    OperatorCommand,
     Outcome,
     Phase,
     Progress,
@@ -63,8 +64,8 @@ def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step
             return _share_finished_hook(workflow, signal)
         case ApprovalAnswered():
             return take_answer(workflow, signal, context)
-        case OperatorSpoke():
-            return _hear(workflow, signal, context)
+        case OperatorCommand():
+            return _apply_command(workflow, signal, context)
         case AgentRestarted():
             return _restart(workflow, context)
         case Reconsider():
@@ -104,7 +105,7 @@ def _admit(event: ScheduledEvent, context: Context) -> Step | None:
     )
     notes = [Note(kind="seen", text=_describe(event, context.now)), Note(kind="decided", text=decision.reason)]
     if remembered is not None and not event.is_started:
-        workflow = replace(workflow, operator="held")
+        workflow = replace(workflow, operator_action="hold")
         text = f"held by {remembered.user or 'an operator'} since {show(remembered.at)}"
         notes.append(Note(kind="operator", text=text))
     return Step(workflow=workflow, notes=tuple(notes))
@@ -316,21 +317,22 @@ def _has_deadline(workflow: Workflow) -> bool:
     return not workflow.event.is_started or workflow.decision.on_early_start == "finish"
 
 
-def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
-    word = signal.word
-    note = Note(kind="operator", text=f"{signal.user or 'an operator'} says: {word or 'released'}")
-    if word == "retry":
+def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context) -> Step:
+    action = signal.action
+    note = Note(kind="operator", text=f"{signal.user or 'an operator'} says: {ACTION_TEXTS[action]}")
+    if action == "retry":
         return _retry(workflow, note, context)
-    if word == "resolve" and not workflow.is_over:
+    if action == "resolve" and not workflow.is_over:
         step = recommendations.end(workflow, f"{signal.user or 'an operator'} has resolved it")
         return replace(step, notes=(note, *step.notes))
-    if word == "resolve":
+    if action == "resolve":
         return Step(workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), notes=(note,))
     is_untouched = workflow.prepare.state == "idle" and workflow.approval.state == "none"
-    ends_hold = workflow.operator == "held" and word != "held"
+    ends_hold = workflow.operator_action == "hold" and action != "hold"
     if workflow.phase == "held" and ends_hold and is_untouched:
         workflow = replace(workflow, phase="waiting")
-    return Step(workflow=replace(workflow, operator=word), notes=(note,))
+    counts = "" if action == "release" else action
+    return Step(workflow=replace(workflow, operator_action=counts), notes=(note,))
 
 
 def _retry(workflow: Workflow, note: Note, context: Context) -> Step:

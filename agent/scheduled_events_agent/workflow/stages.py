@@ -84,7 +84,7 @@ def _has_come_to(workflow: Workflow, hook: str, context: Context) -> bool:
     if prepare.current is not None:
         return prepare.current == hook and not prepare.is_canceling
     is_on_its_way = workflow.phase == "preparing" and prepare.state == "running" and not workflow.event.is_started
-    if not is_on_its_way or workflow.operator == "held" or workflow.is_missing:
+    if not is_on_its_way or workflow.operator_action == "hold" or workflow.is_missing:
         return False
     if next_hook(workflow, "prepare") != hook:
         return False
@@ -140,10 +140,10 @@ def is_nothing_done(workflow: Workflow) -> bool:
 def with_void_approval(step: Step, why: str) -> Step:
     """Without an operator's approval that Azure has not taken yet: what it counted on has changed since."""
     workflow = step.workflow
-    if workflow.operator != "approved" or workflow.approval.state == "confirmed":
+    if workflow.operator_action != "approve" or workflow.approval.state == "confirmed":
         return step
     note = Note(kind="operator", text=f"the operator's approval is void: {why}")
-    return replace(step, workflow=replace(workflow, operator=""), notes=(*step.notes, note))
+    return replace(step, workflow=replace(workflow, operator_action=""), notes=(*step.notes, note))
 
 
 def with_end(progress: Progress, signal: HookFinished) -> Progress:
