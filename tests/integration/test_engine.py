@@ -1,10 +1,11 @@
 """The engine alone, on a real state file that others use and that fails it."""
 
 import contextlib
+import io
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -786,3 +787,33 @@ def test_a_reload_and_a_failed_cycle_are_published_at_once(engine: Engine, tmp_p
     assert engine.snapshot.store_failure != ""
     assert engine.run_cycle(datetime.now(UTC))
     assert engine.snapshot.store_failure == ""
+
+
+def test_what_the_log_tells_of_is_published_by_then(tmp_path: Path) -> None:
+    published: dict[str, str] = {}
+    engines: list[Engine] = []
+
+    def note(_: object, entry: Mapping[str, object]) -> None:
+        snapshot = engines[0].snapshot
+        phases = ", ".join(workflow.phase for workflow in snapshot.workflows.values())
+        published[str(entry["message"])] = f"{snapshot.settings.agent.mode}; {phases}; {snapshot.store_failure}"
+
+    with contextlib.closing(Store.open(tmp_path, datetime.now(UTC))) as store:
+        store._connection.execute("PRAGMA busy_timeout = 0")
+        rules = (Rule(name="hand", approve="manual"),)
+        engine = Engine(Settings(rules=rules), store, Metrics(tuple), cast("Executor", Approvals()))
+        engines.append(engine)
+        engine.start()
+        set_up("info", "json", stream=io.StringIO(), on_entry=note)
+        try:
+            engine.receive(Identity(name="vm-1", vm_id="id-1"))
+            engine.receive(Document(incarnation="1", events=(EVENT,)))
+            assert engine.run_cycle(datetime.now(UTC))
+            assert published["prepared"] == "act; prepared; "
+            engine.change_settings(Settings(rules=rules, agent=AgentSettings(mode="observe")))
+            assert published["the policy file was read again"] == "observe; prepared; "
+            with locked(tmp_path):
+                assert not engine.run_cycle(datetime.now(UTC))
+            assert "locked" in published["writing the state file fails"]
+        finally:
+            structlog.reset_defaults()

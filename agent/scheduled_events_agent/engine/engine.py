@@ -257,6 +257,7 @@ class Engine:
             self._teller.flush()
         except StoreError as error:
             self.store_failure = str(error)
+            self._publish()  # before the log tells of it
             # Nothing was done. The next cycle decides again on what was taken in.
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self.cycle_began_at)
@@ -329,12 +330,12 @@ class Engine:
         """Put another policy in force."""
         now = self._machine.now()
         self.settings = kept_hooks(self.settings, settings, self.board)
+        self._publish()
         rules = [rule.name for rule in settings.rules]
         self._log.info("the policy file was read again", log_id=LogId.POLICY_RELOADED, rules=rules)
         self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
         self._reconsider()
-        self._publish()
 
     def refuse_settings(self, reason: str) -> None:
         """The new policy cannot be used: the old one stays in force."""
@@ -420,6 +421,7 @@ class Engine:
         self.documents.committed(has_faults=bool(progression.faults))
         self.board = progression.board
         self._signals = []
+        self._publish()  # before the log tells of it, and a hook runs that may ask how the agent is
         self._teller.tell_steps(steps, now)
         self._teller.forget_closed(self.board)
         bugs: dict[str, str] = {}
@@ -428,7 +430,6 @@ class Engine:
             workflow = self.board.get(workflow_id)
             bugs[workflow.event.id if workflow else workflow_id] = type(fault).__name__
         self.bugs = bugs
-        self._publish()  # a hook may ask how the agent is: it finds the event that it runs for
         self.notifying.perform(progression.steps)
         self._perform(progression.steps, now)
         self._debug_teller.tell(progression.steps, self.board, context)
