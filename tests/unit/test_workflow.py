@@ -36,6 +36,7 @@ from scheduled_events_agent.workflow import (
     Step,
     Waits,
     Workflow,
+    approving,
     ask_approval_gates,
     board,
     hook_deadline_at,
@@ -1744,6 +1745,40 @@ def test_a_step_that_the_table_does_not_allow_is_a_fault(monkeypatch: pytest.Mon
     ((_, fault),) = agent.last.faults
     assert str(fault) == "waiting -> preparing is no step in the life of an event"
     assert agent.phase == "waiting"
+
+
+@pytest.mark.parametrize("approve", ["never", "manual", "when-prepared"])
+def test_an_approval_that_the_gates_do_not_allow_is_a_bug_and_is_not_sent(
+    approve: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hasty(workflow: Workflow, _: Any, context: Context) -> Step | None:
+        return approving.request_approval(workflow, context) if workflow.event.id == "A" else None
+
+    agent = Agent(a_rule(approve=approve, prepare=("drain",), lead=3600.0))
+    agent.may_fail = True
+    agent.document(an_event(), an_event(id="B"))
+    before = agent.of("A")
+    monkeypatch.setitem(phases._PHASES, "preparing", hasty)
+    assert agent.tick() == []
+    ((workflow_id, bug),) = agent.last.faults
+    assert (workflow_id, agent.of("A")) == (before.id, before)
+    assert str(bug) == "it was to be approved although its gates do not allow that"
+    monkeypatch.undo()
+    agent.ends("drain")
+    assert agent.last.faults == ()
+
+
+def test_a_recovery_of_what_was_never_prepared_is_a_bug_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(a_rule(lead=60.0))
+    agent.may_fail = True
+    agent.document(an_event())
+    agent.operator("hold")
+    assert (agent.phase, agent.of().prepare.state) == ("held", "idle")
+    monkeypatch.setattr(phases, "_over", lambda workflow, *_: phases._recover(workflow, "begins"))
+    assert agent.document() == []
+    ((workflow_id, bug),) = agent.last.faults
+    assert workflow_id == agent.of().id
+    assert str(bug) == "it was to be recovered from although nothing was prepared for it"
 
 
 def test_workflows_that_do_not_come_to_rest_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from scheduled_events_agent.workflow.fleet import begins_alone_at, counts_for_sl
 from scheduled_events_agent.workflow.model import (
     TRANSITIONS,
     ApprovalAnswered,
+    Approve,
     Board,
     Context,
     HookFinished,
@@ -27,7 +28,7 @@ from scheduled_events_agent.workflow.model import (
     Workflow,
     WorkflowError,
 )
-from scheduled_events_agent.workflow.phases import move
+from scheduled_events_agent.workflow.phases import ask_approval_gates, move
 from scheduled_events_agent.workflow.recommendations import expires_at
 from scheduled_events_agent.workflow.signals import may_return, take_in, waiting_for_hook
 from scheduled_events_agent.workflow.stages import may_begin, share_hooks
@@ -135,6 +136,8 @@ class _Turn:
         old = self.workflows.get(step.workflow.id)
         if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
             raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
+        if breach := _breach(old or new, step, self._context):
+            raise WorkflowError(breach, kind="bug")
         if old is not None and new.phase != old.phase:
             new = replace(new, phase_since=self._context.now)
             step = replace(step, workflow=new)
@@ -149,6 +152,17 @@ class _Turn:
             for peer in list(self.workflows.values()):
                 if peer.is_over and share_hooks(peer, new):
                     self._apply(Step(workflow=replace(peer, is_undone=True)))
+
+
+def _breach(before: Workflow, step: Step, context: Context) -> str:
+    """Which effect of the step is not allowed to the workflow as it was before, as a sentence; "" if all are."""
+    for effect in step.effects:
+        if isinstance(effect, Approve) and ask_approval_gates(before, context).answer != "yes":
+            return "it was to be approved although its gates do not allow that"
+        is_recovery = isinstance(effect, RunHook) and effect.stage == "recover"
+        if is_recovery and before.prepare.state == "idle":
+            return "it was to be recovered from although nothing was prepared for it"
+    return ""
 
 
 def explain(workflow: Workflow, waits: Waits | None, context: Context) -> Step | None:

@@ -71,7 +71,7 @@ ACTION_TEXTS: dict[OperatorAction, str] = {
 
 
 class WorkflowError(AgentError):
-    """A bug: a step that the table of transitions does not allow, or steps without end."""
+    """A bug: a step or an effect that is not allowed, or steps without end."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
