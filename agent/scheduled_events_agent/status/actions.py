@@ -47,9 +47,9 @@ def overruling(workflow: Workflow) -> tuple[OperatorAction, ...]:
     approves_itself = decision.approve not in ("manual", "never")
     if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
         actions.append("hold")
-    return (
-        (*actions, "approve") if workflow.phase in ("waiting", "held") or not approves_itself else tuple(actions)
-    )
+    if workflow.phase in ("waiting", "held") or not approves_itself:
+        actions.append("approve")
+    return tuple(actions)
 
 
 def _overruling_preparation(workflow: Workflow) -> tuple[OperatorAction, ...]:

@@ -52,9 +52,9 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fleet_requests(board: Board, context: Context, seen_at: Mapping[str, float]) -> tuple[FleetRequest, ...]:
-    """One for each event that wants to begin, or has begun and is not recovered from, and concerns the fleet.
+    """Given all workflows, return a request for each event that wants to begin, or is not recovered from.
 
-    ``seen_at``: when this process first saw each workflow.
+    Events that do not concern the fleet have none. ``seen_at``: when this process first saw each workflow.
     """
     found: dict[str, tuple[int, FleetRequest]] = {}
     for workflow in board.values():
@@ -68,9 +68,10 @@ def fleet_requests(board: Board, context: Context, seen_at: Mapping[str, float])
 
 
 def _rank(workflow: Workflow, request: FleetRequest) -> int:
-    """Which appearance goes first: an event may come back while its first one is still recovered from.
+    """Given a workflow and its request, return its place among the appearances of its event; the lowest is sent.
 
-    Once it is prepared for again, that recovery waits for it.
+    An event may come back while its first appearance is still recovered from. Once it is prepared for again, that
+    recovery waits for it.
     """
     if request.stage == "requested":
         return 2
@@ -78,6 +79,7 @@ def _rank(workflow: Workflow, request: FleetRequest) -> int:
 
 
 def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float]) -> FleetRequest | None:
+    """Given a workflow, return what it asks of the fleet; None if it asks for nothing."""
     own = own_name(workflow, context)
     if not own and workflow.prepare.state != "idle" and context.names:
         own = plain_name(context.names[0])  # the event names this VM no longer, which is still prepared
@@ -101,7 +103,7 @@ def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float])
 
 
 def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
-    """None: nothing has begun, and it does not want to begin now."""
+    """Given a workflow, return its stage for the fleet; None if it has not begun and does not want to now."""
     event = workflow.event
     has_started = workflow.was_started or event.is_started
     if has_started and event.type in _URGENT_TYPES and workflow.decision.affects in ("self", "shared"):
@@ -121,17 +123,17 @@ def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
 
 
 def workflow_id(key: str, first_seen_at: datetime) -> str:
-    """Unique to this appearance of the event with this key."""
+    """Given an event's key and when it was first seen, return an id that only this appearance of the event has."""
     return f"{key}@{first_seen_at:%Y%m%dT%H%M%S.%fZ}"
 
 
 def fleet_key(workflow: Workflow) -> str:
-    """What all VMs know the event by: the key under which it was first seen, also if its id has changed."""
+    """Given a workflow, return the key by which all VMs know its event: the one under which it was first seen."""
     return workflow.id.rpartition("@")[0]
 
 
 def own_name(workflow: Workflow, context: Context) -> str:
-    """What Resources call this VM, plain; "" if they do not name it."""
+    """Given a workflow, return the plain name by which its event names this VM; "" if it does not name it."""
     mine = plain_names(context.names)
     return next((name for name in map(plain_name, workflow.event.resources) if name in mine), "")
 
@@ -140,7 +142,7 @@ def own_name(workflow: Workflow, context: Context) -> str:
 
 
 def awaited(workflow: Workflow, context: Context) -> list[str]:
-    """Plain names of the VMs whose readiness counts, each once, in the order of Resources."""
+    """Given a workflow, return the plain names of the VMs whose readiness counts, in the order of Resources."""
     members = context.fleet.members if context.fleet else ("*",)
     mine = plain_names(context.names)
     own = own_name(workflow, context)
@@ -150,14 +152,14 @@ def awaited(workflow: Workflow, context: Context) -> list[str]:
 
 
 def not_ready_others(workflow: Workflow, context: Context) -> list[str]:
-    """Plain names of the other VMs that are not known to be ready now."""
+    """Given a workflow, return the plain names of the other VMs that are not known to be ready now."""
     own = own_name(workflow, context)
     names = (*_status(workflow, context).not_ready, *_unasked(workflow, context))
     return [name for name in dict.fromkeys(names) if name != own]
 
 
 def _unasked(workflow: Workflow, context: Context) -> list[str]:
-    """The awaited VMs of which the fleet's status does not tell: the event has come to name them since."""
+    """Given a workflow, return the awaited VMs that the status of the fleet lacks: the event names them since."""
     asked = _status(workflow, context).awaited
     return [name for name in awaited(workflow, context) if name not in asked]
 
@@ -166,7 +168,7 @@ def _unasked(workflow: Workflow, context: Context) -> list[str]:
 
 
 def counts_for_slots(workflow: Workflow, context: Context) -> bool:
-    """Whether the event is one of those that ``max_events`` limits."""
+    """Given a workflow, return whether its event is one of those that ``max_events`` limits."""
     fleet = context.fleet
     decision = workflow.decision
     if fleet is None or fleet.max_events is None or workflow.event.is_recommendation:
@@ -177,15 +179,17 @@ def counts_for_slots(workflow: Workflow, context: Context) -> bool:
 
 
 def needs_slot(workflow: Workflow, context: Context) -> bool:
-    """Whether the event must not begin without a slot."""
+    """Given a workflow, return whether its event must not begin without a slot."""
     return counts_for_slots(workflow, context) and not slot_exemption(workflow, context)
 
 
 def has_slot(workflow: Workflow, context: Context) -> bool:
+    """Given a workflow, return whether its event has a slot, as far as the fleet has answered."""
     return _status(workflow, context).may_begin
 
 
 def slot_exemption(workflow: Workflow, context: Context) -> Exemption:
+    """Given a workflow, return why its event begins without a slot; "" if it waits for one."""
     latest = latest_begin(workflow, context)
     if workflow.operator_action == "approve":
         return "operator"
@@ -198,7 +202,7 @@ def slot_exemption(workflow: Workflow, context: Context) -> Exemption:
 
 
 def exemption_in_words(exemption: Exemption, context: Context) -> str:
-    """As a clause."""
+    """Given an exemption, return the reason for it as a clause; "" if there is none."""
     error = context.fleet.error if context.fleet else ""
     return {
         "": "",
@@ -210,7 +214,7 @@ def exemption_in_words(exemption: Exemption, context: Context) -> str:
 
 
 def latest_begin(workflow: Workflow, context: Context) -> datetime | None:
-    """Until when it waits for a slot; None: not at all."""
+    """Given a workflow, return until when its event waits for a slot; None if it does not wait."""
     starts_at = workflow.event.starts_at
     if starts_at is None:
         return None
@@ -220,7 +224,10 @@ def latest_begin(workflow: Workflow, context: Context) -> datetime | None:
 
 
 def begins_alone_at(context: Context) -> datetime | None:
-    """From when on events begin without a slot because the store is unavailable; None: it is not, or they wait."""
+    """Given a context, return from when on events begin without a slot because the store is unavailable.
+
+    None if the store is available, or if events wait for it.
+    """
     fleet = context.fleet
     if fleet is None or fleet.on_unavailable == "wait" or fleet.unavailable_seconds is None:
         return None
@@ -228,7 +235,10 @@ def begins_alone_at(context: Context) -> datetime | None:
 
 
 def slot_gate(workflow: Workflow, context: Context) -> Leave:
-    """A slot of the fleet. It belongs to the event: an event of five VMs would else wait for itself."""
+    """Given a workflow, return whether its event may begin as far as slots go.
+
+    A slot belongs to the event, not to a VM: an event of five VMs would else wait for itself.
+    """
     if not needs_slot(workflow, context) or has_slot(workflow, context):
         return YES
     latest = latest_begin(workflow, context)
@@ -238,7 +248,7 @@ def slot_gate(workflow: Workflow, context: Context) -> Leave:
 
 
 def _why_no_slot(workflow: Workflow, context: Context) -> str:
-    """As a clause; "" if the fleet has not answered yet."""
+    """Given a workflow, return why its event has no slot as a clause; "" if the fleet has not answered yet."""
     fleet = context.fleet
     status = _status(workflow, context)
     if status.other_vm_id:
@@ -251,6 +261,7 @@ def _why_no_slot(workflow: Workflow, context: Context) -> str:
 
 
 def _behind(events: tuple[str, ...]) -> str:
+    """Given the ids of the events ahead in the line, return the end of a clause that names them."""
     if not events:
         return ""
     what = "event" if len(events) == 1 else "events"
@@ -258,7 +269,7 @@ def _behind(events: tuple[str, ...]) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Such as 1st, or 12th."""
+    """Given a number, return it as an ordinal, such as 1st or 12th."""
     is_teen = number % 100 in (11, 12, 13)
     ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
@@ -268,11 +279,15 @@ def ordinal(number: int) -> str:
 
 
 def needs_all(workflow: Workflow) -> bool:
+    """Given a workflow, return whether every VM that its event names must be ready before it is approved."""
     return workflow.decision.shared == "all-ready" and workflow.decision.affects == "shared"
 
 
 def fleet_gate(workflow: Workflow, context: Context) -> Leave:
-    """With ``shared: all-ready`` every VM that the event names must be ready; only an operator goes past that."""
+    """Given a workflow, return whether its event may be approved as far as other VMs go.
+
+    With ``shared: all-ready`` every VM that the event names must be ready; only an operator goes past that.
+    """
     status = _status(workflow, context)
     is_all_ready = status.is_all_ready and not _unasked(workflow, context)
     if workflow.operator_action == "approve" or not needs_all(workflow) or is_all_ready:
@@ -281,6 +296,7 @@ def fleet_gate(workflow: Workflow, context: Context) -> Leave:
 
 
 def _why_not_all_ready(workflow: Workflow, context: Context) -> Waits:
+    """Given a workflow that waits for other VMs, return the reason."""
     status = _status(workflow, context)
     if status.other_vm_id:
         return Waits(kind="same_name", detail=status.other_vm_id)
@@ -294,13 +310,16 @@ def _why_not_all_ready(workflow: Workflow, context: Context) -> Waits:
 
 
 def some_of(names: list[str]) -> str:
-    """Three of the names, and how many more there are."""
+    """Given names, return the first three as text, and how many more there are."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{', '.join(names[:_MAX_NAMED])}{more}"
 
 
 def _status(workflow: Workflow, context: Context) -> FleetEventStatus:
-    """Nothing is known of another appearance of the event."""
+    """Given a workflow, return what the fleet says of its event.
+
+    What it says of another appearance of the event does not count: then nothing is known.
+    """
     statuses = context.fleet.statuses if context.fleet else {}
     status = statuses.get(fleet_key(workflow), FleetEventStatus())
     return status if status.workflow_id == workflow.id else FleetEventStatus()
