@@ -411,7 +411,7 @@ def recovers_first(items: Any, key: Any) -> list[str]:
     return sorted(items, key=lambda item: not key(item))
 
 
-def starts_nothing(workflow: Workflow) -> Step:
+def starts_nothing(workflow: Workflow, *_: object) -> Step:
     return Step(workflow=replace(workflow, phase="recovering", was_started=True))
 
 

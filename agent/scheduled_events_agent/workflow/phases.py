@@ -1,10 +1,10 @@
 """Phases: one function for each, which makes the next step that is due, or says why none is.
 
 The phase drives: a function looks only at what belongs to its phase, and leaves it along an arrow of
-``TRANSITIONS``. From almost anywhere two things lead on: the event has started, and the event is over.
+``TRANSITIONS``. What leads away from anywhere is in ``_interrupt``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -43,6 +43,11 @@ from scheduled_events_agent.workflow.stages import (
 from scheduled_events_agent.workflow.times import drain_end
 
 Workflows = Mapping[str, Workflow]
+Move = Callable[[Workflow, Workflows, Context], Step | Waits | None]
+"""Returns the next step that is due. If none is: why the workflow waits.
+
+Without a step and without a reason a hook, a drain, an approval or Azure has its turn.
+"""
 
 GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
 BEGIN_GATES: Gates = (start_gate, slot_gate)
@@ -62,68 +67,83 @@ def gate_answers(workflow: Workflow, context: Context) -> dict[str, Leave]:
 
 
 def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
-    """The next step that is due. If none is: why the workflow waits; None if it does not.
+    """Make the next step that is due, or say why the workflow waits; see ``Move``."""
+    next_move = _interrupt(workflow, context) or _PHASES[workflow.phase]
+    return next_move(workflow, workflows, context)
 
-    Without a step and without a reason a hook, a drain, an approval or Azure has its turn.
-    """
+
+def _interrupt(workflow: Workflow, context: Context) -> Move | None:
+    """What moves the workflow instead of its phase's own function; None if nothing does."""
     if context.document_at is None:
-        return workflow.waits
-    ended = recommendations.why_ended(workflow, context)
-    if ended:
-        return recommendations.end(workflow, ended)
+        return _stay
+    if recommendations.why_ended(workflow, context):
+        return _expire
     if workflow.is_missing:
-        return give_way(workflow, "prepare", workflows, context) or Waits(kind="missing")
-    match workflow.phase:
-        case "recovering":
-            return _recovering(workflow, workflows, context)
-        case "recovery_failed":
-            return _recovery_failed(workflow, workflows)
-        case "closed":
-            return None
+        return _wait_while_missing
+    if workflow.phase in ("recovering", "recovery_failed", "closed"):
+        return None
     if workflow.is_over:
-        return _over(workflow)
+        return _over
     if workflow.phase == "started":
-        return _started(workflow, workflows, context)
-    if workflow.event.is_started:
-        return _start(workflow)
-    return _before_start(workflow, workflows, context)
+        return None
+    return _start if workflow.event.is_started else _interrupt_before_start(workflow, context)
 
 
-# --- Before the event starts.
-
-
-def _before_start(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
+def _interrupt_before_start(workflow: Workflow, context: Context) -> Move | None:
     """In the phases waiting, preparing, prepared, held and approved."""
     if not context.is_acting:
-        return _observe(workflow, context)
+        return _observe
     is_reset = is_reset_by_reboot(workflow, context)
     if workflow.operator_action == "hold" and (is_reset or is_to_begin(workflow)):
-        return _obey_hold(workflow)
-    if is_reset:
-        return _prepare_again(workflow, context)
-    if workflow.phase == "waiting":
-        return _begin_when_due(workflow, context)
-    if workflow.phase == "preparing":
-        return _preparing(workflow, workflows, context)
-    if has_more_to_prepare(workflow):
-        return _prepare_more(workflow, context)
-    if workflow.phase == "approved":
-        return None
-    return _approve(workflow, context)
+        return _obey_hold
+    return _prepare_again if is_reset else None
 
 
-def _observe(workflow: Workflow, context: Context) -> Waits | None:
+# --- What leads away from a phase.
+
+
+def _stay(workflow: Workflow, _workflows: Workflows, _context: Context) -> Waits | None:
+    """Nothing moves before the first document."""
+    return workflow.waits
+
+
+def _expire(workflow: Workflow, _: Workflows, context: Context) -> Step:
+    return recommendations.end(workflow, recommendations.why_ended(workflow, context))
+
+
+def _wait_while_missing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits:
+    """The next document tells if the event is over. Meanwhile an eviction may need the hook that runs."""
+    return give_way(workflow, "prepare", workflows, context) or Waits(kind="missing")
+
+
+def _observe(workflow: Workflow, _: Workflows, context: Context) -> Waits | None:
     """Do nothing, and say what would be done."""
     if not may_begin(workflow):
         return Waits(kind="observes")
     return would_begin(workflow, context) if _is_wanted(workflow) else None
 
 
-def _obey_hold(workflow: Workflow) -> Step | Waits | None:
+def _obey_hold(workflow: Workflow, _workflows: Workflows, _context: Context) -> Step | Waits | None:
     """Begin nothing. An approval that Azure has taken cannot be held."""
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved") if workflow.phase in ("prepared", "held") else None
     return HELD if workflow.phase == "held" else _hold(workflow, HELD)
+
+
+def _prepare_again(workflow: Workflow, _: Workflows, context: Context) -> Step:
+    """From the drain and the first hook on: a reboot has undone what was prepared."""
+    drain_until = None
+    if workflow.decision.drain_for:
+        drain_until = drain_end(workflow.decision, workflow.event, context)
+    begun = replace(workflow, prepare_boot_id=context.boot_id, drain_until=drain_until)
+    return _enter(begun, "preparing", Note(kind="preparing", text="prepares again: the VM was restarted"))
+
+
+# --- Before the event starts.
+
+
+def _waiting(workflow: Workflow, _: Workflows, context: Context) -> Step | Waits | None:
+    return _begin_when_due(workflow, context)
 
 
 def _is_wanted(workflow: Workflow) -> bool:
@@ -161,15 +181,6 @@ def _note_without_slot(workflow: Workflow, context: Context) -> tuple[Note, ...]
     return (Note(kind="without_slot", text=f"it begins without a slot of the fleet: {why}", detail=exemption),)
 
 
-def _prepare_again(workflow: Workflow, context: Context) -> Step:
-    """From the drain and the first hook on: a reboot has undone what was prepared."""
-    drain_until = None
-    if workflow.decision.drain_for:
-        drain_until = drain_end(workflow.decision, workflow.event, context)
-    begun = replace(workflow, prepare_boot_id=context.boot_id, drain_until=drain_until)
-    return _enter(begun, "preparing", Note(kind="preparing", text="prepares again: the VM was restarted"))
-
-
 def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
     if workflow.prepare.state != "running":
         return _end_preparation(workflow)
@@ -197,6 +208,14 @@ def _end_preparation(workflow: Workflow) -> Step:
 
 def _why_unprepared(workflow: Workflow) -> Waits:
     return Waits(kind="prepare_failed" if workflow.prepare.state == "failed" else "prepare_canceled")
+
+
+def _prepared_or_held(workflow: Workflow, _: Workflows, context: Context) -> Step | Waits | None:
+    return _prepare_more(workflow, context) if has_more_to_prepare(workflow) else _approve(workflow, context)
+
+
+def _approved(workflow: Workflow, _: Workflows, context: Context) -> Step | Waits | None:
+    return _prepare_more(workflow, context) if has_more_to_prepare(workflow) else None
 
 
 def _prepare_more(workflow: Workflow, context: Context) -> Step | Waits | None:
@@ -248,7 +267,7 @@ def is_to_begin(workflow: Workflow) -> bool:
 # --- After Azure has started it.
 
 
-def _start(workflow: Workflow) -> Step:
+def _start(workflow: Workflow, _workflows: Workflows, _context: Context) -> Step:
     how = "approved" if workflow.approval.state == "confirmed" else f"not approved by us, {workflow.phase}"
     note = Note(kind="started", text=f"has started ({how})", addition=how)
     return _enter(replace(workflow, was_started=True), "started", note)
@@ -280,7 +299,7 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
 # --- When it is over.
 
 
-def _over(workflow: Workflow) -> Step | None:
+def _over(workflow: Workflow, _workflows: Workflows, _context: Context) -> Step | None:
     if workflow.prepare.state == "running":
         return cut_short(workflow, "prepare")
     if workflow.on_start.state == "running":
@@ -328,7 +347,7 @@ def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> S
     return Waits(kind="other_event", detail=needed_by[0].event.id)
 
 
-def _recovery_failed(workflow: Workflow, workflows: Workflows) -> Step | None:
+def _recovery_failed(workflow: Workflow, workflows: Workflows, _: Context) -> Step | None:
     match workflow.recover.state:
         case "resolved":
             return _close(workflow)
@@ -337,6 +356,10 @@ def _recovery_failed(workflow: Workflow, workflows: Workflows) -> Step | None:
             return None if afresh is workflow else Step(workflow=afresh)
         case _:
             return _recover(workflow, "goes on")
+
+
+def _closed(_workflow: Workflow, _workflows: Workflows, _context: Context) -> None:
+    """Nothing is due any more."""
 
 
 def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
@@ -372,3 +395,16 @@ def _hold(workflow: Workflow, waits: Waits | None) -> Step:
 
 def _enter(workflow: Workflow, phase: Phase, *notes: Note) -> Step:
     return Step(workflow=replace(workflow, phase=phase), notes=notes)
+
+
+_PHASES: dict[Phase, Move] = {
+    "waiting": _waiting,
+    "preparing": _preparing,
+    "prepared": _prepared_or_held,
+    "held": _prepared_or_held,
+    "approved": _approved,
+    "started": _started,
+    "recovering": _recovering,
+    "recovery_failed": _recovery_failed,
+    "closed": _closed,
+}
