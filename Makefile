@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MINUTES ?= 60
 SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
-LONGEST := $(addprefix tests/system/test_,install_other.py packages.py rpm.py deb.py systemd_service.py)
+LONGEST := $(addprefix tests/system/test_,package_life.py install_other.py packages.py systemd_service.py)
 
 .PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes system system-linux system-windows packages deb rpm msi clean
 

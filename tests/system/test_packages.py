@@ -1,6 +1,6 @@
 """The packages as files: what is in them, who can run it, and whether they come out the same twice.
 
-Their life on a machine is in test_deb.py and test_rpm.py.
+Their life on a machine is in test_package_life.py.
 """
 
 import argparse
