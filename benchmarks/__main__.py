@@ -21,7 +21,7 @@ from many_agents import open_fleet
 from msgspec.structs import replace
 
 from benchmarks.sides import LINE, OTHERS, SIDES, Side, describe_machine, open_sides, show
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import Note, Step, Workflow

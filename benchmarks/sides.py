@@ -35,11 +35,11 @@ PACED = """
 import sys
 from datetime import timedelta
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.daemon.polling import Poller
-from scheduled_events_agent.engine import upkeep
+from scheduled_events_agent.daemon.poller import Poller
+from scheduled_events_agent.engine import maintenance
 
 interval, keep = map(float, (sys.argv.pop(1), sys.argv.pop(1)))
-upkeep.KEEP_JOURNAL, upkeep.TIDY_SECONDS = timedelta(keep), min(60.0, keep * 86400 / 90)
+maintenance.KEEP_JOURNAL, maintenance.TIDY_SECONDS = timedelta(keep), min(60.0, keep * 86400 / 90)
 poll = Poller._poll
 Poller._poll = lambda *arguments: min(interval, poll(*arguments))
 sys.exit(main())

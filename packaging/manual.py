@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduled_events_agent.cli import build_parser
-from scheduled_events_agent.settings.schema import policy_schema
+from scheduled_events_agent.policy.schema import policy_schema
 
 _LEFT_ADJUSTED = ".ad l"  # long words, such as lists of choices, would tear holes into adjusted lines
 _POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at the start and at each reload. All

@@ -2,31 +2,22 @@
 
 Decisions are values, and edges carry them out.
 
-    events.py     PURE   what Azure says: bytes -> Document, ScheduledEvent
-    policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason
-    api_version.py PURE  in which api-version the document is asked for
-    workflow/     PURE   what happens next: (board, signals, context) -> steps
-    hook_times.py PURE   how long hooks may take, from their limits and their last runs
-    status/       PURE   what there is to see: its types, what needs a person, the words, the commands
-    spelling.py   PURE   how people write durations, and what a misspelt word was meant to be
-    typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
-    yaml_nodes.py PURE   YAML text -> nodes, syntax errors in plain words
-    settings/            the policy file: its types, checks, warnings and schema
-    http/         EDGE   one bounded exchange, and one list of what can go wrong with it
-    imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
-    notices/      EDGE   notifications: their bodies, and one exchange with the service they are for
-    fleet/        EDGE   several VMs: the table through which they tell each other what they do
-    hooks/        EDGE   run one hook; before that, what this machine says about the policy (preflight.py)
-    store/        EDGE   SQLite: workflows, journal, operator requests
-    web/          EDGE   the web server, its certificates, and the files of the status page
-    metrics.py    EDGE   every metric in one table
-    log_ids.py    PURE   ids of log messages: for the Event Log, the journal, alerts
-    log.py        EDGE   structlog set-up; event fields; failures logged on change
-    host/         SEAM   what differs between Linux and Windows, and nothing else
-    simulator/           the service itself, for demos, users' tests and ours
-    engine/       SHELL  a cycle: receive, decide, commit, perform, publish; no thread, no clock of its own
-    daemon/       SHELL  the loop and its threads around the engine
-    cli/          SHELL  the command line; the only place that wires parts together
+    imds/           PURE+EDGE Azure's side: bytes -> Document, ScheduledEvent; the requests to the metadata service
+    http/           EDGE      one bounded exchange, one list of what can go wrong with it, the pause after failures
+    policy/         PURE      (rules, event, context) -> Decision with a reason; settings, YAML, checks, durations
+    workflow/       PURE      what happens next: (workflows, signals, context) -> transitions
+    status/         PURE      types of status and history; what needs a person; messages; operators' actions
+    hooks/          EDGE      run one hook: environment, time limit, whole process tree, output
+    store/          EDGE      SQLite: workflows, journal, operator requests, unsent notifications
+    telemetry/      EDGE      log, ids of log messages, metrics
+    notifications/  EDGE      one notification: its formats, and one exchange with the service that it is for
+    fleet/          EDGE      several VMs: the table through which they coordinate
+    web/            EDGE      the web server, its endpoints and TLS, the files of the status page
+    host/           SEAM      what differs between Linux and Windows, and nothing else
+    engine/         SHELL     a cycle: receive, decide, commit, perform; no thread, no clock of its own
+    daemon/         SHELL     the loop and its threads around the engine
+    cli/            SHELL     one file for each command; the only place that wires parts together
+    simulator/                the metadata service itself, for demos, users' tests and ours
 
 Imports point downwards only; tests/unit/test_layering.py checks it.
 """

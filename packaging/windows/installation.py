@@ -85,7 +85,8 @@ def _check(msi: str, policy: str) -> None:
         program = (
             f"import sys; sys.path.insert(0, {str(code)!r})\n"
             "from pathlib import Path\n"
-            "from scheduled_events_agent.settings import ConfigError, load_policy\n"
+            "from scheduled_events_agent.cli.config import load_policy\n"
+            "from scheduled_events_agent.policy.load import ConfigError\n"
             f"try: load_policy(Path({str(path)!r}))\n"
             f"except ConfigError as error: print(error); sys.exit({_REFUSED})"
         )
@@ -127,9 +128,9 @@ def _enter(policy: str) -> None:
     for stale in (_LOG, _POLICY_REPLACED):
         stale.unlink(missing_ok=True)
     _forget_bytecode()
+    from scheduled_events_agent.cli.config import load_policy  # noqa: PLC0415 - as are the imports below: see above
     from scheduled_events_agent.host import default_config_path  # noqa: PLC0415
-    from scheduled_events_agent.host.windows.service import install, register_source  # noqa: PLC0415
-    from scheduled_events_agent.settings import load_policy  # noqa: PLC0415 - as are the imports below: see above
+    from scheduled_events_agent.host.windows.service_manager import install, register_source  # noqa: PLC0415
 
     if policy:
         load_policy(Path(policy))
@@ -155,7 +156,7 @@ def _undo() -> None:
 
 
 def _halt() -> None:
-    from scheduled_events_agent.host.windows.service import query, stop  # noqa: PLC0415 - see main
+    from scheduled_events_agent.host.windows.service_manager import query, stop  # noqa: PLC0415 - see main
 
     _HALTED.unlink(missing_ok=True)
     facts = query()
@@ -175,7 +176,7 @@ def _leave(*, is_purge: bool) -> None:
 
 
 def _return() -> None:
-    from scheduled_events_agent.host.windows.service import install, start  # noqa: PLC0415 - see main
+    from scheduled_events_agent.host.windows.service_manager import install, start  # noqa: PLC0415 - see main
 
     install([])  # an installer brings back the service, but not its recovery actions and what else it has
     if _HALTED.exists():

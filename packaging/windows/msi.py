@@ -289,7 +289,7 @@ def _place_wheels(root: Path) -> None:
 
 def _compile_messages(root: Path) -> None:
     """The texts of the Event Log's ids, as a library that holds nothing else."""
-    program = "from scheduled_events_agent.log_ids import messages_source; print(messages_source())"
+    program = "from scheduled_events_agent.telemetry.log_ids import messages_source; print(messages_source())"
     environment = {"PYTHONPATH": str(SOURCES / "agent"), "PATH": os.defpath}
     source = run([sys.executable, "-B", "-c", program], env=environment)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:

@@ -16,7 +16,7 @@ from harness import Agent, Simulator, installed_environment
 
 from scheduled_events_agent.fleet.backend import Backend
 from scheduled_events_agent.fleet.table import connect
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings
 from scheduled_events_agent.simulator.table import SimulatedTable
 
 GROUP = "web"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import Agent, Endpoint, document
 
-from scheduled_events_agent.events import MAX_EVENTS, MAX_OWN_EVENTS
+from scheduled_events_agent.imds.document import MAX_EVENTS, MAX_OWN_EVENTS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the cost of a process is read from /proc")
 

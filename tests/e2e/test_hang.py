@@ -13,7 +13,7 @@ PROGRAM = """
 import os, sys, time
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.daemon import daemon, watchdog
-from scheduled_events_agent.imds import ImdsClient
+from scheduled_events_agent.imds.client import ImdsClient
 from scheduled_events_agent.store import Store
 
 def delayed(inner, name):

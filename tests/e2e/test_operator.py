@@ -27,7 +27,8 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
 AS_NOBODY = """\
 import os, sys
 import difflib, pwd, yaml
-from scheduled_events_agent import cli, host, settings, status, store, typed_yaml
+from scheduled_events_agent import cli, host, status, store
+from scheduled_events_agent.cli import config
 cli.build_parser()
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 sys.exit(cli.main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import CHECKOUT, Agent, Endpoint, MakeAgent, Simulator, document
 
-from scheduled_events_agent.events import parse_document
+from scheduled_events_agent.imds.document import parse_document
 
 if sys.platform == "win32":
     pytest.skip("environment, descriptors and modes as Linux has them", allow_module_level=True)

@@ -10,10 +10,10 @@ from harness import SLOWNESS, Agent, MakeAgent, Simulator
 VMS = ("web-1", "web-2")
 # The agent, but each VM of an event speaks so many seconds after the one before it.
 PROGRAM = """
-import sys
-from scheduled_events_agent import policy
+import importlib, sys
 from scheduled_events_agent.cli import main
-policy.SPEAKING_ORDER_SECONDS = float(sys.argv[1])
+decide = importlib.import_module("scheduled_events_agent.policy.decide")
+decide.SPEAKING_ORDER_SECONDS = float(sys.argv[1])
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -18,7 +18,7 @@ import pytest
 from faulty import DRAIN, longest_gap_seconds, needs_root, see_through
 from harness import Agent, Simulator
 
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import RESERVE_BYTES, Store, StoreError
 from scheduled_events_agent.workflow import Note, NoteKind, Step, Workflow

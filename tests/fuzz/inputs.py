@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
+from scheduled_events_agent.policy.web_config import WebConfig
 from scheduled_events_agent.simulator import Scenario
 from scheduled_events_agent.simulator.azure import Plan
 from scheduled_events_agent.simulator.control import EmptyRequest, EventRequest, ResetRequest
 from scheduled_events_agent.simulator.faults import Fault
 from scheduled_events_agent.simulator.scenario import Step
-from scheduled_events_agent.web.tls import WebConfig
 
 ROOT = Path(__file__).parents[2]
 STORY_BREAK = b"\x1e"

@@ -30,20 +30,20 @@ import msgspec
 from inputs import STORY_BREAK, THIS_PORT
 
 from scheduled_events_agent import __version__
-from scheduled_events_agent.events import (
+from scheduled_events_agent.hooks.run import hook_environment
+from scheduled_events_agent.host.dhcp import parse_lease, parse_windows_options
+from scheduled_events_agent.imds.compare import Seen, compare
+from scheduled_events_agent.imds.document import (
     Document,
-    DocumentError,
     ScheduledEvent,
-    Seen,
-    compare,
     parse_document,
     parse_event,
     to_azure_json,
 )
-from scheduled_events_agent.hooks import hook_environment
-from scheduled_events_agent.host.dhcp import parse_lease, parse_windows_options
+from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import Facts, decide
-from scheduled_events_agent.settings import ConfigError, Settings, parse_settings
+from scheduled_events_agent.policy.load import ConfigError, parse_settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.simulator import Scenario, Simulator, SimulatorError, parse_scenario, rename_vms
 from scheduled_events_agent.simulator.control import Control
 from scheduled_events_agent.simulator.protocol import Request

@@ -16,9 +16,9 @@ from inputs import STORY_BREAK, THIS_PORT, corpus, make_input
 from targets import TARGETS, Target, request_of, tls_file
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.events import parse_document
 from scheduled_events_agent.host.dhcp import parse_lease, parse_windows_options
-from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.imds.document import parse_document
+from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.simulator import Simulator, SimulatorError, parse_scenario
 from scheduled_events_agent.simulator.control import Control
 from scheduled_events_agent.simulator.recording import parse_recording

@@ -15,18 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from scheduled_events_agent.events import (
-    MAX_EVENTS,
-    DocumentError,
-    Missing,
-    ScheduledEvent,
-    Seen,
-    compare,
-    parse_document,
-)
 from scheduled_events_agent.host.dhcp import parse_lease
+from scheduled_events_agent.imds.compare import Missing, Seen, compare
+from scheduled_events_agent.imds.document import MAX_EVENTS, ScheduledEvent, parse_document
+from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import Facts, Rule, When, decide
-from scheduled_events_agent.settings import ConfigError, parse_settings
+from scheduled_events_agent.policy.load import ConfigError, parse_settings
 from scheduled_events_agent.simulator import SimulatorError, load_scenario, parse_scenario
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -170,7 +164,8 @@ def test_a_document_of_8_mib_takes_less_than_150_mib_and_2_s_of_cpu(text: bytes,
     code = """
 import re, sys, time
 from pathlib import Path
-from scheduled_events_agent.events import DocumentError, parse_document
+from scheduled_events_agent.imds.document import parse_document
+from scheduled_events_agent.imds.text import DocumentError
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -24,9 +24,9 @@ from ports import free_port
 from scheduled_events_agent import __version__, cli, host
 from scheduled_events_agent.cli import doctor, operator, terminal
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.host.surroundings import STOP_ONE, OwnService
+from scheduled_events_agent.host.conflicts import STOP_ONE, OwnService
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
 

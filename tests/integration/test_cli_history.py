@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from scheduled_events_agent import cli, host
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
-from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import Note, NoteKind, Phase, Step, Workflow
 

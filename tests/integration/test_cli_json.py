@@ -13,6 +13,7 @@ import pytest
 
 from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli.check import PolicyCheck
+from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.cli.doctor import Diagnosis
 from scheduled_events_agent.cli.explain import Explanations
 from scheduled_events_agent.cli.fleet import FleetRelease, FleetStatus
@@ -27,8 +28,7 @@ from scheduled_events_agent.cli.simulate import (
 )
 from scheduled_events_agent.fleet.plan import record_key
 from scheduled_events_agent.fleet.table import connect
-from scheduled_events_agent.host.windows import service as windows_service
-from scheduled_events_agent.settings import load_policy
+from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.simulator.table import SimulatedTable
 from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorAnswer, Status

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli import operator
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import RequestAnswer, Store
 from scheduled_events_agent.workflow import Approval, Note, Step, Workflow

@@ -16,9 +16,10 @@ import pytest
 
 from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli import terminal
+from scheduled_events_agent.cli.config import find_config, load_policy, policy_file
 from scheduled_events_agent.daemon import policy_reader
-from scheduled_events_agent.hook_times import encode, with_run
-from scheduled_events_agent.settings import CONFIG_VARIABLE, ConfigError, PolicyFile, find_config, load_policy
+from scheduled_events_agent.hooks.durations import encode, with_run
+from scheduled_events_agent.policy.load import CONFIG_VARIABLE, ConfigError
 from scheduled_events_agent.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -745,7 +746,7 @@ def test_neither_start_nor_reload_waits_for_what_this_machine_says_of_the_policy
         return ()
 
     monkeypatch.setattr(policy_reader, "check_machine", look_up_accounts)
-    file = PolicyFile(path)
+    file = policy_file(path)
     try:
         policy_reader.read_policy(file, lambda *_: None, is_start=True)
         policy_reader.read_policy(file, lambda *_: None)

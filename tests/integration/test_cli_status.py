@@ -14,9 +14,9 @@ import pytest
 
 from scheduled_events_agent import __version__, cli, host
 from scheduled_events_agent.cli import operator, terminal
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
-from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.status import (
     CommandOptions,
     FleetState,

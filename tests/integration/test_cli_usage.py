@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scheduled_events_agent import cli, host
-from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:

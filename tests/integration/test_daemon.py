@@ -16,16 +16,18 @@ from given import Given, loaded
 from msgspec.structs import replace
 
 from scheduled_events_agent import host
-from scheduled_events_agent.daemon import Daemon, pages, status_source
 from scheduled_events_agent.daemon import daemon as module
-from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.daemon import status_source
+from scheduled_events_agent.daemon.daemon import Daemon
+from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.engine import HookEnded, RunOnClear, without_run
-from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.host import processes
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
-from scheduled_events_agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
+from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from scheduled_events_agent.simulator import Simulator
-from scheduled_events_agent.store import Store
+from scheduled_events_agent.store import CommitResult, Store
+from scheduled_events_agent.web import endpoints as pages
 from scheduled_events_agent.web.server import WebServer
 from scheduled_events_agent.workflow import Context, RunHook, Step, Workflow, signals
 
@@ -84,10 +86,10 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
     monkeypatch.setattr(module, "_TICK_SECONDS", 0.2)
     hangs, may_go_on = threading.Event(), threading.Event()
 
-    def commit(*_: object) -> dict[str, int]:
+    def commit(*_: object) -> CommitResult:
         hangs.set()
         may_go_on.wait(60.0)
-        return {}
+        return CommitResult()
 
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(1)

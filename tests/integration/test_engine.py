@@ -27,15 +27,16 @@ from scheduled_events_agent.engine import (
     key_of,
     without_run,
 )
-from scheduled_events_agent.events import Document, DocumentError, ScheduledEvent, refuse_too_many
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.log import set_up
-from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import Happening
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent, refuse_too_many
+from scheduled_events_agent.imds.text import DocumentError
+from scheduled_events_agent.notifications import Happening
 from scheduled_events_agent.policy import Hook, Rule, When
-from scheduled_events_agent.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
+from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, CommitResult, RequestAnswer, Store
+from scheduled_events_agent.telemetry.log import set_up
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, OperatorAction, RunHook, proceed
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
@@ -632,7 +633,7 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
 ) -> None:
     polls = 700
     store, machine = Store.open(tmp_path, START), Clocks()
-    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=machine.monotonic))
+    monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=machine.monotonic))
     set_up("info", "json")
     try:
         rules = (Rule(name="late", lead=600.0, approve="manual"),)

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from test_holds import HOURS, Agent
 
-from scheduled_events_agent.events import Document, ScheduledEvent
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule, When
 
 WARNING = ScheduledEvent(

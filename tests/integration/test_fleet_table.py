@@ -23,13 +23,13 @@ from ports import free_port
 
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import check, main
+from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.daemon.policy_reader import look_at_machine
 from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
 from scheduled_events_agent.fleet.table import TableBackend, connect
-from scheduled_events_agent.settings import load_policy
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings
 from scheduled_events_agent.simulator.table import SimulatedTable
 
 CHECKOUT = Path(__file__).parents[2]
@@ -672,7 +672,7 @@ import sys
 url, *absent = sys.argv[1:]
 sys.modules.update(dict.fromkeys(absent))  # to import one of them is a ModuleNotFoundError
 from scheduled_events_agent.fleet.table import connect
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings
 settings = FleetSettings(table=url, credential=FleetCredential(sas_file="sas"))
 table = connect(settings, "web", "http://127.0.0.1:9")
 table.put("k", {"a": "b"}, "")

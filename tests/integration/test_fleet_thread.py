@@ -18,8 +18,8 @@ from scheduled_events_agent.engine import FleetUpdate
 from scheduled_events_agent.fleet import client
 from scheduled_events_agent.fleet.backend import BackendError, ErrorKind, Record
 from scheduled_events_agent.fleet.client import FleetClient
-from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.settings import FleetSettings, Settings
+from scheduled_events_agent.policy.settings import FleetSettings, Settings
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import FleetRequest
 
 REQUEST = FleetRequest(

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from test_engine import START, Clocks
 
 from scheduled_events_agent.engine import Engine, Executor, HookEnded, without_run
-from scheduled_events_agent.events import Document, ScheduledEvent
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.store import Store
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import OperatorAction
 
 EVENT = ScheduledEvent(

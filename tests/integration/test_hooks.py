@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from scheduled_events_agent.hooks import HookQueue, HookQueues, HookResult, HookRun
+from scheduled_events_agent.hooks.run import HookQueue, HookQueues, HookResult, HookRun
 from scheduled_events_agent.policy import Hook
 
 

@@ -16,16 +16,16 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from scheduled_events_agent import hooks
-from scheduled_events_agent.daemon.threads import Threads
+from scheduled_events_agent.daemon.executor import Threads
 from scheduled_events_agent.engine import RunOnClear
-from scheduled_events_agent.hooks import HookResult, HookRun, end_leftovers
+from scheduled_events_agent.hooks import run as hooks
+from scheduled_events_agent.hooks.run import HookResult, HookRun, end_leftovers
 from scheduled_events_agent.policy import Hook
 
 if sys.platform == "win32":
     pytest.skip("process groups and sessions are Linux's", allow_module_level=True)
 
-from scheduled_events_agent.host.linux import process as linux
+from scheduled_events_agent.host.linux import processes as linux
 
 _IS_ROOT = os.geteuid() == 0
 _INSTANCE = f"test-{os.getpid()}"
@@ -458,8 +458,8 @@ def test_an_agent_that_is_not_root_says_so_when_a_hook_names_another_user(monkey
 
 def test_what_a_killed_agent_left_running_is_ended_by_the_next() -> None:
     code = (
-        "import sys; from scheduled_events_agent.hooks import HookRun;"
-        "from scheduled_events_agent.policy import Hook;"
+        "import sys; from scheduled_events_agent.hooks.run import HookRun;"
+        "from scheduled_events_agent.policy.rules import Hook;"
         "hook = Hook(shell=f'setsid -f sleep 60; sleep 61 & trap \"\" TERM; echo ready; sleep 62; sleep 63');"
         "HookRun('test', hook, environment={}, instance=sys.argv[1],"
         "on_line=lambda line: print(line, flush=True)).run()"
@@ -522,7 +522,7 @@ def test_what_another_agent_runs_whose_state_lies_below_is_left_alone() -> None:
 def test_a_lost_exit_code_is_no_success() -> None:
     code = (
         "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
-        "from scheduled_events_agent.hooks import HookRun; from scheduled_events_agent.policy import Hook;"
+        "from scheduled_events_agent.hooks.run import HookRun; from scheduled_events_agent.policy import Hook;"
         "r = HookRun('test', Hook(shell='exit 3'), environment={}).run(); print(r.outcome, r.exit_code, r.detail)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from scheduled_events_agent.hooks import HookResult, HookRun, end_leftovers
-from scheduled_events_agent.host.windows import process as windows_process
+from scheduled_events_agent.hooks.run import HookResult, HookRun, end_leftovers
+from scheduled_events_agent.host.windows import processes as windows_process
 from scheduled_events_agent.policy import Hook
 
 if sys.platform != "win32":
@@ -199,8 +199,8 @@ def test_a_hook_that_hangs_is_killed_with_its_whole_tree() -> None:
 
 def test_the_trees_of_an_agent_end_with_it() -> None:
     code = (
-        "import sys; from scheduled_events_agent.hooks import HookRun;"
-        "from scheduled_events_agent.policy import Hook;"
+        "import sys; from scheduled_events_agent.hooks.run import HookRun;"
+        "from scheduled_events_agent.policy.rules import Hook;"
         "HookRun('test', Hook(run=(sys.executable, '-S', '-c', sys.argv[1], '1', sys.argv[1])), environment={},"
         "on_line=lambda line: print(line, flush=True)).run()"
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from scheduled_events_agent import host
+from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.hooks.preflight import check_machine, problems
-from scheduled_events_agent.settings import Loaded, load_policy
+from scheduled_events_agent.policy.load import Loaded
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,10 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from scheduled_events_agent import host
-from scheduled_events_agent.host import HostError, processes
-from scheduled_events_agent.host.linux import programs
-from scheduled_events_agent.host.surroundings import OwnService
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.host.conflicts import OwnService
+from scheduled_events_agent.host.error import HostError
+from scheduled_events_agent.host.linux import system as programs
 
 
 def test_a_busy_service_manager_is_waited_for_until_it_hears_the_word(

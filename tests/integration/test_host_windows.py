@@ -21,12 +21,8 @@ import win32security
 
 from scheduled_events_agent import host
 from scheduled_events_agent.host.windows import permissions
-from scheduled_events_agent.host.windows.event_log import (
-    EventLog,
-    directory_fault,
-    open_log_file,
-)
-from scheduled_events_agent.host.windows.service import register_source, unregister_source
+from scheduled_events_agent.host.windows.event_log import EventLog, directory_fault, open_log_file
+from scheduled_events_agent.host.windows.service_manager import register_source, unregister_source
 from scheduled_events_agent.host.windows.service_process import open_crash_file
 
 pytestmark = pytest.mark.wine
@@ -204,7 +200,7 @@ def test_a_file_that_everybody_may_change_is_told_with_the_way_out(tmp_path: Pat
 
 def test_the_source_is_registered_and_removed_and_both_may_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"ScheduledEventsAgentTest{os.getpid()}"  # a service may be installed on this machine
-    monkeypatch.setattr("scheduled_events_agent.host.windows.service.NAME", name)
+    monkeypatch.setattr("scheduled_events_agent.host.windows.service_manager.NAME", name)
     path = rf"SYSTEM\CurrentControlSet\Services\EventLog\Application\{name}"
     for _ in range(2):
         register_source(r"C:\messages.dll")

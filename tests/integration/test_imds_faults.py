@@ -14,21 +14,17 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from scheduled_events_agent.daemon import polling as module
-from scheduled_events_agent.daemon.polling import Identifier, Poller
-from scheduled_events_agent.daemon.threads import Threads
+from scheduled_events_agent.daemon import poller as module
+from scheduled_events_agent.daemon.executor import Threads
+from scheduled_events_agent.daemon.poller import Identifier, Poller
 from scheduled_events_agent.engine import Message, Snapshot
-from scheduled_events_agent.events import ApiVersion, Document, DocumentError
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
-from scheduled_events_agent.imds import (
-    EndpointError,
-    Identity,
-    ImdsClient,
-    ImdsError,
-)
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds.client import EndpointError, Identity, ImdsClient, ImdsError
+from scheduled_events_agent.imds.document import ApiVersion, Document
+from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import Rule, When
-from scheduled_events_agent.settings import ImdsSettings, Settings
+from scheduled_events_agent.policy.settings import ImdsSettings, Settings
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 HOUR = 3600.0
@@ -78,7 +74,7 @@ class Service:
     def needs_answer(self) -> bool:
         return False
 
-    def connect(self, _imds: ImdsSettings, version: ApiVersion = "2020-07-01", **_: object) -> "Service":
+    def connect(self, _endpoint: str, version: ApiVersion = "2020-07-01", **_: object) -> "Service":
         self.version = version
         return self
 
@@ -274,10 +270,10 @@ def test_an_endpoint_that_cannot_be_found_out_is_a_failed_poll_and_not_the_last(
     failures = [error, error]
 
     class Unknown(Service):
-        def connect(self, _imds: ImdsSettings, version: ApiVersion = "2020-07-01", **options: object) -> Service:
+        def connect(self, _endpoint: str, version: ApiVersion = "2020-07-01", **options: object) -> Service:
             if failures:
                 raise failures.pop()
-            return super().connect(_imds, version, **options)
+            return super().connect(_endpoint, version, **options)
 
     run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), Unknown)
     assert run.service.asked == [2.0, 3.0, 4.0, 5.0]

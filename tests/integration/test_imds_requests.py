@@ -11,9 +11,9 @@ import httpx
 import pytest
 import respx
 
-from scheduled_events_agent.events import parse_document
 from scheduled_events_agent.http.errors import HttpErrorKind
-from scheduled_events_agent.imds import Identity, ImdsClient, ImdsError
+from scheduled_events_agent.imds.client import Identity, ImdsClient, ImdsError
+from scheduled_events_agent.imds.document import parse_document
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 ENDPOINT = "http://127.0.0.1:8080"

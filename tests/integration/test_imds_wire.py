@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from ports import free_port
 
 from scheduled_events_agent import __version__
-from scheduled_events_agent.events import DocumentError, parse_document
 from scheduled_events_agent.http import transport
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
 from scheduled_events_agent.http.transport import BoundedTransport
-from scheduled_events_agent.imds import ImdsClient, ImdsError
+from scheduled_events_agent.imds.client import ImdsClient, ImdsError
+from scheduled_events_agent.imds.document import parse_document
+from scheduled_events_agent.imds.text import DocumentError
 
 DOCUMENT = b'{"DocumentIncarnation": 1, "Events": []}'
 PATH = "/metadata/scheduledevents?api-version=2020-07-01"

@@ -13,12 +13,12 @@ import pytest
 
 from scheduled_events_agent.daemon.inbox import Command, Inbox
 from scheduled_events_agent.engine import Engine, HookEnded, HookKey, HookStart, key_of, without_run
-from scheduled_events_agent.events import Document, ScheduledEvent
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule, When
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.store import Store
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, Workflow
 
 RULES = (

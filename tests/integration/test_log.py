@@ -17,9 +17,9 @@ import pytest
 import structlog
 
 from scheduled_events_agent.host.windows.event_log import EventLog, open_log_file
-from scheduled_events_agent.log import FailureLog, change, get_logger, set_up
-from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.telemetry.log import FailureLog, change, get_logger, set_up
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_auto_means_console_on_a_terminal_with_the_colors_of_all_other_output(
     program = """
 import sys
 from scheduled_events_agent.cli.terminal import Terminal
-from scheduled_events_agent.log import get_logger, set_up
+from scheduled_events_agent.telemetry.log import get_logger, set_up
 print(Terminal.of(sys.stderr).paint("shown", "bold"), file=sys.stderr)
 set_up("info", "auto")
 get_logger().info("logged", rule="r")
@@ -191,7 +191,9 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, (tmp_path / "stream").open("w+") as stream:
         ear.bind(str(tmp_path / "journal"))
         ear.settimeout(20)
-        monkeypatch.setattr("scheduled_events_agent.host.linux.service._JOURNAL_SOCKET", str(tmp_path / "journal"))
+        monkeypatch.setattr(
+            "scheduled_events_agent.host.linux.service_manager._JOURNAL_SOCKET", str(tmp_path / "journal")
+        )
         facts = os.fstat(stream.fileno())
         monkeypatch.setenv("JOURNAL_STREAM", f"{facts.st_dev}:{facts.st_ino}")
         yield ear, stream
@@ -319,7 +321,7 @@ def test_a_journal_that_takes_nothing_does_not_hold_up_who_logs(
 
 CHATTY = """
 import sys
-from scheduled_events_agent.log import get_logger, set_up
+from scheduled_events_agent.telemetry.log import get_logger, set_up
 for form in ("json", "console", "auto"):
     set_up("info", form)
     get_logger().info("seen", form=form)
@@ -358,7 +360,7 @@ def test_a_full_pipe_delays_nothing_and_works_again_when_it_is_read() -> None:
 
     program = """
 import sys, time
-from scheduled_events_agent.log import get_logger, set_up
+from scheduled_events_agent.telemetry.log import get_logger, set_up
 set_up("info", "json")
 began = time.monotonic()
 for number in range(5000):
@@ -390,7 +392,7 @@ get_logger().info("again")
 
 LONG_LINES = """
 import os, sys, threading
-from scheduled_events_agent.log import get_logger, set_up
+from scheduled_events_agent.telemetry.log import get_logger, set_up
 set_up("info", "json")
 for _ in range(15):
     os.write(2, b"." * 4095 + b"\\n")  # one page of room is left
@@ -443,8 +445,8 @@ def test_a_long_line_without_enough_room_is_cut_and_delays_nothing(character: st
 def test_a_long_line_that_is_read_is_written_whole() -> None:
     text = "x\N{REPLACEMENT CHARACTER}\N{GRINNING FACE}" * 20_000
     program = """
-from scheduled_events_agent import log
-from scheduled_events_agent.log import get_logger, set_up
+from scheduled_events_agent.telemetry import log
+from scheduled_events_agent.telemetry.log import get_logger, set_up
 log._PATIENCE_SECONDS = 60.0  # a busy reader is no failure
 set_up("info", "json")
 get_logger().info("long", line="x\\N{REPLACEMENT CHARACTER}\\N{GRINNING FACE}" * 20_000)
@@ -556,7 +558,7 @@ def test_a_failure_that_comes_and_goes_is_told_at_most_once_a_minute(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, failures = Clock(), FailureLog("polling")
-    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     set_up("info", "json")
     for _ in range(1800):
         failures.failed("server_error", "500", clock.pass_(1.0))
@@ -576,7 +578,7 @@ def test_a_line_that_repeats_is_held_back_and_the_next_one_says_how_many_were(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     set_up("info", "json")
     for _ in range(86_400):
         clock.pass_(1.0)
@@ -593,7 +595,7 @@ def test_a_log_that_is_set_up_again_begins_no_new_burst(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     for level in ("info", "debug") * 50:  # as at each reload
         set_up("debug" if level == "debug" else "info", "json")
         for _ in range(10):
@@ -610,7 +612,7 @@ def test_a_log_that_is_set_up_again_begins_no_new_burst(
 def test_while_one_event_floods_what_is_told_of_another_comes_through(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=lambda: 1000.0))
     set_up("info", "json")
     for _ in range(1000):
         get_logger().info("changed", event_id="E-1")
@@ -629,7 +631,7 @@ def test_events_without_number_do_not_flood_either(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     set_up("info", "json")
     for number in range(20_000):
         clock.pass_(1.0)
@@ -688,7 +690,7 @@ def test_in_the_journal_each_line_carries_its_priority(tmp_path: Path) -> None:
 import os, sys
 facts = os.fstat(2)
 os.environ["JOURNAL_STREAM"] = f"{facts.st_dev}:{facts.st_ino + int(sys.argv[1])}"
-from scheduled_events_agent.log import get_logger, set_up
+from scheduled_events_agent.telemetry.log import get_logger, set_up
 set_up("debug", "auto")
 for level in ("debug", "info", "warning", "error"):
     getattr(get_logger(), level)("hello")

@@ -11,9 +11,9 @@ import structlog
 from receiver import Receiver
 
 from scheduled_events_agent.engine.debugging import DebugTeller
-from scheduled_events_agent.log import set_up
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.simulator.table import SimulatedTable
+from scheduled_events_agent.telemetry.log import set_up
 
 if sys.platform == "win32":
     pytest.skip("the hooks are Unix commands", allow_module_level=True)

@@ -22,12 +22,11 @@ from ports import free_port
 from receiver import Receiver, read_request
 
 from scheduled_events_agent import __version__
-from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.http.errors import TooLargeError
 from scheduled_events_agent.http.transport import BoundedTransport, proxy_for
-from scheduled_events_agent.notices import SAMPLE, BodyError, NoticeError, deliver, doubts, render
-from scheduled_events_agent.settings import NotifyTarget
-from scheduled_events_agent.settings.model import SecretFile
+from scheduled_events_agent.imds.document import ScheduledEvent
+from scheduled_events_agent.notifications import SAMPLE, BodyError, NoticeError, deliver, doubts, render
+from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
 from scheduled_events_agent.status import SuggestedCommand
 
 ROOT = Path(__file__).parents[2]

@@ -9,14 +9,14 @@ from typing import cast
 import pytest
 
 from scheduled_events_agent.engine import Engine, Executor, HookEnded
-from scheduled_events_agent.events import Document, ScheduledEvent
-from scheduled_events_agent.hooks import HookResult
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.hooks.run import HookResult
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
-from scheduled_events_agent.settings import AgentSettings, Settings
+from scheduled_events_agent.policy.settings import AgentSettings, Settings
 from scheduled_events_agent.status.actions import overruling
 from scheduled_events_agent.store import Store
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import Approve, HookOutcome, OperatorAction, RunHook
 
 EVENT = ScheduledEvent(

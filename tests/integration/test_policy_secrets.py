@@ -9,11 +9,10 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 import pytest
 
-from scheduled_events_agent import yaml_nodes
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.settings.model import NoticeWord
-from scheduled_events_agent.typed_yaml import kinds, peel
+from scheduled_events_agent.policy import yaml_nodes
+from scheduled_events_agent.policy.settings import NoticeWord, Settings
+from scheduled_events_agent.policy.typed_yaml import kinds, peel
 
 MARK = "MARK-5f1d"
 TEXT = f"'curl {MARK} x'"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,17 +14,18 @@ from typing import Any, cast
 import pytest
 from given import Given, loaded
 
-from scheduled_events_agent import imds
-from scheduled_events_agent.daemon import Daemon, polling
-from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.daemon import poller as polling
+from scheduled_events_agent.daemon.daemon import Daemon
+from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.engine import Message, Snapshot
-from scheduled_events_agent.events import ApiVersion, Document
-from scheduled_events_agent.imds import ImdsClient, ImdsError
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds import client as imds
+from scheduled_events_agent.imds.client import ImdsClient, ImdsError
+from scheduled_events_agent.imds.document import ApiVersion, Document
 from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
+from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
+from scheduled_events_agent.telemetry.metrics import Metrics
 
 PATIENCE = 60.0
 
@@ -47,15 +49,17 @@ class Service:
 
     def connect(
         self,
-        _imds: ImdsSettings,
+        _endpoint: str,
         _version: ApiVersion,
         *,
-        may_switch_on: bool = False,
-        timeout: float | None = None,
+        request_timeout: float,
+        first_request_timeout: float = 0.0,
+        longest: float,
         on_wait: Callable[[float], None] = lambda _: None,
     ) -> "Service":
-        assert timeout is None  # there is but one version
-        self.is_long.append(may_switch_on)
+        assert request_timeout < longest
+        assert longest == inf  # there is but one version
+        self.is_long.append(first_request_timeout > 0)
         if self.asked == 0:
             self.on_wait = on_wait
         return self
@@ -146,8 +150,8 @@ def test_the_longer_limit_is_for_the_requests_before_the_first_answer(monkeypatc
                 raise answer
             return answer
 
-    def connect(*_: object, may_switch_on: bool, **__: object) -> Client:
-        return Client(is_long=may_switch_on)
+    def connect(*_: object, first_request_timeout: float, **__: object) -> Client:
+        return Client(is_long=first_request_timeout > 0)
 
     def put(news: Message) -> None:
         if isinstance(news, Document) and news.incarnation == "2":
@@ -188,10 +192,10 @@ def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
     connect = imds.connect
     is_long: list[bool] = []
 
-    def connecting(settings: ImdsSettings, *versions: ApiVersion, **options: Any) -> ImdsClient:
+    def connecting(endpoint: str, *versions: ApiVersion, **options: Any) -> ImdsClient:
         if threading.current_thread().name == "poller":
-            is_long.append(options["may_switch_on"])
-        return connect(settings, *versions, **options)
+            is_long.append(options["first_request_timeout"] > 0)
+        return connect(endpoint, *versions, **options)
 
     with Simulator(vms=("vm-1",)) as azure:
         if has_run:

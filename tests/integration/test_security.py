@@ -14,16 +14,17 @@ import pytest
 
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import doctor, main
+from scheduled_events_agent.cli.config import load_policy, policy_file
 from scheduled_events_agent.daemon.policy_reader import look_at_machine, read_policy
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import read_sas
-from scheduled_events_agent.hooks import HookResult, HookRun
 from scheduled_events_agent.hooks.preflight import check_machine, hook_tampering_fault
+from scheduled_events_agent.hooks.run import HookResult, HookRun
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.notices import SAMPLE, NoticeError, deliver
+from scheduled_events_agent.notifications import SAMPLE, NoticeError, deliver
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings import ConfigError, PolicyFile, load_policy
-from scheduled_events_agent.settings.model import FleetCredential
+from scheduled_events_agent.policy.load import ConfigError
+from scheduled_events_agent.policy.settings import FleetCredential
 
 if sys.platform == "win32":
     pytest.skip("owners, modes and links as Linux has them", allow_module_level=True)
@@ -37,6 +38,11 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 def danger(place: Path, who: str, way_out: str) -> str:
     return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
+
+
+def set_privileged(monkeypatch: pytest.MonkeyPatch, is_root: bool) -> None:
+    for module in ("host", "host.small_files"):
+        monkeypatch.setattr(f"scheduled_events_agent.{module}.is_privileged", lambda: is_root)
 
 
 @pytest.fixture
@@ -296,7 +302,7 @@ def test_root_refuses_to_start_with_the_way_out(
     capsys: pytest.CaptureFixture[str],
     is_observing: bool,
 ) -> None:
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    set_privileged(monkeypatch, True)
     policy, problems = exposed
     options = ["--observe"] if is_observing else []
     assert main(["run", "--config", str(policy), "--state-dir", str(tmp_path / "state"), *options]) == 2
@@ -311,14 +317,14 @@ def test_check_tells_root_the_same_as_errors_and_others_as_warnings(
     exposed: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, problems = exposed
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    set_privileged(monkeypatch, True)
     assert main(["check", "--config", str(policy)]) == 2
     assert capsys.readouterr().out.splitlines() == [*problems, "not valid: 2 errors"]
     assert main(["check", "--json", "--config", str(policy)]) == 2
     told = json.loads(capsys.readouterr().out)
     assert (told["valid"], told["problems"], told["warnings"]) == (False, problems, [])
 
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: False)
+    set_privileged(monkeypatch, False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == problems
 
@@ -350,11 +356,11 @@ def test_a_file_of_notify_or_fleet_is_an_error_for_root_and_a_warning_for_others
     exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, policy, fault = exchange
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    set_privileged(monkeypatch, True)
     assert main(["check", "--json", "--config", str(policy)]) == 2
     assert json.loads(capsys.readouterr().out)["problems"] == [f"{policy}:1: {key}: {fault}"]
 
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: False)
+    set_privileged(monkeypatch, False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
     assert f"{policy}:1: {key}: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
 
@@ -363,8 +369,8 @@ def test_an_agent_starts_with_such_a_file_but_does_not_read_the_policy_again(
     exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, path, fault = exchange
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
-    file = PolicyFile(path)
+    set_privileged(monkeypatch, True)
+    file = policy_file(path)
     settings = read_policy(file, lambda *_: None, is_start=True).settings
     assert settings.notify or settings.fleet
     with pytest.raises(ConfigError) as caught:
@@ -376,7 +382,7 @@ def test_what_needs_such_a_file_fails_with_the_reason(
     exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, path, fault = exchange
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    set_privileged(monkeypatch, True)
     settings = load_policy(path).settings
     if settings.fleet is not None:
         assert isinstance(settings.fleet.credential, FleetCredential)
@@ -397,7 +403,7 @@ def test_doctor_fails_for_such_a_file_if_the_agent_is_root(
     _, path, fault = exchange
     loaded = load_policy(path)
     for is_root, verdict in ((True, "failure"), (False, "warning")):
-        monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda is_root=is_root: is_root)
+        set_privileged(monkeypatch, is_root)
         findings = [*check_machine(loaded, is_root=is_root)]
         found = doctor._look_at_files(loaded, findings, is_root_service=False)
         assert [(finding.state, finding.finding) for finding in found] == [(verdict, fault)]
@@ -406,7 +412,7 @@ def test_doctor_fails_for_such_a_file_if_the_agent_is_root(
 def test_files_of_the_pages_are_warned_of_and_used(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    set_privileged(monkeypatch, True)
     file.chmod(0o666)
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"agent: {{web_config: '{file}'}}\n", encoding="utf-8")
@@ -437,7 +443,7 @@ def run_once(hook: Hook) -> HookResult:
 def test_a_hook_that_others_can_change_since_the_policy_was_read_is_not_started(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    set_privileged(monkeypatch, True)
     hook = Hook(run=(str(file),), attempts=2, retry_delay=0.0)
     assert (run_once(hook).outcome, run_once(hook).tail) == ("succeeded", "ran\n")
     file.chmod(0o777)
@@ -541,7 +547,7 @@ def test_check_warns_of_such_a_state_directory_and_other_accounts_take_it(
     assert main(["check", "--json", "--config", str(policy)]) == 0
     assert f"{policy}:1: agent.state_dir: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
     for is_root, verdict in ((True, "failure"), (False, "warning")):
-        monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda is_root=is_root: is_root)
+        set_privileged(monkeypatch, is_root)
         found = doctor._look_at_state(state, None, is_in_use=False)
         assert (found.state, found.finding) == (verdict, fault)
     monkeypatch.setattr("scheduled_events_agent.host.linux.files.is_privileged", lambda: False)

@@ -15,16 +15,15 @@ import structlog
 from msgspec.structs import replace
 from receiver import WAYS_TO_FAIL, Receiver, wait_until
 
-from scheduled_events_agent.daemon import senders as module
-from scheduled_events_agent.daemon.senders import Senders, new_backoff
+from scheduled_events_agent.daemon import notifier as module
+from scheduled_events_agent.daemon.notifier import Senders, new_backoff
 from scheduled_events_agent.engine import NoticeEnded
 from scheduled_events_agent.http.retry import Backoff
-from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import SAMPLE
-from scheduled_events_agent.settings import NotifyTarget
-from scheduled_events_agent.settings.model import SecretFile
+from scheduled_events_agent.notifications import SAMPLE
+from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.store.notices import MAX_NOTICES
+from scheduled_events_agent.store.outbox import MAX_NOTICES
+from scheduled_events_agent.telemetry.metrics import Metrics
 
 NOW = datetime.now(UTC)
 

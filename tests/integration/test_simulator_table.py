@@ -14,7 +14,7 @@ import pytest
 from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import Backend
 from scheduled_events_agent.fleet.table import connect
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings
 from scheduled_events_agent.simulator.table import SimulatedTable
 
 

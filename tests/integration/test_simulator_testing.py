@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scheduled_events_agent.settings import ConfigError
+from scheduled_events_agent.policy.load import ConfigError
 from scheduled_events_agent.simulator import Simulator, SimulatorError
 from scheduled_events_agent.simulator.testing import HookEnd, OutcomeError, ScheduledEvents
 

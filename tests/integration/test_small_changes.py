@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from test_engine import START
 from test_holds import EVENT, Agent
 
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import Workflow

@@ -16,15 +16,15 @@ from test_daemon import running
 
 from scheduled_events_agent.daemon import daemon as daemon_module
 from scheduled_events_agent.engine import Engine, Executor
-from scheduled_events_agent.engine.telling import Teller
-from scheduled_events_agent.events import Document, ScheduledEvent
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
-from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.status import CommandOptions
 from scheduled_events_agent.store import FILE_NAME, Request, RequestAnswer, Store, StoreError, WithdrawnError, file
+from scheduled_events_agent.telemetry.metrics import Metrics
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))

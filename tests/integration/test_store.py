@@ -21,18 +21,15 @@ import structlog
 from msgspec.structs import replace
 
 from scheduled_events_agent import host
-from scheduled_events_agent import store as store_module
 from scheduled_events_agent.engine import Engine, Executor, Machine, NoticeEnded
 from scheduled_events_agent.engine.engine import unclean_starts
-from scheduled_events_agent.engine.notifying import Notifying
-from scheduled_events_agent.engine.telling import Teller
-from scheduled_events_agent.engine.upkeep import Upkeep
-from scheduled_events_agent.events import Document, ScheduledEvent
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.engine.maintenance import Upkeep
+from scheduled_events_agent.engine.outbox import Notifying
+from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Decision, Hook, Rule, When
-from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import CommandOptions, JournalEntry, Vm
 from scheduled_events_agent.store import (
     FILE_NAME,
@@ -47,6 +44,9 @@ from scheduled_events_agent.store import (
     WithdrawnError,
 )
 from scheduled_events_agent.store import file as store_file
+from scheduled_events_agent.store import store as store_module
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import Note, Phase, Step, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, 123456, tzinfo=UTC)
@@ -227,7 +227,7 @@ def test_a_step_that_has_no_room_without_its_notices_either_is_an_error(store: S
 def test_of_too_many_notices_the_commit_says_which_older_ones_are_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduled_events_agent.store.notices.MAX_NOTICES", 2)
+    monkeypatch.setattr("scheduled_events_agent.store.outbox.MAX_NOTICES", 2)
     assert store.commit([make_step("one")], NOW, {}, [("ops", "1"), ("ops", "2"), ("chat", "3")]) == CommitResult()
     result = store.commit([make_step("one")], NOW, {}, [("ops", "4")])
     assert result == CommitResult(dropped=(("ops", "1"),), reason="too_many")
@@ -810,12 +810,12 @@ def test_what_cannot_be_the_state_file_is_told_to_who_would_join(tmp_path: Path)
 def test_who_looks_into_the_file_beside_the_agent_does_not_give_up_its_locks(store: Store, tmp_path: Path) -> None:
     store.record("pause", "before", NOW)
     Store.look_into(tmp_path).close()  # as the status page does, in the agent's own process
-    join = "import pathlib, sys; from scheduled_events_agent.store import Store; "
+    join = "import pathlib, sys; from scheduled_events_agent.store.store import Store; "
     join += "Store.join(pathlib.Path(sys.argv[1])).close()"
     run_python(join, str(tmp_path))  # as the command status does
     store.record("pause", "after", NOW)
     look = (
-        "import pathlib, sys; from scheduled_events_agent.store import Store;"
+        "import pathlib, sys; from scheduled_events_agent.store.store import Store;"
         "print([note.text for note in Store.look_into(pathlib.Path(sys.argv[1])).load_notes()])"
     )
     assert run_python(look, str(tmp_path)) == "['before', 'after']\n"

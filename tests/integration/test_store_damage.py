@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scheduled_events_agent import host
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import FILE_NAME, Store, StoreError
 from scheduled_events_agent.workflow import Note, Step, Workflow

@@ -17,12 +17,12 @@ import structlog
 
 from scheduled_events_agent import host
 from scheduled_events_agent.engine import Engine, Executor
-from scheduled_events_agent.events import Document, ScheduledEvent
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Decision, Hook, Rule
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.store import FILE_NAME, LOCK_NAME, RESERVE_BYTES, Store, StoreError
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import Note, Step, Workflow
 
 if sys.platform == "win32":

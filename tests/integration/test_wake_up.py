@@ -13,8 +13,9 @@ from test_daemon import running
 
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import operator
-from scheduled_events_agent.daemon import Daemon, watchdog
 from scheduled_events_agent.daemon import daemon as module
+from scheduled_events_agent.daemon import watchdog
+from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store

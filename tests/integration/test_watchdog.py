@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from test_daemon import get, running
 
-from scheduled_events_agent.daemon import daemon, polling, status_source
-from scheduled_events_agent.imds import ImdsClient, ImdsError
+from scheduled_events_agent.daemon import daemon, status_source
+from scheduled_events_agent.daemon import poller as polling
+from scheduled_events_agent.imds.client import ImdsClient, ImdsError
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
 

@@ -22,7 +22,8 @@ from test_daemon import running
 
 from scheduled_events_agent import host
 from scheduled_events_agent.hooks import preflight
-from scheduled_events_agent.settings import AgentSettings, Loaded, parse_settings
+from scheduled_events_agent.policy.load import Loaded, parse_settings
+from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.web import server as web
 from scheduled_events_agent.web import tls

@@ -21,14 +21,15 @@ from given import Given
 from msgspec.structs import replace
 from test_daemon import running
 
-from scheduled_events_agent import log
-from scheduled_events_agent.daemon import Daemon
-from scheduled_events_agent.daemon import pages as module
-from scheduled_events_agent.settings import AgentSettings, parse_settings
+from scheduled_events_agent.daemon.daemon import Daemon
+from scheduled_events_agent.policy.load import parse_settings
+from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.web.files import HEADERS
+from scheduled_events_agent.telemetry import log
+from scheduled_events_agent.web import endpoints as module
 from scheduled_events_agent.web.server import Page
+from scheduled_events_agent.web.static import HEADERS
 
 OUTPUT = "x" * 4096
 

@@ -22,7 +22,7 @@ from scheduled_events_agent.daemon import fleet as thread
 from scheduled_events_agent.engine import Engine, FleetUpdate, HookStart, Machine, Paused, key_of
 from scheduled_events_agent.fleet.backend import BackendError, Record
 from scheduled_events_agent.fleet.client import FleetClient
-from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.store import Store, file
 from scheduled_events_agent.workflow import (

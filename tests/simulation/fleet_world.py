@@ -19,13 +19,13 @@ from judge import BrokenError
 from memory_backend import MemoryStore
 from msgspec.structs import replace
 
-from scheduled_events_agent.events import Document, parse_document
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.plan import read_record
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds.document import Document, parse_document
 from scheduled_events_agent.policy import Hook, Rule
-from scheduled_events_agent.settings import AgentSettings, FleetSettings, Settings
+from scheduled_events_agent.policy.settings import AgentSettings, FleetSettings, Settings
 from scheduled_events_agent.simulator.azure import Azure, EventType, Plan
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import OperatorAction
 
 FleetTrouble = Literal[

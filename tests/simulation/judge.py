@@ -35,9 +35,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from scheduled_events_agent.events import RECOMMENDATION
+from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.policy import Hook, Rule
-from scheduled_events_agent.settings.model import NotifyTarget
+from scheduled_events_agent.policy.settings import NotifyTarget
 from scheduled_events_agent.workflow import HookOutcome
 
 VM = "vm_1"

@@ -9,7 +9,7 @@ from pathlib import Path
 from judge import BrokenError
 from world import Trouble, World
 
-from scheduled_events_agent import store
+from scheduled_events_agent.store import file, store
 
 # A real file, and no waiting for a real disk: nothing here tests that one keeps its promises.
 _MEMORY_DISK = Path("/dev/shm")
@@ -40,7 +40,7 @@ def judge_seed(seed: int, troubles: frozenset[Trouble] | None = None) -> Verdict
     directory = Path(tempfile.mkdtemp(prefix="simulation-", dir=root))
     try:
         # A disk is full here when the world says so, and a log that only grows can be torn where it has grown.
-        store.RESERVE_BYTES = store.file.RESERVE_BYTES = 0
+        store.RESERVE_BYTES = file.RESERVE_BYTES = 0
         world = World(seed, directory, troubles)
         try:
             world.run()

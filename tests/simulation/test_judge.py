@@ -7,7 +7,7 @@ import pytest
 from judge import VM, BrokenError, Judge
 from world import START
 
-from scheduled_events_agent.events import EventTypeName
+from scheduled_events_agent.imds.document import EventTypeName
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.workflow import HookOutcome
 

@@ -21,15 +21,15 @@ from world import START, TROUBLES, CrashingStore, Trouble
 from scheduled_events_agent.daemon.inbox import Inbox
 from scheduled_events_agent.engine import Engine, Executor, HookEnded, Machine
 from scheduled_events_agent.engine import engine as engine_module
-from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.engine.document_tracker import Documents
 from scheduled_events_agent.engine.hook_runs import HookRuns
-from scheduled_events_agent.engine.notifying import Notifying
-from scheduled_events_agent.events import Document, ScheduledEvent
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.engine.outbox import Notifying
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.store import CommitResult, Notices, RequestAnswer, Store, StoredNotice
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
     Approval,
     ApprovalAnswered,
@@ -42,7 +42,7 @@ from scheduled_events_agent.workflow import (
     Step,
     Waits,
     Workflow,
-    approving,
+    approval,
     phases,
     proceed,
     recommendations,
@@ -71,7 +71,7 @@ def test_every_trouble_comes_up() -> None:
 def test_years_leave_no_more_behind_than_the_last_ninety_days(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduled_events_agent.store.RESERVE_BYTES", 0)
+    monkeypatch.setattr("scheduled_events_agent.store.store.RESERVE_BYTES", 0)
     monkeypatch.setattr("scheduled_events_agent.store.file.RESERVE_BYTES", 0)
     clock = Calendar()
     store = Store.open(tmp_path, clock.now())
@@ -126,7 +126,7 @@ def _open_gate(name: str) -> dict[str, Any]:
     return {"GATES": tuple(_yes if gate.__name__ == name else gate for gate in phases.GATES)}
 
 
-REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approving.take_answer, stages.cut_short
+REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approval.take_answer, stages.cut_short
 REAL_FINISH, REAL_END = Engine.finish, stages.with_end
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = Documents.take, recommendations.expires_at, signals._admit
 REAL_CLEAR = HookRuns.decide_on_clear

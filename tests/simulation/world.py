@@ -26,7 +26,6 @@ import msgspec
 from judge import VM, BrokenError, Judge, News
 from msgspec.structs import replace
 
-from scheduled_events_agent import log
 from scheduled_events_agent.daemon.inbox import Command, Inbox
 from scheduled_events_agent.engine import (
     Engine,
@@ -40,13 +39,11 @@ from scheduled_events_agent.engine import (
     key_of,
     without_run,
 )
-from scheduled_events_agent.events import Document, EventTypeName, parse_document
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import Happening
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document, EventTypeName, parse_document
+from scheduled_events_agent.notifications import Happening
 from scheduled_events_agent.policy import Hook, Rule, RuleAffects, When
-from scheduled_events_agent.settings import AgentSettings, Settings
-from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
+from scheduled_events_agent.policy.settings import AgentSettings, NoticeWord, NotifyTarget, Settings
 from scheduled_events_agent.simulator.azure import Azure, EventType, HappeningKind, Plan, SimulatedEvent
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.store import (
@@ -59,6 +56,8 @@ from scheduled_events_agent.store import (
     StoredNotice,
     StoreError,
 )
+from scheduled_events_agent.telemetry import log
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,

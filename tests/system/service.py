@@ -14,8 +14,8 @@ if sys.platform == "win32":
 
 from container import CHECKOUT, PATIENCE, Container
 
-from scheduled_events_agent.log import JOURNAL_FIELDS
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.telemetry.log import JOURNAL_FIELDS
 
 UNIT = "scheduled-events-agent.service"
 POLICY = "/etc/scheduled-events-agent/policy.yaml"

@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 from test_grammar import faults
 
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
-from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import Step, Workflow
 

@@ -15,7 +15,7 @@ from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.table import TableBackend, connect
 from scheduled_events_agent.http.transport import trusting
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings
 from scheduled_events_agent.simulator import Simulator
 
 

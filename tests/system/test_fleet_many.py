@@ -16,7 +16,7 @@ from harness import Simulator
 from many_agents import GROUP, Fleet
 
 from scheduled_events_agent.fleet.table import connect
-from scheduled_events_agent.settings.model import FleetSettings
+from scheduled_events_agent.policy.settings import FleetSettings
 
 pytestmark = pytest.mark.timeout(1800)
 LIMIT = 2

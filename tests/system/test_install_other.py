@@ -32,7 +32,7 @@ from container import CHECKOUT, PATIENCE, Container
 from ports import free_port
 from service import POLICY, POLKIT_RULE, UNIT, Service, build_deb, make_strict, shown_commands
 
-from scheduled_events_agent.settings import AgentSettings
+from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]

@@ -31,8 +31,8 @@ import wine_python
 from wine_python import CHECKOUT
 
 from scheduled_events_agent import __version__
-from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 pytestmark = pytest.mark.timeout(1200)  # the first time, Wine and a Windows Python are fetched
 
@@ -786,7 +786,7 @@ def test_the_policy_is_judged_by_the_code_of_the_version_to_come(
 ) -> None:
     assert windows.install(msi, f"POLICY={policy}") == 0
     # As if the version that is there knew no rules yet.
-    module = windows.home / "lib/scheduled_events_agent/settings/__init__.py"
+    module = windows.home / "lib/scheduled_events_agent/cli/config.py"
     module.write_text(module.read_text().replace("def load_policy(", "def load_policy_of_old("))
     assert windows.install(newer, f"POLICY={policy}") == 0
     assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")

@@ -30,7 +30,7 @@ import apt
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.cli import build_parser
-from scheduled_events_agent.settings.schema import policy_schema
+from scheduled_events_agent.policy.schema import policy_schema
 from scheduled_events_agent.simulator.table import SimulatedTable
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,8 @@ from chromium import Browser, Tab, browser
 from harness import Agent, Simulator
 from ports import free_port
 
-from scheduled_events_agent.events import ScheduledEvent, Seen
+from scheduled_events_agent.imds.compare import Seen
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.status import (
     FleetState,
@@ -42,8 +43,8 @@ from scheduled_events_agent.status import (
 )
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.status.summaries import with_words
-from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.web.static import FILES
 from scheduled_events_agent.workflow import Approval, Context, Phase, Progress, Waits, proceed
 
 NOW = datetime.now(UTC).replace(microsecond=0)

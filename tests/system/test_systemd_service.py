@@ -23,8 +23,8 @@ from ports import free_port
 from service import DROP_INS, UNIT, Service, make_root, make_strict, shown_commands
 from stuck import hanging_thread, outer_pid, wait_killed
 
-from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched

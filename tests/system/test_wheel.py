@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduled_events_agent.host.windows import service
+from scheduled_events_agent.host.windows import service_manager as service
 
 CHECKOUT = Path(__file__).parents[2]
 CONFTEST = """\

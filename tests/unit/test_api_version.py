@@ -1,18 +1,20 @@
 """In which api-version the document is asked for."""
 
+from math import inf
+
 import pytest
 
-from scheduled_events_agent.api_version import (
+from scheduled_events_agent.http.errors import HttpErrorKind
+from scheduled_events_agent.imds.api_version import (
     NONE_YET,
     PREVIEW_TIMEOUT_SECONDS,
     VersionFallback,
     ask_best,
     versions_to_ask,
 )
-from scheduled_events_agent.events import ApiVersion, ApiVersionSetting
-from scheduled_events_agent.http.errors import HttpErrorKind
-from scheduled_events_agent.imds import ImdsError
-from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.imds.client import ImdsError
+from scheduled_events_agent.imds.document import ApiVersion, ApiVersionSetting
+from scheduled_events_agent.policy import Rule, When, names_recommendations
 
 DAY = 24 * 3600.0
 ADVISED = Rule(name="eviction-likely", when=When(type=("Preempt", "SpotRebalanceRecommendation")))
@@ -47,7 +49,9 @@ def test_the_newest_version_is_asked_for_only_where_a_rule_needs_it(
     now: float,
     versions: tuple[str, ...],
 ) -> None:
-    assert versions_to_ask(setting, rules, fallback, now) == versions
+    is_wanted = names_recommendations(rules)
+    found = versions_to_ask(setting, has_recommendations=is_wanted, fallback=fallback, now=now)
+    assert found == versions
 
 
 def test_failures_count_in_a_row_and_only_if_the_other_version_is_answered() -> None:
@@ -109,8 +113,8 @@ def test_any_failure_but_a_throttled_request_leads_to_the_other_version(
 ) -> None:
     tried: list[str] = []
 
-    def ask(version: ApiVersion, timeout: float | None) -> str:
-        assert timeout == (PREVIEW_TIMEOUT_SECONDS if version == "2024-07-09" else None)
+    def ask(version: ApiVersion, timeout: float) -> str:
+        assert timeout == (PREVIEW_TIMEOUT_SECONDS if version == "2024-07-09" else inf)
         tried.append(version)
         if version in failures:
             raise ImdsError("it failed", kind=failures[version])

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from shown import NOW, a_status, a_workflow
 
 from scheduled_events_agent.cli import build_parser
-from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
     Attention,
     CommandOptions,
@@ -25,6 +24,7 @@ from scheduled_events_agent.status import (
 )
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE, attention, exit_code
 from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import Approval, Progress, Waits
 
 POLICY = PolicyInForce(file="/etc/policy.yaml", read_at=NOW - timedelta(hours=1))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.settings import ConfigError, parse_settings
+from scheduled_events_agent.policy.load import ConfigError, parse_settings
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / ".github" / "workflows" / "ci.yml"

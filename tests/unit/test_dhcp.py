@@ -138,7 +138,7 @@ def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
     ],
 )
 def test_every_usual_place_is_looked_at(tmp_path: Path, place: str, text: str) -> None:
-    from scheduled_events_agent.host.linux import service
+    from scheduled_events_agent.host.linux import service_manager as service
 
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text(text)
@@ -148,7 +148,7 @@ def test_every_usual_place_is_looked_at(tmp_path: Path, place: str, text: str) -
 
 @pytest.mark.skipif(sys.platform == "win32", reason="places of Linux")
 def test_the_newest_file_with_the_option_holds_and_unreadable_ones_are_skipped(tmp_path: Path) -> None:
-    from scheduled_events_agent.host.linux import service
+    from scheduled_events_agent.host.linux import service_manager as service
 
     leases = tmp_path / "run/systemd/netif/leases"
     leases.mkdir(parents=True)

@@ -23,9 +23,9 @@ from scheduled_events_agent.cli.simulate import (
     SimulatorRecord,
     SimulatorStart,
 )
-from scheduled_events_agent.log import JOURNAL_FIELDS
-from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorAnswer, Status
+from scheduled_events_agent.telemetry.log import JOURNAL_FIELDS
+from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import Phase
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from scheduled_events_agent.events import EventTypeName
+from scheduled_events_agent.imds.document import EventTypeName
 
 ROOT = Path(__file__).resolve().parents[2]
 COOKBOOK = ROOT / "docs/cookbook"

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from scheduled_events_agent import __version__
-from scheduled_events_agent.cli.diagnosis import (
+from scheduled_events_agent.cli.config import load_policy
+from scheduled_events_agent.cli.doctor import judge_agent
+from scheduled_events_agent.cli.doctor_checks import (
     Finding,
     failure,
     in_words,
@@ -25,11 +27,11 @@ from scheduled_events_agent.cli.diagnosis import (
     waiting,
     warning,
 )
-from scheduled_events_agent.cli.doctor import judge_agent
 from scheduled_events_agent.cli.terminal import Terminal
-from scheduled_events_agent.host.surroundings import ActingAgent, Approver, Life
-from scheduled_events_agent.imds import Answer, ImdsError
-from scheduled_events_agent.settings import BUILT_IN_NAME, VmSettings, load_policy
+from scheduled_events_agent.host.conflicts import ActingAgent, Approver, Life
+from scheduled_events_agent.imds.client import Answer, ImdsError
+from scheduled_events_agent.policy.load import BUILT_IN_NAME
+from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.status import (
     Attention,
     CommandOptions,

@@ -11,19 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduled_events_agent.events import (
+from scheduled_events_agent.imds.compare import Gone, Missing, Seen, compare
+from scheduled_events_agent.imds.document import (
     Affects,
     Document,
-    DocumentError,
-    Gone,
-    Missing,
     ScheduledEvent,
-    Seen,
-    compare,
     parse_document,
     parse_event,
     to_azure_json,
 )
+from scheduled_events_agent.imds.text import DocumentError
 
 FULL: dict[str, Any] = {
     "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123",

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.settings import Settings, parse_settings
+from scheduled_events_agent.policy.load import parse_settings
+from scheduled_events_agent.policy.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config/examples").glob("*.yaml"))

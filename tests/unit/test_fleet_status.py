@@ -19,8 +19,8 @@ from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.fleet.backend import BackendError, Record
 from scheduled_events_agent.fleet.plan import record_key
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.settings import Settings, parse_settings
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.policy.load import parse_settings
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, Settings
 
 NOW = datetime(2026, 3, 2, 8, 30, tzinfo=UTC)
 ONE, OTHER, THIRD = (f"{start}-d2cd-49c7-8624-8643e7171297" for start in ("602d9444", "77aa01c2", "8f22b0c1"))

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from shown import a_status
 from test_workflow import NOTICE, Agent, a_rule, an_event, started
 
-from scheduled_events_agent.daemon.pages import output_of_pending
-from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.notices import Happening, happenings, is_wanted, render
+from scheduled_events_agent.imds.document import ScheduledEvent
+from scheduled_events_agent.notifications import Happening, happenings, is_wanted, render
 from scheduled_events_agent.policy import Decision, Rule, When
-from scheduled_events_agent.settings import NotifyTarget
+from scheduled_events_agent.policy.settings import NotifyTarget
 from scheduled_events_agent.status import CommandOptions, History, JournalEntry, Vm
 from scheduled_events_agent.status.messages import as_shown, with_messages
+from scheduled_events_agent.web.endpoints import output_of_pending
 from scheduled_events_agent.workflow import Note, Signal, Step, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)

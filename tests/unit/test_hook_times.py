@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scheduled_events_agent.hook_times import decode, encode, may_take_seconds, with_run
+from scheduled_events_agent.hooks.durations import decode, encode, may_take_seconds, with_run
 from scheduled_events_agent.policy import Hook
 
 HOOK = Hook(run=("/bin/drain",), timeout=300.0, attempts=3, retry_delay=10.0)

@@ -2,9 +2,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from scheduled_events_agent import hooks
-from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.hooks import hook_environment
+from scheduled_events_agent.hooks import run as hooks
+from scheduled_events_agent.hooks.run import hook_environment
+from scheduled_events_agent.imds.document import ScheduledEvent
 
 _EVENT = ScheduledEvent(
     id="C7061BAC-AFDC-4513-B24B-AA5F13A16123",

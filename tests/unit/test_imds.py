@@ -4,13 +4,7 @@ import pytest
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
-from scheduled_events_agent.imds import (
-    EndpointError,
-    ImdsBackoff,
-    ImdsClient,
-    ImdsError,
-    resolve_endpoint,
-)
+from scheduled_events_agent.imds.client import EndpointError, ImdsBackoff, ImdsClient, ImdsError, resolve_endpoint
 
 PAUSES: dict[HttpErrorKind, list[float]] = {
     "throttled": [2, 4, 8, 16, 16, 16],

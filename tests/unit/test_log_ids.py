@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 import scheduled_events_agent
-from scheduled_events_agent.log_ids import LogId, log_id_of, messages_source
+from scheduled_events_agent.telemetry.log_ids import LogId, log_id_of, messages_source
 from scheduled_events_agent.workflow import NoteKind
 
 AGENT = Path(scheduled_events_agent.__file__).parent

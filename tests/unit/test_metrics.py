@@ -11,14 +11,15 @@ from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-import scheduled_events_agent.metrics
+import scheduled_events_agent.telemetry.metrics
 from scheduled_events_agent import __version__
-from scheduled_events_agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTICE_ERROR_KINDS
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds.document import EVENT_TYPES, Affects, ScheduledEvent
+from scheduled_events_agent.imds.text import DocumentErrorKind
 from scheduled_events_agent.policy import ApproveMode, Decision, Rule
-from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import Attention
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 SOURCES = ("Platform", "User", "unknown")
@@ -183,13 +184,13 @@ def test_what_is_pending_is_written_anew_only_when_it_has_changed(
 ) -> None:
     written: list[str] = []
 
-    class Watched(scheduled_events_agent.metrics._Pending):
+    class Watched(scheduled_events_agent.telemetry.metrics._Pending):
         def collect(self) -> Iterable[Metric]:
             families = tuple(super().collect())
             written.extend(sample.labels["phase"] for sample in families[0].samples)
             return families
 
-    monkeypatch.setattr(scheduled_events_agent.metrics, "_Pending", Watched)
+    monkeypatch.setattr(scheduled_events_agent.telemetry.metrics, "_Pending", Watched)
     pending.append(make_workflow())
     texts = [metrics.expose().decode() for _ in range(3)]
     assert written == ["preparing"]

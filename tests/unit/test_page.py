@@ -9,12 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 import scheduled_events_agent
-from scheduled_events_agent.events import ScheduledEvent, Seen
+from scheduled_events_agent.imds.compare import Seen
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.status import CommandOptions, PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.status.summaries import with_words
-from scheduled_events_agent.web.files import FILES, HEADERS
+from scheduled_events_agent.web.static import FILES, HEADERS
 from scheduled_events_agent.workflow import Approval, Context, Progress, proceed
 
 NOW = datetime(2026, 3, 4, 3, 0, 0, tzinfo=UTC)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduled_events_agent.events import Document, DocumentError, ScheduledEvent, parse_document, parse_event
+from scheduled_events_agent.imds.document import Document, ScheduledEvent, parse_document, parse_event
+from scheduled_events_agent.imds.text import DocumentError
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduled_events_agent.events import EVENT_TYPES, ScheduledEvent
+from scheduled_events_agent.imds.document import EVENT_TYPES, ScheduledEvent
 from scheduled_events_agent.policy import (
     Decision,
     Facts,
@@ -18,7 +18,7 @@ from scheduled_events_agent.policy import (
     mismatch,
     notice_seconds,
 )
-from scheduled_events_agent.settings import DEFAULT_RULES
+from scheduled_events_agent.policy.settings import DEFAULT_RULES
 
 NOW = datetime(2022, 4, 11, 22, 0, tzinfo=UTC)
 FACTS = Facts(names=("web_1",), noticed_at=NOW)

@@ -16,13 +16,14 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduled_events_agent.cli import build_parser
-from scheduled_events_agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS
-from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.imds.document import EVENT_TYPES, Affects, ScheduledEvent
+from scheduled_events_agent.imds.text import DocumentErrorKind
 from scheduled_events_agent.policy import ApproveMode, Decision
-from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import Attention
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 ROOT = Path(__file__).parents[2]

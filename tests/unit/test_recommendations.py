@@ -7,10 +7,11 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import START, Agent, a_rule, an_event
 
-from scheduled_events_agent.engine.documents import Documents
-from scheduled_events_agent.events import Document, Missing, ScheduledEvent, parse_document
+from scheduled_events_agent.engine.document_tracker import Documents
+from scheduled_events_agent.imds.compare import Missing
+from scheduled_events_agent.imds.document import Document, ScheduledEvent, parse_document
 from scheduled_events_agent.policy import Rule, When
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.workflow import ClockSet, OperatorAction, has_obeyed, is_ready, next_wake_at
 
 HOUR = 3600.0

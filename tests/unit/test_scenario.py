@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from scheduled_events_agent.cli import build_parser
-from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.policy.durations import format_duration
+from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.simulator import (
     Simulator,
     SimulatorError,
@@ -23,7 +24,6 @@ from scheduled_events_agent.simulator.azure import Plan
 from scheduled_events_agent.simulator.control import _ACTIONS as ACTIONS
 from scheduled_events_agent.simulator.faults import Fault, FaultKind
 from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO, Scenario, Step
-from scheduled_events_agent.spelling import format_duration
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
 LIVES = {

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 import yaml
 
-from scheduled_events_agent.events import EVENT_TYPES
-from scheduled_events_agent.settings.schema import policy_schema
+from scheduled_events_agent.imds.document import EVENT_TYPES
+from scheduled_events_agent.policy.schema import policy_schema
 
 ROOT = Path(__file__).parents[2]
 POLICIES = [ROOT / "config/policy.yaml", *sorted((ROOT / "config/examples").glob("*.yaml"))]

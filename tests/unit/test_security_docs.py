@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scheduled_events_agent import yaml_nodes
+from scheduled_events_agent.policy import yaml_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "agent/scheduled_events_agent").rglob("*.py"))
 
 # The two places that make a command line for a shell of what a `shell:` hook says, and nothing else.
 SHELLS = {
-    "agent/scheduled_events_agent/host/linux/process.py": {"/bin/sh"},
-    "agent/scheduled_events_agent/host/windows/process.py": {"cmd.exe"},
+    "agent/scheduled_events_agent/host/linux/processes.py": {"/bin/sh"},
+    "agent/scheduled_events_agent/host/windows/processes.py": {"cmd.exe"},
     "agent/scheduled_events_agent/cli/completion.py": {
         "bash",
         "zsh",

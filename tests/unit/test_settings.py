@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduled_events_agent.policy import When
-from scheduled_events_agent.settings import ConfigError, Settings, checks, load_policy, parse_settings
-from scheduled_events_agent.settings.model import parse_table
+from scheduled_events_agent.cli.config import load_policy
+from scheduled_events_agent.policy import When, checks
+from scheduled_events_agent.policy.load import ConfigError, parse_settings
+from scheduled_events_agent.policy.settings import Settings, parse_table
 
 
 def faults(text: str, *, may_change_user: bool = True) -> Sequence[str]:

@@ -8,21 +8,23 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import pytest
 
+from scheduled_events_agent.cli.config import load_settings
 from scheduled_events_agent.policy import Hook, MaintenanceWindow, Rule, When
-from scheduled_events_agent.settings import (
+from scheduled_events_agent.policy.durations import format_duration
+from scheduled_events_agent.policy.load import parse_settings
+from scheduled_events_agent.policy.schema import plain
+from scheduled_events_agent.policy.settings import (
     AgentSettings,
+    FleetCredential,
+    FleetSettings,
     ImdsSettings,
     LogSettings,
     NotifyTarget,
+    SecretFile,
     Settings,
     VmSettings,
-    load_settings,
-    parse_settings,
 )
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, SecretFile
-from scheduled_events_agent.settings.schema import plain
-from scheduled_events_agent.spelling import format_duration
-from scheduled_events_agent.typed_yaml import default_of
+from scheduled_events_agent.policy.typed_yaml import default_of
 
 ROOT = Path(__file__).parents[2]
 TYPES = (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduled_events_agent.spelling import format_duration, parse_duration, plural
+from scheduled_events_agent.policy.durations import format_duration, parse_duration, plural
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from scheduled_events_agent.host.surroundings import (
+from scheduled_events_agent.host.conflicts import (
     ActingAgent,
     Approver,
-    Mount,
     acting_agents,
     is_acting_agent,
-    is_temporary,
     linux_approvers,
-    mount_of,
     windows_approvers,
 )
+from scheduled_events_agent.host.disks import Mount, is_temporary, mount_of
 
 Processes = dict[int, tuple[str, ...]]  # command lines, by pid
 

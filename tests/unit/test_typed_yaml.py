@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from scheduled_events_agent.settings.schema import json_schema, plain
-from scheduled_events_agent.typed_yaml import Parsed, parse, text_at
+from scheduled_events_agent.policy.schema import json_schema, plain
+from scheduled_events_agent.policy.typed_yaml import Parsed, parse, text_at
 
 Span = Annotated[float, Meta(extra={"kind": "duration"})]
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduled_events_agent.host.windows import event_log, files, permissions, process, service
-from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.host.windows import event_log, files, permissions
+from scheduled_events_agent.host.windows import processes as process
+from scheduled_events_agent.host.windows import service_manager as service
+from scheduled_events_agent.policy.load import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8")

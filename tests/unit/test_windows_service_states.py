@@ -17,9 +17,10 @@ import pytest
 from scheduled_events_agent.cli import build_parser, main
 from scheduled_events_agent.engine import Machine
 from scheduled_events_agent.engine.hook_runs import HookRuns
-from scheduled_events_agent.hooks import HookResult
-from scheduled_events_agent.host import HostError, processes
-from scheduled_events_agent.host.windows import service as windows_service
+from scheduled_events_agent.hooks.run import HookResult
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.host.error import HostError
+from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.host.windows import system
 from scheduled_events_agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
 from scheduled_events_agent.store import Store

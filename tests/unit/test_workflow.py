@@ -1,5 +1,6 @@
 """The life of an event, one behaviour at a time; test_workflow_walk.py tries all orders of things."""
 
+import importlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, time, timedelta
 from typing import Any
@@ -8,11 +9,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.engine.document_tracker import Documents
 from scheduled_events_agent.engine.remembered import changes_by_steps
-from scheduled_events_agent.events import Document, Gone, ScheduledEvent, compare
+from scheduled_events_agent.imds.compare import Gone, compare
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status.messages import as_shown, note_in_words
 from scheduled_events_agent.workflow import (
     TRANSITIONS,
@@ -36,9 +38,8 @@ from scheduled_events_agent.workflow import (
     Step,
     Waits,
     Workflow,
-    approving,
+    approval,
     ask_approval_gates,
-    board,
     hook_deadline_at,
     is_ready,
     known_events,
@@ -46,6 +47,8 @@ from scheduled_events_agent.workflow import (
     phases,
     proceed,
 )
+
+advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)  # a Monday
 NOTICE = timedelta(minutes=15)
@@ -1752,7 +1755,7 @@ def test_an_approval_that_the_gates_do_not_allow_is_a_bug_and_is_not_sent(
     approve: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hasty(workflow: Workflow, _: Any, context: Context) -> Step | None:
-        return approving.request_approval(workflow, context) if workflow.event.id == "A" else None
+        return approval.request_approval(workflow, context) if workflow.event.id == "A" else None
 
     agent = Agent(a_rule(approve=approve, prepare=("drain",), lead=3600.0))
     agent.may_fail = True
@@ -1785,7 +1788,7 @@ def test_workflows_that_do_not_come_to_rest_are_a_fault(monkeypatch: pytest.Monk
     def restless(workflow: Workflow, *_: Any) -> Step:
         return Step(workflow=replace(workflow, begun_at=(workflow.begun_at or START) + NOTICE))
 
-    monkeypatch.setattr(board, "move", restless)
+    monkeypatch.setattr(advance_module, "move", restless)
     agent = Agent(a_rule())
     agent.may_fail = True
     agent.document(an_event())
@@ -1830,7 +1833,7 @@ def test_a_thousand_events_of_other_vms_cost_a_look_at_each(monkeypatch: pytest.
         moves += 1
         return real(*arguments)
 
-    monkeypatch.setattr(board, "move", counted)
+    monkeypatch.setattr(advance_module, "move", counted)
     # The second rule takes none of them, but has them followed.
     agent = Agent(a_rule(), a_rule(name="others", when=When(affects=("others",), type=("Freeze",))))
     foreign = tuple(an_event(id=f"F{number}", resources=(f"vm_{number + 2}",)) for number in range(1000))

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import Agent, a_rule, an_event, started
 
-from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.workflow import Reconsider
 
 MANUAL = a_rule(approve="manual")

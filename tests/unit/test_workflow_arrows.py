@@ -1,5 +1,6 @@
 """The table of transitions says no more than what happens: lives and stories take each of its arrows."""
 
+import importlib
 from typing import Any, get_args
 
 import pytest
@@ -18,9 +19,10 @@ from scheduled_events_agent.workflow import (
     Signal,
     Step,
     Workflow,
-    board,
     proceed,
 )
+
+advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
 
 Arrows = set[tuple[Phase, Phase]]
 
@@ -68,7 +70,7 @@ def test_a_step_along_no_arrow_of_the_table_is_refused(
     def go(workflow: Workflow, *_: Any) -> Step | None:
         return Step(workflow=replace(workflow, phase=to)) if workflow.phase == phase else None
 
-    monkeypatch.setattr(board, "move", go)
+    monkeypatch.setattr(advance_module, "move", go)
     agent.tick()
     is_allowed = to == phase or to in TRANSITIONS[phase]
     assert (agent.last.faults == ()) is is_allowed

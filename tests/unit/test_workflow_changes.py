@@ -13,6 +13,7 @@ that undoes it, and each life is held against what must be true from the outside
 - when all events are over, everything that was prepared is undone, and nothing is pending
 """
 
+import importlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ import pytest
 from msgspec.structs import replace
 from mutants import break_workflow
 
-from scheduled_events_agent.events import Document, ScheduledEvent, compare
+from scheduled_events_agent.imds.compare import compare
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Facts, MaintenanceWindow, Rule, When, decide
 from scheduled_events_agent.workflow import (
     AgentRestarted,
@@ -42,11 +44,12 @@ from scheduled_events_agent.workflow import (
     Stage,
     Step,
     Workflow,
-    board,
     known_events,
     proceed,
     stages,
 )
+
+advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
 
 VM = "vm_1"
 TYPES = ("Freeze", "Reboot", "Redeploy", "Preempt", "Terminate")
@@ -435,7 +438,7 @@ def test_a_machine_that_is_wrong_is_found(
     name: str, wrong: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "sorted":
-        monkeypatch.setattr(board, name, wrong, raising=False)
+        monkeypatch.setattr(advance_module, name, wrong, raising=False)
     else:
         break_workflow(monkeypatch, name, wrong)
     with pytest.raises(BrokenError, match=found):

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from test_workflow import NOTICE, START, a_rule, an_event
 
 from scheduled_events_agent.engine.fleet import FleetState
-from scheduled_events_agent.engine.parts import FleetUpdate
-from scheduled_events_agent.events import Gone, Missing, Seen
-from scheduled_events_agent.settings import FleetSettings, Settings
+from scheduled_events_agent.engine.messages import FleetUpdate
+from scheduled_events_agent.imds.compare import Gone, Missing, Seen
+from scheduled_events_agent.policy.settings import FleetSettings, Settings
 from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from test_workflow import Agent, a_rule, an_event, started
 
-from scheduled_events_agent.events import Document
+from scheduled_events_agent.imds.document import Document
 from scheduled_events_agent.policy import When
 
 DAY = 86400.0

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from test_workflow import START, Agent, a_rule, an_event, started
 
 import scheduled_events_agent
-from scheduled_events_agent.hook_times import HookTimes
-from scheduled_events_agent.notices import Happening
+from scheduled_events_agent.hooks.durations import HookTimes
+from scheduled_events_agent.notifications import Happening
 from scheduled_events_agent.store import Loss
 from scheduled_events_agent.workflow import AgentRestarted, OperatorCommand, Reconsider, Workflow, is_ready
 
@@ -106,6 +106,8 @@ def types_read_back() -> Iterator[Any]:
                 case ast.Call(func=ast.Attribute(attr="decode"), keywords=[ast.keyword(arg="type", value=type_)]):
                     pass
                 case ast.Call(func=ast.Attribute(attr="convert"), args=[_, type_]):
+                    pass
+                case ast.Call(func=ast.Attribute(attr="Decoder"), args=[type_]):
                     pass
                 case _:
                     continue

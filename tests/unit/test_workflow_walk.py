@@ -39,6 +39,7 @@ the effects of the last step were never performed, or were, without their end be
 the step was on disk is a crash in the state before it. What is on disk goes through JSON, as in the store.
 """
 
+import importlib
 import itertools
 import random
 import re
@@ -52,7 +53,8 @@ import pytest
 from msgspec.structs import replace as replaced
 from mutants import break_workflow
 
-from scheduled_events_agent.events import Document, Gone, Missing, ScheduledEvent, compare
+from scheduled_events_agent.imds.compare import Gone, Missing, compare
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.workflow import (
     AgentRestarted,
@@ -73,8 +75,7 @@ from scheduled_events_agent.workflow import (
     Stage,
     Step,
     Workflow,
-    approving,
-    board,
+    approval,
     is_ready,
     known_events,
     phases,
@@ -82,7 +83,9 @@ from scheduled_events_agent.workflow import (
     signals,
     stages,
 )
-from scheduled_events_agent.workflow.times import turn_to_approve
+from scheduled_events_agent.workflow.timing import turn_to_approve
+
+advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 TYPES = {"A": "Reboot", "B": "Redeploy"}
@@ -1122,11 +1125,11 @@ def _admit_and_forget(event: ScheduledEvent, context: Context) -> Any:
 
 REAL: Faults = {
     "_restart": signals._restart,
-    "take_answer": approving.take_answer,
+    "take_answer": approval.take_answer,
     "_admit": signals._admit,
     "_lose": signals._lose,
-    "explain": board.explain,
-    "why_approval_needed": approving.why_approval_needed,
+    "explain": advance_module.explain,
+    "why_approval_needed": approval.why_approval_needed,
     "_begin_when_due": phases._begin_when_due,
     "with_end": stages.with_end,
 }

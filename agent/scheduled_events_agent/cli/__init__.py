@@ -15,7 +15,6 @@ from typing import Any
 
 from scheduled_events_agent import AgentError, __version__
 from scheduled_events_agent.cli.output import READER_GONE, guarded
-from scheduled_events_agent.spelling import nearest
 
 # Command -> the module of this package that has it, and a line of help. The module's ``add_arguments(parser)``
 # adds the command's options and sets ``handler``: a function of the parsed arguments that returns the exit code.
@@ -93,6 +92,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     word = words[0] if words else ""
     parser = build_parser(word)
     if word and not word.startswith("-") and word not in _COMMANDS:
+        from scheduled_events_agent.policy.typed_yaml import nearest  # noqa: PLC0415  # PyYAML takes 20 ms
+
         guess = nearest(word, _shown_commands())
         hint = f"did you mean {guess}?" if guess else "--help lists them"
         parser.error(f"there is no command {word}; {hint}")
@@ -108,6 +109,8 @@ class _Parser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 self.error(f"unexpected argument: {word}")
             names = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+            from scheduled_events_agent.policy.typed_yaml import nearest  # noqa: PLC0415  # as above
+
             guess = nearest(word.partition("=")[0].lstrip("-"), names)
             hint = f"; did you mean --{guess}?" if guess else ""
             self.error(f"unknown option: {word}{hint}")

@@ -7,29 +7,22 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.api_version import versions_to_ask
 from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.cli.config import find_config, inspect_policy, load_policy
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
-from scheduled_events_agent.events import RECOMMENDATION
 from scheduled_events_agent.hooks.preflight import Finding, check_machine, problems, rejections
-from scheduled_events_agent.policy import Rule, When, promised_times
-from scheduled_events_agent.settings import (
-    BUILT_IN_NAME,
-    ConfigError,
-    Loaded,
-    Settings,
-    find_config,
-    inspect_policy,
-    load_policy,
-)
-from scheduled_events_agent.settings.schema import policy_schema
-from scheduled_events_agent.spelling import format_duration, plural
+from scheduled_events_agent.imds.api_version import versions_to_ask
+from scheduled_events_agent.imds.document import RECOMMENDATION
+from scheduled_events_agent.policy import Rule, When, names_recommendations, promised_times
+from scheduled_events_agent.policy.durations import format_duration, plural
+from scheduled_events_agent.policy.load import BUILT_IN_NAME, ConfigError, Loaded
+from scheduled_events_agent.policy.schema import policy_schema
+from scheduled_events_agent.policy.settings import Settings
+from scheduled_events_agent.policy.typed_yaml import Problem
 from scheduled_events_agent.status import SCHEMA_VERSION
-from scheduled_events_agent.typed_yaml import Problem
 
 _SEVERAL_VMS = (
     "If an event names other VMs too, a rule that approves when prepared does not approve it, and begins as late "
@@ -156,7 +149,7 @@ def _look_around(loaded: Loaded) -> Iterator[Finding]:
     yield from check_machine(loaded, is_root=host.is_privileged())
     yield from _fleet_errors(settings)
     if settings.notify:
-        from scheduled_events_agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
+        from scheduled_events_agent.notifications import doubts  # noqa: PLC0415  # with httpx, half of this command's start
 
         for key, message in doubts(settings.notify):
             yield Finding("notify", key, "warning", message)
@@ -183,12 +176,13 @@ def _fleet_errors(settings: Settings) -> Iterator[Finding]:
 
 def _is_without_group(settings: Settings) -> bool:
     """Whether the metadata service says that this VM is in no scale set; False if it does not answer."""
-    from scheduled_events_agent import imds  # noqa: PLC0415  # with httpx, half of this command's start
+    from scheduled_events_agent.imds import client  # noqa: PLC0415  # with httpx, half of this command's start
 
-    brief = replace(settings.imds, request_timeout=min(_ASK_SECONDS, settings.imds.request_timeout))
+    endpoint = settings.imds.endpoint
+    timeout = min(_ASK_SECONDS, settings.imds.request_timeout)
     try:
-        return not imds.connect(brief).fetch_identity().group
-    except imds.ImdsError:
+        return not client.connect(endpoint, request_timeout=timeout).fetch_identity().group
+    except client.ImdsError:
         return False  # not on the VM that the policy is for
 
 
@@ -209,7 +203,9 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
         yield from terminal.line(_SEVERAL_VMS)
     imds = settings.imds
     agent = settings.agent
-    versions = ", else ".join(versions_to_ask(imds.api_version, settings.rules))
+    versions = ", else ".join(
+        versions_to_ask(imds.api_version, has_recommendations=names_recommendations(settings.rules))
+    )
     poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {versions})"
     listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
     mode = "" if agent.mode == "act" else "; mode observe: runs no hooks and approves nothing"

@@ -20,10 +20,10 @@ import msgspec
 from msgspec.structs import replace
 
 import scheduled_events_agent
-from scheduled_events_agent import __version__, host, notices
-from scheduled_events_agent.api_version import ask_best, versions_to_ask
-from scheduled_events_agent.cli import add_state_options, diagnosis
-from scheduled_events_agent.cli.diagnosis import (
+from scheduled_events_agent import __version__, host, notifications
+from scheduled_events_agent.cli import add_state_options, doctor_checks
+from scheduled_events_agent.cli.config import find_config, load_policy, state_dir_of
+from scheduled_events_agent.cli.doctor_checks import (
     UNMASK,
     Finding,
     failure,
@@ -36,24 +36,22 @@ from scheduled_events_agent.cli.diagnosis import (
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.cli.status import ask_status, start_command
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
-from scheduled_events_agent.events import ApiVersion
 from scheduled_events_agent.hooks import preflight
-from scheduled_events_agent.host import processes, surroundings
-from scheduled_events_agent.host.surroundings import OwnService
-from scheduled_events_agent.imds import Answer, ImdsError, connect, parse_identity, resolve_endpoint
-from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings import (
-    ConfigError,
-    Loaded,
+from scheduled_events_agent.host import conflicts, processes
+from scheduled_events_agent.host.conflicts import OwnService
+from scheduled_events_agent.imds.api_version import ask_best, versions_to_ask
+from scheduled_events_agent.imds.client import Answer, ImdsError, connect, parse_identity, resolve_endpoint
+from scheduled_events_agent.imds.document import ApiVersion
+from scheduled_events_agent.policy import Hook, names_recommendations
+from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.load import ConfigError, Loaded
+from scheduled_events_agent.policy.settings import (
     NotifyTarget,
     Settings,
     VmSettings,
-    find_config,
-    load_policy,
-    state_dir_of,
+    files_of_target,
+    is_foreign_path,
 )
-from scheduled_events_agent.settings.model import files_of_target, is_foreign_path
-from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import command
 from scheduled_events_agent.store import LOCK_NAME
@@ -119,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
             )
         )
     else:
-        for line in diagnosis.in_words(examine(), Terminal.of(sys.stdout)):
+        for line in doctor_checks.in_words(examine(), Terminal.of(sys.stdout)):
             print(line, flush=True)
     return 1 if any(finding.state == "failure" for finding in findings) else 0
 
@@ -169,12 +167,14 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         yield _look_at_agent(state_dir, agent, service, loaded, options)
     else:
         yield from (hidden(check, host.account_name()) for check in ("state", "disk", "agent"))
-    yield diagnosis.judge_service(service, service_fault)
+    yield doctor_checks.judge_service(service, service_fault)
     own_pids = {int(agent.pid)} if agent.pid and agent.pid.isdecimal() else set[int]()
     if agent.lock_fault and service is not None:
         own_pids = {service.pid}  # as far as this account can tell
-    others = surroundings.acting_agents(own_pids)
-    yield from diagnosis.judge_others(processes.other_approvers(), others, is_acting=settings.agent.mode == "act")
+    others = conflicts.acting_agents(own_pids)
+    yield from doctor_checks.judge_others(
+        processes.other_approvers(), others, is_acting=settings.agent.mode == "act"
+    )
 
 
 class _Agent(NamedTuple):
@@ -214,32 +214,39 @@ def _as_used(settings: Settings, status: Status, *, has_policy: bool) -> Setting
 
 def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     endpoint = resolve_endpoint(settings.imds.endpoint)
-    imds = replace(settings.imds, endpoint=endpoint)
-    versions = versions_to_ask(imds.api_version, settings.rules)
+    imds = settings.imds
+    versions = versions_to_ask(imds.api_version, has_recommendations=names_recommendations(settings.rules))
 
-    def fetch(version: ApiVersion, timeout: float | None) -> Answer:
+    def fetch(version: ApiVersion, longest: float) -> Answer:
         time.sleep(_SPACING_SECONDS)
-        answer = connect(imds, version, may_switch_on=True, timeout=timeout).inspect("document")
+        client = connect(
+            endpoint,
+            version,
+            request_timeout=imds.request_timeout,
+            first_request_timeout=imds.first_request_timeout,
+            longest=longest,
+        )
+        answer = client.inspect("document")
         if answer.fault is not None and version != versions[-1]:
             raise answer.fault
         return answer
 
     asked_at = datetime.now(UTC)
     try:
-        instance = connect(imds).inspect("instance")
+        instance = connect(endpoint, request_timeout=imds.request_timeout).inspect("instance")
     except ImdsError as error:
-        yield diagnosis.judge_no_answer("endpoint", error)
+        yield doctor_checks.judge_no_answer("endpoint", error)
         yield from waiting(("direct", *_NEED_AN_ANSWER), "endpoint")
         return
     answered_at = datetime.now(UTC)
-    direct = diagnosis.judge_directness([instance])
+    direct = doctor_checks.judge_directness([instance])
     if instance.fault is not None and direct.state == "ok":  # there is no point in asking for more
-        yield diagnosis.judge_no_answer("endpoint", instance.fault)
+        yield doctor_checks.judge_no_answer("endpoint", instance.fault)
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "endpoint")
         return
     yield ok("endpoint", f"{endpoint} answers, in {(answered_at - asked_at).total_seconds() * 1000:.0f} ms")
-    if instance.fault is not None or diagnosis.is_page(instance):
+    if instance.fault is not None or doctor_checks.is_page(instance):
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "direct")
         return
@@ -251,17 +258,17 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
             best = ask_best(versions, fetch)
     except ImdsError as error:
         version = skipped("version", "waits for the check events")
-        events = diagnosis.judge_no_answer("events", error)
+        events = doctor_checks.judge_no_answer("events", error)
     else:
         document = best.content
-        version = diagnosis.judge_version(best)
-        direct = diagnosis.judge_directness([instance, document])
-        events = diagnosis.judge_document(document, names, socket.gethostname())
+        version = doctor_checks.judge_version(best)
+        direct = doctor_checks.judge_directness([instance, document])
+        events = doctor_checks.judge_document(document, names, socket.gethostname())
     yield direct
-    yield diagnosis.judge_name(settings.vm, said)
+    yield doctor_checks.judge_name(settings.vm, said)
     yield version
     yield events
-    yield diagnosis.judge_clock(instance.headers.get("date"), asked_at, answered_at)
+    yield doctor_checks.judge_clock(instance.headers.get("date"), asked_at, answered_at)
 
 
 # --- the policy and what it names
@@ -433,15 +440,16 @@ def _look_at_notifications(
     elif targets:
         yield hidden("notifications", host.account_name())
         return
-    yield from diagnosis.judge_notifications([target.name for target in targets], unusable, told, options)
+    yield from doctor_checks.judge_notifications([target.name for target in targets], unusable, told, options)
 
 
 def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
     """What of the target the account cannot use; each fault once."""
-    yield from dict.fromkeys(fault for _, fault in notices.doubts([target]))
+    yield from dict.fromkeys(fault for _, fault in notifications.doubts([target]))
     if account is None:
         return
-    for key, file in files_of_target(target):
+    for key, name in files_of_target(target):
+        file = Path(name)
         try:
             if file.exists() and (fault := processes.access_fault(file, "read", account)):
                 yield f"{key}: {fault}"
@@ -535,7 +543,9 @@ def _look_at_disk(directory: Path) -> Finding:
     except (OSError, StopIteration) as error:
         return warning("disk", f"{directory}: {error}", _AS_AGENT)
     kind = system[0] if system else None
-    return diagnosis.judge_disk(str(directory), None if temporary is None else str(temporary), kind, free_bytes)
+    return doctor_checks.judge_disk(
+        str(directory), None if temporary is None else str(temporary), kind, free_bytes
+    )
 
 
 def _look_at_agent(

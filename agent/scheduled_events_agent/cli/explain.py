@@ -16,26 +16,28 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.api_version import ask_best, versions_to_ask
 from scheduled_events_agent.cli import add_state_options
+from scheduled_events_agent.cli.config import find_config, load_policy, state_dir_of
 from scheduled_events_agent.cli.operator import find_agent, options_of
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.status import event_rows, head, load_status
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
-from scheduled_events_agent.events import (
+from scheduled_events_agent.hooks.durations import KnownTimes, decode, may_take_seconds
+from scheduled_events_agent.imds.api_version import ask_best, versions_to_ask
+from scheduled_events_agent.imds.compare import Seen
+from scheduled_events_agent.imds.document import (
     ApiVersion,
     Document,
-    DocumentError,
     ScheduledEvent,
-    Seen,
     parse_document,
     parse_event,
     plain_names,
 )
-from scheduled_events_agent.hook_times import KnownTimes, decode, may_take_seconds
-from scheduled_events_agent.policy import Decision, Facts, decide, passed_over
-from scheduled_events_agent.settings import Loaded, Settings, find_config, load_policy, state_dir_of
-from scheduled_events_agent.spelling import format_duration, parse_time
+from scheduled_events_agent.imds.text import DocumentError
+from scheduled_events_agent.policy import Decision, Facts, decide, names_recommendations, passed_over
+from scheduled_events_agent.policy.durations import format_duration, parse_time
+from scheduled_events_agent.policy.load import Loaded
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import SCHEMA_VERSION, CommandOptions, ShownWorkflow, Status, Vm
 from scheduled_events_agent.status.actions import command, quoted
 from scheduled_events_agent.status.attention import NO_AGENT
@@ -65,7 +67,7 @@ from scheduled_events_agent.workflow import (
 )
 
 if TYPE_CHECKING:
-    from scheduled_events_agent.imds import ImdsClient
+    from scheduled_events_agent.imds.client import ImdsClient
 
 _STAGES: tuple[Stage, ...] = ("prepare", "on_start", "recover")
 
@@ -365,14 +367,23 @@ def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsC
 
     ``is_first``: perhaps nothing has asked before on this VM. Then the answer may take minutes.
     """
-    from scheduled_events_agent.imds import ImdsClient, connect  # noqa: PLC0415  # httpx: half of this command's start
+    from scheduled_events_agent.imds.client import ImdsClient, connect  # noqa: PLC0415  # httpx: half of this command's start
 
-    def fetch(version: ApiVersion, timeout: float | None) -> tuple[bytes, ImdsClient]:
-        client = connect(settings.imds, version, may_switch_on=is_first, timeout=timeout)
+    imds = settings.imds
+    versions = versions_to_ask(imds.api_version, has_recommendations=names_recommendations(settings.rules))
+
+    def fetch(version: ApiVersion, longest: float) -> tuple[bytes, ImdsClient]:
+        client = connect(
+            imds.endpoint,
+            version,
+            request_timeout=imds.request_timeout,
+            first_request_timeout=imds.first_request_timeout if is_first else 0.0,
+            longest=longest,
+        )
         return client.fetch(), client
 
     with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-        return ask_best(versions_to_ask(settings.imds.api_version, settings.rules), fetch).content
+        return ask_best(versions, fetch).content
 
 
 def _rehearsal(arguments: argparse.Namespace, settings: Settings, state_dir: Path) -> _Found:

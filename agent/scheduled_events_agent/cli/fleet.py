@@ -12,17 +12,17 @@ import msgspec
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option
-from scheduled_events_agent.cli.diagnosis import Finding, failure, ok, warning
+from scheduled_events_agent.cli.config import find_config, load_policy
+from scheduled_events_agent.cli.doctor_checks import Finding, failure, ok, warning
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json, printable
 from scheduled_events_agent.fleet.backend import Backend, BackendError, Record, plain_key
 from scheduled_events_agent.fleet.credentials import sas_warnings
 from scheduled_events_agent.fleet.plan import VmRecord, read_record
 from scheduled_events_agent.fleet.table import TableBackend, connect
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.imds import ImdsError, resolve_endpoint
-from scheduled_events_agent.imds import connect as connect_imds
-from scheduled_events_agent.settings import Settings, find_config, load_policy
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.imds.client import ImdsError, resolve_endpoint
+from scheduled_events_agent.imds.client import connect as connect_imds
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, Settings
 from scheduled_events_agent.status import SCHEMA_VERSION
 from scheduled_events_agent.status.actions import short_ids
 from scheduled_events_agent.status.messages import utc
@@ -162,7 +162,11 @@ def _carry_out(
 
 def _ask_group(settings: Settings) -> str:
     try:
-        group = connect_imds(settings.imds).fetch_identity().group
+        group = (
+            connect_imds(settings.imds.endpoint, request_timeout=settings.imds.request_timeout)
+            .fetch_identity()
+            .group
+        )
     except ImdsError as error:
         raise AgentError(f"the group is not known: {error}; name it as fleet.group") from error
     if not group:
@@ -173,7 +177,12 @@ def _ask_group(settings: Settings) -> str:
 def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
     """What Resources may call this VM; nothing if it is not known, or does not matter."""
     try:
-        own = settings.vm.name or (fleet.members != ("*",) and connect_imds(settings.imds).fetch_identity().name)
+        own = settings.vm.name or (
+            fleet.members != ("*",)
+            and connect_imds(settings.imds.endpoint, request_timeout=settings.imds.request_timeout)
+            .fetch_identity()
+            .name
+        )
     except ImdsError:  # the check of the endpoint tells of it
         return ()
     return (own, *settings.vm.aliases) if own else ()

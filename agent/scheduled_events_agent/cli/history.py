@@ -17,7 +17,7 @@ from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import find_by_prefix, find_state_dir
 from scheduled_events_agent.cli.status import title
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal, print_json
-from scheduled_events_agent.spelling import parse_duration, parse_time
+from scheduled_events_agent.policy.durations import parse_duration, parse_time
 from scheduled_events_agent.status import History, HistoryItem, Journal, JournalEntry
 from scheduled_events_agent.status.messages import as_shown, clock, span
 from scheduled_events_agent.store import Store

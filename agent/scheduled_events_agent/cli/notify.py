@@ -9,10 +9,11 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.cli.config import find_config, load_policy
 from scheduled_events_agent.cli.terminal import print_json
-from scheduled_events_agent.events import clean_text
-from scheduled_events_agent.notices import SAMPLE, NoticeError, deliver
-from scheduled_events_agent.settings import NotifyTarget, find_config, load_policy
+from scheduled_events_agent.imds.text import clean_text
+from scheduled_events_agent.notifications import SAMPLE, NoticeError, deliver
+from scheduled_events_agent.policy.settings import NotifyTarget
 from scheduled_events_agent.status import SCHEMA_VERSION
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_json, printable
-from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import CommandOptions, OperatorAnswer
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD, command, quoted
 from scheduled_events_agent.status.messages import clock
@@ -58,12 +58,8 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
     """
     if arguments.state_dir:
         return Path(arguments.state_dir)
-    from scheduled_events_agent.settings import (  # noqa: PLC0415  # 25 ms, most of it PyYAML's
-        ConfigError,
-        find_config,
-        load_settings,
-        state_dir_of,
-    )
+    from scheduled_events_agent.cli.config import find_config, load_settings, state_dir_of  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+    from scheduled_events_agent.policy.load import ConfigError  # noqa: PLC0415  # 25 ms, most of it PyYAML's
 
     path = find_config(arguments.config)
     try:
@@ -96,7 +92,7 @@ def options_in_force(state_option: str | None, policy: Path | None, state_dir: P
 
 def options_of(arguments: argparse.Namespace, state_dir: Path) -> CommandOptions:
     """The options in force, by this command line and its environment."""
-    from scheduled_events_agent.settings import find_config  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+    from scheduled_events_agent.cli.config import find_config  # noqa: PLC0415  # 25 ms, most of it PyYAML's
 
     return options_in_force(arguments.state_dir, find_config(arguments.config), state_dir)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scheduled_events_agent.cli.terminal import Row
-from scheduled_events_agent.spelling import format_duration
+from scheduled_events_agent.policy.durations import format_duration
 
 
 class Plan(NamedTuple):

@@ -11,14 +11,15 @@ from datetime import UTC, datetime
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, exit_code
+from scheduled_events_agent.cli.config import find_config, policy_file, state_dir_of
 from scheduled_events_agent.cli.operator import options_in_force
-from scheduled_events_agent.daemon import Daemon
+from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.daemon.policy_reader import read_policy, run_aside
-from scheduled_events_agent.log import get_logger, set_up
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.settings import LogFormat, LogLevel, PolicyFile, find_config, state_dir_of
-from scheduled_events_agent.spelling import parse_duration
+from scheduled_events_agent.policy.durations import parse_duration
+from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
+from scheduled_events_agent.telemetry.log import get_logger, set_up
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 # Between threads; Python's 5 ms is as long as all the work for an event, which passes through four of them.
 SWITCH_SECONDS = 0.0005
@@ -104,15 +105,15 @@ def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, L
 
 
 def _warn_of_other_agents() -> None:
-    from scheduled_events_agent.host import surroundings  # noqa: PLC0415  # it brings psutil, which takes long
+    from scheduled_events_agent.host import conflicts  # noqa: PLC0415  # it brings psutil, which takes long
 
-    for agent in surroundings.acting_agents({os.getpid()}):
+    for agent in conflicts.acting_agents({os.getpid()}):
         get_logger().warning(
             "another agent acts on this machine",
             log_id=LogId.OTHER_AGENT,
             pid=agent.pid,
             command=agent.command,
-            hint=surroundings.STOP_ONE,
+            hint=conflicts.STOP_ONE,
         )
 
 
@@ -139,7 +140,7 @@ def open_daemon(
     ``config``, ``state_dir`` and ``is_observing`` are the options of that name. Raises AgentError.
     """
     path = find_config(config)
-    file = PolicyFile(path, state_dir, is_observing=is_observing)
+    file = policy_file(path, state_dir, is_observing=is_observing)
     loaded = read_policy(file, set_up_log, is_start=True)
     settings = loaded.settings
     directory = state_dir_of(settings)

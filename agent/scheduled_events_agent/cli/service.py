@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from scheduled_events_agent.host.windows import service as windows_service
+from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.host.windows.service_process import Service, host_service
 
 # Windows gives a service 30 seconds to answer: what is heavy is imported after that, or by its own command.

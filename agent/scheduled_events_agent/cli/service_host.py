@@ -7,10 +7,10 @@ from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli.run import SWITCH_SECONDS, open_daemon
 from scheduled_events_agent.host.windows.event_log import EventLog, directory_fault, open_log_file
 from scheduled_events_agent.host.windows.files import log_dir
-from scheduled_events_agent.host.windows.service import STOP_TIMEOUT
+from scheduled_events_agent.host.windows.service_manager import STOP_TIMEOUT
 from scheduled_events_agent.host.windows.service_process import Service
-from scheduled_events_agent.log import get_logger, set_up
-from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.telemetry.log import get_logger, set_up
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 
 def run_agent(config: str | None, state_dir: str | None, service: Service, left: str) -> int:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json
-from scheduled_events_agent.host.windows import service as windows_service
+from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.status import SCHEMA_VERSION
 
 _STATE_IS_GOOD = ("running", "start pending")

@@ -17,6 +17,7 @@ import msgspec
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import exit_code
 from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json
+from scheduled_events_agent.policy.durations import parse_duration, plural
 from scheduled_events_agent.simulator import (
     Scenario,
     SimulatedEvent,
@@ -32,7 +33,6 @@ from scheduled_events_agent.simulator.recorder import REAL_ENDPOINT, record
 from scheduled_events_agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
 from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO
 from scheduled_events_agent.simulator.table import SimulatedTable
-from scheduled_events_agent.spelling import parse_duration, plural
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION
 from scheduled_events_agent.status.actions import command, quoted
 

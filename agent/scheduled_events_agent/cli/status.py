@@ -20,8 +20,8 @@ from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import find_agent, find_state_dir, options_of, wait_for_answer
 from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, remark_if_slow
-from scheduled_events_agent.events import Affects, ScheduledEvent
-from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.imds.document import Affects, ScheduledEvent
+from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import (
     NO_OPTIONS,
     Attention,
@@ -34,15 +34,7 @@ from scheduled_events_agent.status import (
 )
 from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
 from scheduled_events_agent.status.attention import NO_AGENT, exit_code
-from scheduled_events_agent.status.messages import (
-    activity,
-    as_shown,
-    by_urgency,
-    clock,
-    lasting,
-    span,
-    time_left,
-)
+from scheduled_events_agent.status.messages import activity, as_shown, by_urgency, clock, lasting, span, time_left
 from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.store import Store, StoreError, notified
 from scheduled_events_agent.workflow import ACTION_TEXTS

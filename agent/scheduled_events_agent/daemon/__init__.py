@@ -4,14 +4,13 @@ Nothing here decides about events.
 
     daemon.py          starts threads, loops, stops
     inbox.py           what the threads put in and the engine's thread takes out
-    polling.py         asks for the document, and who this VM is
-    threads.py         one thread for each hook and each request to approve
-    senders.py         one thread for each target of notifications
+    poller.py          asks for the document, and who this VM is
+    executor.py        one thread for each hook and each request to approve
+    notifier.py        one thread for each target of notifications
     fleet.py           asks the table of the VMs that act together
     policy_reader.py   reads the policy file again
     service_status.py  what the service manager hears
     status_source.py   the status, of what all these publish
-    pages.py           what the web server answers
     watchdog.py        ends the process if it hangs
 """
 

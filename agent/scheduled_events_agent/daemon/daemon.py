@@ -30,25 +30,26 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from scheduled_events_agent import __version__, host
+from scheduled_events_agent.daemon.executor import Threads
 from scheduled_events_agent.daemon.inbox import Command, Inbox, Item, PolicyRead
-from scheduled_events_agent.daemon.pages import Pages
+from scheduled_events_agent.daemon.notifier import Senders
 from scheduled_events_agent.daemon.policy_reader import PolicyReader
-from scheduled_events_agent.daemon.polling import Identifier, Poller
-from scheduled_events_agent.daemon.senders import Senders
+from scheduled_events_agent.daemon.poller import Identifier, Poller
 from scheduled_events_agent.daemon.service_status import ServiceReporter
 from scheduled_events_agent.daemon.status_source import StatusSource
-from scheduled_events_agent.daemon.threads import Threads
 from scheduled_events_agent.daemon.watchdog import Watchdog
 from scheduled_events_agent.engine import Engine, Snapshot
-from scheduled_events_agent.hooks import end_leftovers
+from scheduled_events_agent.hooks.run import end_leftovers
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.imds import ImdsClient, connect
-from scheduled_events_agent.log import get_logger
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.settings import FleetSettings, Loaded, PolicyFile, Settings
+from scheduled_events_agent.imds.client import ImdsClient, connect
+from scheduled_events_agent.policy.load import Loaded, PolicyFile
+from scheduled_events_agent.policy.settings import FleetSettings, Settings
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions
 from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.telemetry.log import get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
+from scheduled_events_agent.web.endpoints import Pages
 from scheduled_events_agent.web.server import WebServer
 from scheduled_events_agent.workflow import FleetRequest
 
@@ -256,7 +257,8 @@ class Daemon:
 
     def _connect(self) -> ImdsClient:
         """For one approval."""
-        return connect(self._snapshot().settings.imds, self._poller.api_version)
+        imds = self._snapshot().settings.imds
+        return connect(imds.endpoint, self._poller.api_version, request_timeout=imds.request_timeout)
 
     def _poll(self) -> None:
         # Whose the state on disk is, and what Resources call this VM, is best known before the first document.

@@ -13,15 +13,15 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.daemon.polling import Put
+from scheduled_events_agent.daemon.poller import Put
 from scheduled_events_agent.engine import FleetUpdate
 from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
 from scheduled_events_agent.fleet.client import FleetClient
-from scheduled_events_agent.imds import resolve_endpoint
-from scheduled_events_agent.log import FailureLog, get_logger
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.settings import FleetSettings, Settings
+from scheduled_events_agent.imds.client import resolve_endpoint
+from scheduled_events_agent.policy.settings import FleetSettings, Settings
+from scheduled_events_agent.telemetry.log import FailureLog, get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import FleetRequest
 
 Connect = Callable[[FleetSettings, str, str], Backend]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduled_events_agent.engine import Engine, Executor, Message
-from scheduled_events_agent.log import get_logger
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.store import StoreError
+from scheduled_events_agent.telemetry.log import get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 # How often operators are answered while the agent stops.
 _TICK_SECONDS = 1.0

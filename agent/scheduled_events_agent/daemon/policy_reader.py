@@ -7,22 +7,16 @@ from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
-from scheduled_events_agent import host, log
+from scheduled_events_agent import host
 from scheduled_events_agent.daemon.inbox import PolicyRead
 from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
-from scheduled_events_agent.log import get_logger
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.notices import doubts
-from scheduled_events_agent.settings import (
-    AgentSettings,
-    ConfigError,
-    Loaded,
-    LogFormat,
-    LogLevel,
-    PolicyFile,
-    keys_for_next_start,
-)
+from scheduled_events_agent.notifications import doubts
+from scheduled_events_agent.policy.load import ConfigError, Loaded, PolicyFile, keys_for_next_start
+from scheduled_events_agent.policy.settings import AgentSettings, LogFormat, LogLevel
 from scheduled_events_agent.status import PolicyInForce
+from scheduled_events_agent.telemetry import log
+from scheduled_events_agent.telemetry.log import get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 
 def read_policy(

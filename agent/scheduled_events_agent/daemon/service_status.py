@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from scheduled_events_agent import host
-from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.daemon.status_source import StatusSource
 from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.status import RunningHook

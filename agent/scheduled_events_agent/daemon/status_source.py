@@ -8,10 +8,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from scheduled_events_agent import __version__, host
-from scheduled_events_agent.daemon.pages import WebState
-from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.engine import Snapshot
-from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
     NO_OPTIONS,
     Attention,
@@ -31,6 +29,8 @@ from scheduled_events_agent.status.attention import attention
 from scheduled_events_agent.status.messages import as_shown, headline, utc
 from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.store import FILE_NAME, notified
+from scheduled_events_agent.telemetry.metrics import Metrics
+from scheduled_events_agent.web.endpoints import WebState
 from scheduled_events_agent.workflow import Board, is_ready
 
 # An engine that has begun no cycle for this long hangs. (It rests ten seconds, and waits two for a slow disk.)

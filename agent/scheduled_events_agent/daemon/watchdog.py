@@ -14,8 +14,8 @@ from collections.abc import Callable
 from itertools import islice
 from types import FrameType
 
-from scheduled_events_agent.log import get_logger
-from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.telemetry.log import get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
 
 EXIT_CODE = 70
 """Of a process that hung."""

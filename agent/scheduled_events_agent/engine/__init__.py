@@ -6,27 +6,26 @@ invariant: what was decided is on disk before any of it is done; what could not 
 
     engine.py     a cycle: receive, decide, commit, perform, publish
     snapshot.py   what other threads see of the engine
-    documents.py  the document to decide on, and what is missing in it
+    document_tracker.py  the document to decide on, and what is missing in it
     remembered.py what outlives an event: operators' holds, recommendations that are over
-    parts.py      the machine, the executor, the messages
-    operators.py  what operators may have, and their answers
+    messages.py   what comes in, and what comes back
+    protocols.py  the clock, and the interface of the executor
+    operator_requests.py  what operators may have, and their answers
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
-    telling.py    log, metrics and journal
+    reporter.py    log, metrics and journal
     debugging.py  what only a log at level debug has of decisions
-    notifying.py  notices of events, until they are delivered
+    outbox.py     notices of events, until they are delivered
     identity.py   who this VM is, remembered
     fleet.py      what the fleet's thread last said, and what is requested of it
-    upkeep.py     the state file: in its place, without old entries, with room for a full disk
+    maintenance.py     the state file: in its place, without old entries, with room for a full disk
 """
 
 from scheduled_events_agent.engine.engine import Engine
-from scheduled_events_agent.engine.parts import (
-    Executor,
+from scheduled_events_agent.engine.messages import (
     FleetUpdate,
     HookEnded,
     HookKey,
     HookStart,
-    Machine,
     Message,
     NoticeEnded,
     Paused,
@@ -34,6 +33,7 @@ from scheduled_events_agent.engine.parts import (
     key_of,
     without_run,
 )
+from scheduled_events_agent.engine.protocols import Executor, Machine
 from scheduled_events_agent.engine.snapshot import Snapshot
 
 __all__ = [

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
-from scheduled_events_agent.log import get_logger, is_debugging
-from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.policy import Facts, passed_over
 from scheduled_events_agent.status.messages import wait_in_words
+from scheduled_events_agent.telemetry.log import get_logger, is_debugging
+from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import Board, Context, Step, Workflow, gate_answers
 
 

@@ -12,39 +12,38 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.engine.debugging import DebugTeller
-from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.engine.document_tracker import Documents
 from scheduled_events_agent.engine.fleet import FleetState
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from scheduled_events_agent.engine.identity import load_identity, names_of, save_identity
-from scheduled_events_agent.engine.notifying import Notifying
-from scheduled_events_agent.engine.operators import answer, has_nothing_to_release, refusal, refused
-from scheduled_events_agent.engine.parts import (
-    Executor,
+from scheduled_events_agent.engine.maintenance import Upkeep
+from scheduled_events_agent.engine.messages import (
     FleetUpdate,
     HookEnded,
-    Machine,
     Message,
     NoticeEnded,
     Notify,
     Paused,
     RunOnClear,
 )
+from scheduled_events_agent.engine.operator_requests import answer, has_nothing_to_release, refusal, refused
+from scheduled_events_agent.engine.outbox import Notifying
+from scheduled_events_agent.engine.protocols import Executor, Machine
 from scheduled_events_agent.engine.remembered import Remembered, changes_by_steps
+from scheduled_events_agent.engine.reporter import Teller
 from scheduled_events_agent.engine.snapshot import Snapshot
-from scheduled_events_agent.engine.telling import Teller
-from scheduled_events_agent.engine.upkeep import Upkeep
-from scheduled_events_agent.events import Document
-from scheduled_events_agent.hooks import HookResult
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.log import FailureLog, get_logger
-from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.hooks.run import HookResult
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.imds.document import Document
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalEntry, Vm
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.attention import CRASHED_WITHIN
 from scheduled_events_agent.status.messages import pending_in_words, with_messages
 from scheduled_events_agent.store import Request, RequestAnswer, StatusRequest, Store, StoreError, WithdrawnError
+from scheduled_events_agent.telemetry.log import FailureLog, get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.engine.parts import FleetUpdate
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.engine.messages import FleetUpdate
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.workflow import (
     Board,
     Context,

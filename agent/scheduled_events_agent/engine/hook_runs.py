@@ -5,24 +5,17 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from scheduled_events_agent import hook_times
-from scheduled_events_agent.engine.parts import (
-    ON_CLEAR,
-    Executor,
-    HookEnded,
-    Machine,
-    RunOnClear,
-    key_of,
-    without_run,
-)
-from scheduled_events_agent.engine.telling import Teller
-from scheduled_events_agent.events import to_azure_json
-from scheduled_events_agent.hooks import HookResult, hook_environment
-from scheduled_events_agent.log import get_logger
-from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.engine.messages import ON_CLEAR, HookEnded, RunOnClear, key_of, without_run
+from scheduled_events_agent.engine.protocols import Executor, Machine
+from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.hooks import durations
+from scheduled_events_agent.hooks.run import HookResult, hook_environment
+from scheduled_events_agent.imds.document import to_azure_json
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.store import Store
+from scheduled_events_agent.telemetry.log import get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import (
     Board,
     CancelHook,
@@ -63,12 +56,12 @@ class HookRuns:
         """Hooks that wait for the end of an on_clear hook, which might undo what they do."""
         self.cut_short: list[RunHook] = []
         """Hooks that failed while the machine went down; they run again if it stays up after all."""
-        self._times = hook_times.decode(store.load_fact("hook_times"))
+        self._times = durations.decode(store.load_fact("hook_times"))
         self._are_times_saved = True
 
     def seconds(self, hooks: Mapping[str, Hook]) -> dict[str, float]:
         """How long each of these hooks may take."""
-        return {name: hook_times.may_take_seconds(self._times, name, hook) for name, hook in hooks.items()}
+        return {name: durations.may_take_seconds(self._times, name, hook) for name, hook in hooks.items()}
 
     def run(self, workflow: Workflow, effect: RunHook, settings: Settings, vm: str, now: datetime) -> None:
         if self._executor.is_running(ON_CLEAR):
@@ -189,7 +182,7 @@ class HookRuns:
 
     def _learn_time(self, effect: RunHook, result: HookResult, hook: Hook | None) -> None:
         if effect.stage == "prepare" and hook is not None and result.attempts:
-            self._times = hook_times.with_run(
+            self._times = durations.with_run(
                 self._times, effect.hook, hook, result.outcome, result.duration_seconds
             )
             self._are_times_saved = False
@@ -197,7 +190,7 @@ class HookRuns:
     def save_times(self) -> None:
         """Raises StoreError."""
         if not self._are_times_saved:
-            self._store.save_facts({"hook_times": hook_times.encode(self._times)})
+            self._store.save_facts({"hook_times": durations.encode(self._times)})
             self._are_times_saved = True
 
 

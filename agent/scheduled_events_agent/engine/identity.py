@@ -1,7 +1,7 @@
 """Who the metadata service has said that this VM is, remembered in the state file."""
 
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.settings import VmSettings
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.store import Store
 
 

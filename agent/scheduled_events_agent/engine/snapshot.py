@@ -9,9 +9,9 @@ from datetime import datetime
 import msgspec
 
 from scheduled_events_agent.engine.identity import names_of
-from scheduled_events_agent.engine.parts import FleetUpdate
-from scheduled_events_agent.imds import Identity
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.engine.messages import FleetUpdate
+from scheduled_events_agent.imds.client import Identity
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import JournalEntry
 from scheduled_events_agent.store import Loss, Waiting
 from scheduled_events_agent.workflow import Board, RememberedEvent

@@ -11,10 +11,10 @@ from urllib.parse import parse_qs
 import httpx
 
 from scheduled_events_agent import host
-from scheduled_events_agent.events import DocumentError, excerpt, parse_json
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, classify
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
+from scheduled_events_agent.imds.text import DocumentError, excerpt, parse_json
 
 _PATH = "/metadata/identity/oauth2/token"
 _API_VERSION = "2018-02-01"

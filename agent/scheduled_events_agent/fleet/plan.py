@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from scheduled_events_agent.events import clean_text
 from scheduled_events_agent.fleet.backend import Record, plain_key
+from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest, some_of
 
 SLOT_SECONDS = 1800.0

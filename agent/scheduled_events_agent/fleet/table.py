@@ -17,24 +17,12 @@ from urllib.parse import quote, urlencode, urlsplit
 import httpx
 
 from scheduled_events_agent import host
-from scheduled_events_agent.events import DocumentError, parse_json
-from scheduled_events_agent.fleet.backend import (
-    MAX_RECORDS,
-    BackendError,
-    ErrorKind,
-    OnRequest,
-    Record,
-    plain_key,
-)
+from scheduled_events_agent.fleet.backend import MAX_RECORDS, BackendError, ErrorKind, OnRequest, Record, plain_key
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
-from scheduled_events_agent.http.errors import (
-    REQUEST_ERRORS,
-    HttpErrorKind,
-    classify,
-    error_for_status,
-)
+from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, trusting
-from scheduled_events_agent.settings.model import (
+from scheduled_events_agent.imds.text import DocumentError, parse_json
+from scheduled_events_agent.policy.settings import (
     FleetCredential,
     FleetSettings,
     TableAddress,

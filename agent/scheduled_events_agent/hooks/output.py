@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from scheduled_events_agent.events import printable
-from scheduled_events_agent.host import HostError, processes, read_small_file
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.host.error import HostError
+from scheduled_events_agent.host.small_files import read_small_file
+from scheduled_events_agent.imds.text import printable
 from scheduled_events_agent.policy import Hook, is_secret_name
 
 _MAX_LINE_BYTES = 2000

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple, get_args
 
 from scheduled_events_agent import host
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.policy import Hook, is_secret_name
-from scheduled_events_agent.settings import BUILT_IN_NAME, Loaded, state_dir_of
-from scheduled_events_agent.settings.model import (
+from scheduled_events_agent.policy import Hook, is_secret_name, web_config
+from scheduled_events_agent.policy.load import BUILT_IN_NAME, Loaded
+from scheduled_events_agent.policy.settings import (
     AgentSettings,
     FleetCredential,
     Settings,
@@ -23,7 +23,7 @@ from scheduled_events_agent.settings.model import (
     is_foreign_path,
     is_open,
 )
-from scheduled_events_agent.typed_yaml import Problem
+from scheduled_events_agent.policy.typed_yaml import Problem
 
 # Endings of files that an interpreter may be given, and interpreters that take any file first.
 _SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
@@ -83,20 +83,20 @@ def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
                 yield NamedFile(f"hooks.{name}.run", file, hook.user)
     elif use == "exchange":
         for index, target in enumerate(settings.notify):
-            for key, file in files_of_target(target):
-                yield NamedFile(f"notify[{index}].{key}", file)
+            for key, name in files_of_target(target):
+                yield NamedFile(f"notify[{index}].{key}", Path(name))
         credential = settings.fleet.credential if settings.fleet else None
         if isinstance(credential, FleetCredential) and credential.sas_file:
             yield NamedFile("fleet.credential.sas_file", Path(credential.sas_file))
     elif settings.agent.web_config is not None and settings.agent.listen != "off":
         from scheduled_events_agent.web import tls  # noqa: PLC0415  # 8 ms of OpenSSL
 
-        web_config = Path(settings.agent.web_config)
-        files = [web_config]
+        file = Path(settings.agent.web_config)
+        files = [file]
         with suppress(tls.TlsError):
-            files += tls.named_files(web_config, tls.load_web_config(web_config)).values()
-        for file in files:
-            yield NamedFile("agent.web_config", file)
+            files += map(Path, web_config.named_files(file, tls.load_web_config(file)).values())
+        for named in files:
+            yield NamedFile("agent.web_config", named)
 
 
 def check_machine(loaded: Loaded, *, is_root: bool) -> Iterator[Finding]:
@@ -193,9 +193,10 @@ def _literal_secrets(settings: Settings) -> list[str]:
 def _check_state_dir(loaded: Loaded) -> Iterator[Finding]:
     """Why the state is not safe from others, from the system, or from Azure."""
     settings = loaded.settings
-    if settings.agent.state_dir and is_foreign_path(settings.agent.state_dir):
+    chosen = settings.agent.state_dir
+    if chosen and is_foreign_path(chosen):
         return
-    state_dir = state_dir_of(settings)
+    state_dir = Path(chosen) if chosen else host.default_state_dir()
     is_cleared = any(state_dir.is_relative_to(place) for place in host.cleared_places())
     if is_cleared and "agent.state_dir" in loaded.parsed.lines:  # who tries something may choose it by an option
         text = f"{state_dir} is in a directory that the system clears: a reboot may lose the state"
@@ -218,15 +219,15 @@ def _check_web_config(agent: AgentSettings) -> Iterator[Finding]:
 
     path = Path(agent.web_config)
     try:
-        web_config = tls.load_web_config(path)
+        config = tls.load_web_config(path)
     except tls.TlsError as error:
         for problem in str(error).splitlines():
             text = f"without it the pages are not shown: {problem}"
             yield Finding("web", "agent.web_config", "warning", text, "correct it, or remove the key")
         return
-    for doubt in tls.doubts(web_config, is_open=is_open(agent.listen)):
+    for doubt in web_config.doubts(config, is_open=is_open(agent.listen)):
         yield Finding("web", "agent.web_config", "warning", doubt, "check that this is intended")
-    if fault := host.exposure_fault(tls.named_files(path, web_config)["key_file"]):
+    if fault := host.exposure_fault(Path(web_config.named_files(path, config)["key_file"])):
         yield Finding("web", "agent.web_config", "warning", fault, "run that command")
 
 

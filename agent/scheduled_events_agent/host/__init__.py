@@ -14,8 +14,8 @@ from scheduled_events_agent.host.small_files import read_trusted_file as read_tr
 if sys.platform == "win32":
     from scheduled_events_agent.host.windows.files import *  # noqa: F403
     from scheduled_events_agent.host.windows.system import *  # noqa: F403
-    from scheduled_events_agent.host.windows.waking import *  # noqa: F403
+    from scheduled_events_agent.host.windows.wakeup import *  # noqa: F403
 else:
     from scheduled_events_agent.host.linux.files import *  # noqa: F403
-    from scheduled_events_agent.host.linux.service import *  # noqa: F403
-    from scheduled_events_agent.host.linux.waking import *  # noqa: F403
+    from scheduled_events_agent.host.linux.service_manager import *  # noqa: F403
+    from scheduled_events_agent.host.linux.wakeup import *  # noqa: F403

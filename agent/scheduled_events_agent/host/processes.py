@@ -7,9 +7,9 @@ import sys
 
 if sys.platform == "win32":
     from scheduled_events_agent.host.windows.files import access_fault, file_system, temporary_disk  # noqa: F401
-    from scheduled_events_agent.host.windows.process import *  # noqa: F403
-    from scheduled_events_agent.host.windows.service import own_service  # noqa: F401
+    from scheduled_events_agent.host.windows.processes import *  # noqa: F403
+    from scheduled_events_agent.host.windows.service_manager import own_service  # noqa: F401
     from scheduled_events_agent.host.windows.system import is_shutting_down, other_approvers, unknown_units  # noqa: F401
 else:
-    from scheduled_events_agent.host.linux.process import *  # noqa: F403
-    from scheduled_events_agent.host.linux.programs import *  # noqa: F403
+    from scheduled_events_agent.host.linux.processes import *  # noqa: F403
+    from scheduled_events_agent.host.linux.system import *  # noqa: F403

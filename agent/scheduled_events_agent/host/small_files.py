@@ -5,10 +5,15 @@ Who opens a named pipe waits until another process writes into it.
 
 import os
 import stat
+import sys
 from pathlib import Path
 
-from scheduled_events_agent import host
 from scheduled_events_agent.host.error import HostError
+
+if sys.platform == "win32":
+    from scheduled_events_agent.host.windows.files import is_privileged, tampering_fault
+else:
+    from scheduled_events_agent.host.linux.files import is_privileged, tampering_fault
 
 _NOT_BLOCKING: int = getattr(os, "O_NONBLOCK", 0)  # Windows has none, and needs none
 
@@ -34,7 +39,7 @@ def read_trusted_file(path: Path, max_bytes: int) -> bytes:
 
     Raises HostError, which names the file and says why it cannot be used.
     """
-    if host.is_privileged() and (fault := host.tampering_fault(path)):
+    if is_privileged() and (fault := tampering_fault(path)):
         raise HostError(fault, kind="file")
     return read_small_file(path, max_bytes)
 

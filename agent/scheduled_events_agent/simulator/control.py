@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from scheduled_events_agent import typed_yaml
+from scheduled_events_agent.policy import typed_yaml
 from scheduled_events_agent.simulator.azure import EventType, Name, Plan, SimulatorError, Source
 from scheduled_events_agent.simulator.faults import Fault, FaultKind, FaultScope
 from scheduled_events_agent.simulator.protocol import Answer, Request, make_answer

@@ -13,10 +13,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from scheduled_events_agent import host, typed_yaml
+from scheduled_events_agent import host
+from scheduled_events_agent.policy import typed_yaml
+from scheduled_events_agent.policy.typed_yaml import nearest
 from scheduled_events_agent.simulator.azure import Duration, Name, Plan, SimulatorError
 from scheduled_events_agent.simulator.faults import Fault
-from scheduled_events_agent.spelling import nearest
 
 DEFAULT_SCENARIO = "platform-reboot"
 _MAX_FILE_BYTES = 1024 * 1024

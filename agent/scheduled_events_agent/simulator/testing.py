@@ -19,8 +19,9 @@ import pytest
 
 import scheduled_events_agent
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.settings import Settings, load_policy
-from scheduled_events_agent.settings.schema import plain
+from scheduled_events_agent.policy.load import parse_settings
+from scheduled_events_agent.policy.schema import plain
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.simulator.simulation import PATIENCE_SECONDS, Simulator
 from scheduled_events_agent.store import Store, StoreError
 
@@ -123,7 +124,7 @@ class ScheduledEvents:
         """
         if self._process is not None:
             raise OutcomeError("the agent runs already: stop() or kill() it first")
-        settings = load_policy(Path(policy)).settings
+        settings = parse_settings(Path(policy).read_bytes(), str(policy)).settings
         unknown = set(hooks or ()) - set(settings.hooks)
         if unknown:
             known = ", ".join(settings.hooks) or "none"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import get_args
 
-from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import command, effect_of, quoted, short_ids, words_of_use
 from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.status.status import (

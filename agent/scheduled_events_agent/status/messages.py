@@ -9,8 +9,8 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.imds.document import ScheduledEvent
+from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, ShownWorkflow, Status
 from scheduled_events_agent.workflow import Note, Step, WaitKind, Waits, Workflow

@@ -6,41 +6,15 @@ Knows no page and no socket. The one invariant: a file that cannot be used leave
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
-
-import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.typed_yaml import parse
+from scheduled_events_agent.policy.web_config import TlsServerConfig, WebConfig, named_files, parse_web_config
 
 _MAX_FILE_BYTES = 1024 * 1024
 # The files are looked at this often at most.
 _LOOK_SECONDS = 1.0
-
-ClientAuthType = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
-
-_NO_PASSWORDS = (
-    "the agent checks no passwords: ask for client certificates (client_auth_type: RequireAndVerifyClientCert), "
-    "or have a reverse proxy ask for passwords"
-)
-
-
-class TlsServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS; relative paths begin where the file itself is."""
-
-    cert_file: str
-    key_file: str
-    client_auth_type: ClientAuthType = "NoClientCert"
-    client_ca_file: str | None = None
-    min_version: Literal["TLS12", "TLS13"] = "TLS12"
-
-
-class WebConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
-
-    tls_server_config: TlsServerConfig
 
 
 class TlsError(AgentError):
@@ -64,7 +38,7 @@ class Tls:
         self.refused = ""
         """Why the file as it is now was refused; "" if it is in force."""
         config, self._context = _read(path)
-        self._files = (path, *named_files(path, config).values())
+        self._files = (path, *map(Path, named_files(path, config).values()))
         self._stamps = _stamps(self._files)
         self._looked_at = time.monotonic()
 
@@ -90,7 +64,7 @@ class Tls:
             refused = str(error)
         else:
             refused = ""
-            self._files = (self._path, *named_files(self._path, config).values())
+            self._files = (self._path, *map(Path, named_files(self._path, config).values()))
         if refused != self.refused:
             self.refused = refused
             self._tell(refused)
@@ -99,19 +73,6 @@ class Tls:
 def load_web_config(path: Path) -> WebConfig:
     """The file's settings, when all that it names can be used. Raises TlsError."""
     return _read(path)[0]
-
-
-def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
-    """What is most likely a mistake. ``is_open``: other machines can reach the pages."""
-    if is_open and config.tls_server_config.client_auth_type != "RequireAndVerifyClientCert":
-        yield "every client that reaches the pages may read them: ask for client certificates"
-
-
-def named_files(path: Path, config: WebConfig) -> dict[str, Path]:
-    """The files that the file names, by their keys."""
-    tls = config.tls_server_config
-    names = {"cert_file": tls.cert_file, "key_file": tls.key_file, "client_ca_file": tls.client_ca_file}
-    return {key: path.parent / name for key, name in names.items() if name is not None}
 
 
 class _FileError(Exception):
@@ -127,13 +88,12 @@ def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext]:
         text = host.read_small_file(path, _MAX_FILE_BYTES)
     except host.HostError as error:
         raise TlsError(str(error)) from error
-    parsed = parse(text, WebConfig, str(path))
-    if "basic_auth_users" in parsed.lines:
-        raise TlsError(str(parsed.problem("basic_auth_users", _NO_PASSWORDS)))
-    if parsed.value is None or parsed.problems:
+    parsed = parse_web_config(text, str(path))
+    if parsed.value is None:
         raise TlsError("\n".join(map(str, parsed.problems)))
+    files = {key: Path(file) for key, file in named_files(path, parsed.value).items()}
     try:
-        return parsed.value, _context(parsed.value.tls_server_config, named_files(path, parsed.value))
+        return parsed.value, _context(parsed.value.tls_server_config, files)
     except _FileError as error:
         raise TlsError(str(parsed.problem(error.key, str(error)))) from error
 

@@ -6,18 +6,18 @@ the caller writes the steps to disk and then performs their effects. The one inv
 in the workflow, so that after a crash at any moment the same workflow leads to the same next step.
 
     model.py      the values: a workflow, its phases and their arrows, signals, effects, steps
-    board.py      proceed: takes signals in, then moves every workflow as far as it goes
+    advance.py    proceed: takes signals in, then moves every workflow as far as it goes
     signals.py    what each signal changes in a workflow
     phases.py     what is due in each phase, or why nothing is
     stages.py     the hooks of a stage, in order; hooks that events share
-    approving.py  gates: whether an event may be approved now; the request and its answer
+    gates.py      gates: whether an event may be approved, or begin, now
+    approval.py   the request to approve, its answer, and why only an operator may approve
     fleet.py      what this VM requests of its fleet, and the gates that wait for its answer
-    times.py      begin, drain, deadline of a hook; how urgent its event is
+    timing.py     begin, drain, deadline of a hook; how urgent its event is
     recommendations.py  when one is over, whatever documents list
 """
 
-from scheduled_events_agent.workflow.approving import Leave
-from scheduled_events_agent.workflow.board import (
+from scheduled_events_agent.workflow.advance import (
     Progression,
     has_obeyed,
     is_ready,
@@ -35,6 +35,7 @@ from scheduled_events_agent.workflow.fleet import (
     some_of,
     workflow_id,
 )
+from scheduled_events_agent.workflow.gates import Leave
 from scheduled_events_agent.workflow.model import (
     ACTION_TEXTS,
     TRANSITIONS,
@@ -71,7 +72,7 @@ from scheduled_events_agent.workflow.model import (
     Workflow,
 )
 from scheduled_events_agent.workflow.phases import ask_approval_gates, gate_answers
-from scheduled_events_agent.workflow.times import hook_deadline_at, needed_seconds
+from scheduled_events_agent.workflow.timing import hook_deadline_at, needed_seconds
 
 __all__ = [
     "ACTION_TEXTS", "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board",

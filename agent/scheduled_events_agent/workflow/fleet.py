@@ -7,12 +7,12 @@ from typing import Literal
 
 import msgspec
 
-from scheduled_events_agent.events import plain_name, plain_names
+from scheduled_events_agent.imds.document import plain_name, plain_names
 from scheduled_events_agent.policy import matches_glob
-from scheduled_events_agent.workflow.approving import OWN_GATES, YES, Leave, ask_gates, stale_gate
+from scheduled_events_agent.workflow.gates import OWN_GATES, YES, Leave, ask_gates, stale_gate
 from scheduled_events_agent.workflow.model import Board, Context, FleetEventStatus, Waits, Workflow
 from scheduled_events_agent.workflow.stages import has_more_to_prepare, may_begin
-from scheduled_events_agent.workflow.times import needed_seconds, start_of
+from scheduled_events_agent.workflow.timing import needed_seconds, start_of
 
 FleetStage = Literal["not_ready", "ready", "requested"]
 Exemption = Literal["", "urgent", "operator", "late", "unavailable"]

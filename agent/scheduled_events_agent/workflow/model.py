@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
+from scheduled_events_agent.imds.compare import Gone, Missing, Seen
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision, MaintenanceWindow, Rule
 
 Phase = Literal[

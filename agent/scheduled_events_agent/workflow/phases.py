@@ -9,17 +9,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from scheduled_events_agent.workflow import recommendations
-from scheduled_events_agent.workflow.approving import (
-    HELD,
-    OWN_GATES,
-    Gates,
-    Leave,
-    ask_gates,
-    request_approval,
-    stale_gate,
-    start_gate,
-    would_begin,
-)
+from scheduled_events_agent.workflow.approval import request_approval, would_begin
 from scheduled_events_agent.workflow.fleet import (
     counts_for_slots,
     exemption_in_words,
@@ -28,6 +18,7 @@ from scheduled_events_agent.workflow.fleet import (
     slot_exemption,
     slot_gate,
 )
+from scheduled_events_agent.workflow.gates import HELD, OWN_GATES, Gates, Leave, ask_gates, stale_gate, start_gate
 from scheduled_events_agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow
 from scheduled_events_agent.workflow.stages import (
     cut_short,
@@ -40,7 +31,7 @@ from scheduled_events_agent.workflow.stages import (
     share_hooks,
     still_needs_preparation,
 )
-from scheduled_events_agent.workflow.times import drain_end
+from scheduled_events_agent.workflow.timing import drain_end
 
 Workflows = Mapping[str, Workflow]
 Move = Callable[[Workflow, Workflows, Context], Step | Waits | None]

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.policy import names_recommendations
 from scheduled_events_agent.workflow.model import Context, Note, Step, Workflow, show
-from scheduled_events_agent.workflow.times import is_due
+from scheduled_events_agent.workflow.timing import is_due
 
 
 def expires_at(workflow: Workflow) -> datetime | None:

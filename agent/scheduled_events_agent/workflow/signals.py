@@ -5,10 +5,11 @@ from datetime import datetime, timedelta
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
+from scheduled_events_agent.imds.compare import Gone, Missing, Seen
+from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Facts, decide, names_recommendations
 from scheduled_events_agent.workflow import recommendations
-from scheduled_events_agent.workflow.approving import take_answer
+from scheduled_events_agent.workflow.approval import take_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
 from scheduled_events_agent.workflow.model import (
     ACTION_TEXTS,
@@ -40,7 +41,7 @@ from scheduled_events_agent.workflow.stages import (
     with_end,
     with_void_approval,
 )
-from scheduled_events_agent.workflow.times import drain_end, is_due
+from scheduled_events_agent.workflow.timing import drain_end, is_due
 
 # Of small changes of an event one is noted in so long.
 _NOTED_EVERY = timedelta(minutes=1)

@@ -16,7 +16,7 @@ from scheduled_events_agent.workflow.model import (
     Waits,
     Workflow,
 )
-from scheduled_events_agent.workflow.times import is_due, rank_of
+from scheduled_events_agent.workflow.timing import is_due, rank_of
 
 
 def run_next(

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from scheduled_events_agent.host import HostError, create_private_dir, tampering_fault
+from scheduled_events_agent.host import create_private_dir, tampering_fault
+from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows.permissions import SERVICE
 
 if sys.platform == "win32" or TYPE_CHECKING:

@@ -17,11 +17,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
-from scheduled_events_agent.host import HostError, ServiceManager
+from scheduled_events_agent.host import ServiceManager
+from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows import system
 from scheduled_events_agent.host.windows.event_log import directory_fault
 from scheduled_events_agent.host.windows.files import log_dir
-from scheduled_events_agent.host.windows.service import DISPLAY_NAME, NAME, STOP_TIMEOUT, need_windows
+from scheduled_events_agent.host.windows.service_manager import DISPLAY_NAME, NAME, STOP_TIMEOUT, need_windows
 
 if sys.platform == "win32" or TYPE_CHECKING:
     import pywintypes

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from scheduled_events_agent.host import dhcp, surroundings
+from scheduled_events_agent.host import conflicts, dhcp
+from scheduled_events_agent.host.conflicts import Approver
 from scheduled_events_agent.host.supervisor import SupervisorCommands
-from scheduled_events_agent.host.surroundings import Approver
 from scheduled_events_agent.host.windows.files import registry_value
 
 if sys.platform == "win32" or TYPE_CHECKING:
@@ -78,7 +78,7 @@ def other_approvers() -> list[Approver]:
                 with contextlib.suppress(psutil.Error, OSError):  # it was removed, or may not be asked
                     is_running = service.status() != "stopped"
                     services.append((service.name(), service.display_name() or "", is_running))
-    return surroundings.windows_approvers(services, Path(f"{os.environ.get('SYSTEMDRIVE', 'C:')}\\"))
+    return conflicts.windows_approvers(services, Path(f"{os.environ.get('SYSTEMDRIVE', 'C:')}\\"))
 
 
 def is_shutting_down() -> bool | None:

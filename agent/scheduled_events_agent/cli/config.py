@@ -1,0 +1,85 @@
+"""Where the policy file and the state are, and how the policy file is read from the disk."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+from scheduled_events_agent import host
+from scheduled_events_agent.policy.load import (
+    BUILT_IN_NAME,
+    CONFIG_VARIABLE,
+    ConfigError,
+    Inspected,
+    Loaded,
+    PolicyFile,
+    inspect_settings,
+    without_errors,
+)
+from scheduled_events_agent.policy.settings import Settings, is_foreign_path
+
+_MAX_FILE_BYTES = 1024 * 1024
+
+
+def find_config(argument: str | None) -> Path | None:
+    """The policy file to use: --config, else the environment's, else the system's if there is one."""
+    system_path = host.default_config_path()
+    chosen = argument or os.environ.get(CONFIG_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    try:
+        system_path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return system_path  # it is there but out of reach: reading it will say so
+    return system_path
+
+
+def state_dir_of(settings: Settings, option: str | None = None) -> Path:
+    """Where an agent with these settings, and this option --state-dir, keeps its state. Raises ConfigError."""
+    chosen = option or settings.agent.state_dir
+    if not option and chosen and is_foreign_path(chosen):
+        raise ConfigError((f"agent.state_dir: {chosen} is a path of another system",))
+    return Path(chosen) if chosen else host.default_state_dir()
+
+
+def load_settings(path: Path | None) -> Settings:
+    """The settings of a policy file; of the built-in policy if it is None. Raises ConfigError."""
+    return load_policy(path).settings
+
+
+def load_policy(path: Path | None) -> Loaded:
+    """Settings and warnings of a policy file; of the built-in policy if it is None. Raises ConfigError."""
+    return without_errors(inspect_policy(path))
+
+
+def inspect_policy(path: Path | None) -> Inspected:
+    """A policy file, or the built-in policy, with all errors. Raises ConfigError if it cannot be read."""
+    name = BUILT_IN_NAME if path is None else str(path)
+    return inspect_settings(_read(path), name, may_change_user=host.may_change_user())
+
+
+def policy_file(path: Path | None, state_dir: str | None = None, *, is_observing: bool = False) -> PolicyFile:
+    """The policy file of an agent, which it reads again at a reload; the built-in policy if ``path`` is None.
+
+    ``state_dir`` and ``is_observing`` are options of ``run``.
+    """
+    return PolicyFile(
+        str(path.absolute()) if path else BUILT_IN_NAME,
+        partial(_read, path),
+        state_dir=state_dir,
+        is_observing=is_observing,
+        may_change_user=host.may_change_user(),
+    )
+
+
+def _read(path: Path | None) -> bytes:
+    if path is None:
+        return b""
+    try:
+        return host.read_small_file(path, _MAX_FILE_BYTES)
+    except host.HostError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            hint = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
+            raise ConfigError((f"{path}: there is no such file; {hint}",)) from None
+        raise ConfigError((str(error),)) from error.__cause__

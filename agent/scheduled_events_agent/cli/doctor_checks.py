@@ -1,0 +1,345 @@
+"""What ``doctor`` makes of what it has seen: values in, findings out, and how findings are shown.
+
+Does no I/O and reads no clock. The one invariant: a warning or a failure says what to do, and a check that was
+skipped says why.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Literal
+
+import msgspec
+
+from scheduled_events_agent import host
+from scheduled_events_agent.cli.terminal import Cell, Style, Terminal
+from scheduled_events_agent.host.conflicts import STOP_ONE, ActingAgent, Approver, OwnService
+from scheduled_events_agent.http.errors import HttpErrorKind
+from scheduled_events_agent.imds.api_version import BestAnswer, not_available, reason_of
+from scheduled_events_agent.imds.client import Answer, ImdsError
+from scheduled_events_agent.imds.document import parse_document
+from scheduled_events_agent.imds.text import DocumentError
+from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.settings import VmSettings
+from scheduled_events_agent.status import CommandOptions, NotifiedTarget
+from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status.messages import utc
+
+State = Literal["ok", "warning", "failure", "skipped"]
+
+_STYLES: dict[State, Style] = {"ok": "green", "warning": "yellow", "failure": "red", "skipped": "dim"}
+# Headers that only a proxy writes into an answer.
+_OF_PROXIES = ("via", "x-cache", "x-squid-error", "proxy-agent", "proxy-connection", "proxy-authenticate")
+_SKEW_WARNING_SECONDS = 2.0
+_SKEW_FAILURE_SECONDS = 30.0
+_LEAST_FREE_BYTES = 200 * 1024**2
+_MOST_SHOWN = 5
+
+_AWAY = (
+    "run this on the VM itself: a container may have no route to the service; on the VM, look for a firewall or a "
+    "wrong route"
+)
+_SOMETHING_ELSE = "check imds.endpoint, and what else answers there: a proxy, a portal, another service"
+_ADVICE: dict[HttpErrorKind, str] = {
+    "timeout": _AWAY,
+    "refused": _AWAY,
+    "unreachable": _AWAY,
+    "gone": "the service is being updated: run this again in two minutes",
+    "server_error": "run this again in a minute; if it stays, restart the VM or ask Azure's support",
+    "not_found": "check imds.endpoint: this is not the metadata service of a VM",
+    "bad_request": (
+        "remove imds.api_version from the policy; if the Metadata header was lost, find the proxy that removes it"
+    ),
+    "throttled": (
+        "run this again; if it stays, find what else on this VM asks the metadata service so often: five requests "
+        "a second are the limit for all programs together"
+    ),
+}
+START = f"start it: {host.supervisor_commands().start}"
+UNMASK = "to run it: systemctl unmask scheduled-events-agent, then systemctl enable --now scheduled-events-agent"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check has found."""
+
+    check: str
+    state: State
+    finding: str
+    advice: str = ""
+    """What to do; empty if there is nothing to be done."""
+
+
+def ok(check: str, finding: str) -> Finding:
+    """All is well."""
+    return Finding(check=check, state="ok", finding=finding)
+
+
+def warning(check: str, finding: str, advice: str) -> Finding:
+    """The agent works, but perhaps not as intended; or something could not be checked."""
+    return Finding(check=check, state="warning", finding=finding, advice=advice)
+
+
+def failure(check: str, finding: str, advice: str) -> Finding:
+    """The agent cannot do its work, or something undoes it."""
+    return Finding(check=check, state="failure", finding=finding, advice=advice)
+
+
+def skipped(check: str, finding: str) -> Finding:
+    """The check could not be made. ``finding``: why."""
+    return Finding(check=check, state="skipped", finding=finding)
+
+
+def waiting(checks: Iterable[str], needed: str) -> Iterator[Finding]:
+    """The checks cannot be made until the check ``needed`` is ok."""
+    for check in checks:
+        yield skipped(check, f"waits for the check {needed}")
+
+
+def hidden(check: str, account: str) -> Finding:
+    """This account may not look at what the check is about."""
+    return skipped(check, f"cannot be checked by {account}: run as root")
+
+
+def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
+    """The lines to show, each as soon as there is a finding, the last of them a summary."""
+    counts = dict.fromkeys(_STYLES, 0)
+
+    def rows() -> Iterator[tuple[Cell, ...]]:
+        for finding in findings:
+            counts[finding.state] += 1
+            yield Cell(finding.state, _STYLES[finding.state]), Cell(finding.check), Cell(finding.finding)
+            if finding.advice:
+                yield Cell(""), Cell(""), Cell(f"-> {finding.advice}", indent=3)
+
+    yield from terminal.table(rows(), widest=("skipped", "notifications"))
+    warnings = plural(counts["warning"], "warning")
+    failures = plural(counts["failure"], "failure")
+    yield f"{counts['ok']} ok, {warnings}, {failures}, {counts['skipped']} skipped"
+
+
+# --- the metadata service
+
+
+def judge_no_answer(check: str, error: ImdsError) -> Finding:
+    """Of a request that failed."""
+    return failure(check, str(error), _ADVICE.get(error.kind, _SOMETHING_ELSE))
+
+
+def is_page(answer: Answer) -> bool:
+    """Whether it is for people to look at, as a proxy's page is."""
+    return "html" in answer.headers.get("content-type", "").lower() or answer.body.lstrip()[:1] == b"<"
+
+
+def judge_directness(answers: Iterable[Answer]) -> Finding:
+    """Whether the answers come from the service itself."""
+    for answer in answers:
+        signs = [f"the header {name}: {answer.headers[name]}" for name in _OF_PROXIES if name in answer.headers]
+        if 300 <= answer.status < 400:
+            signs = [f"a redirect ({answer.status}) to {answer.headers.get('location', 'nowhere')}"]
+        if is_page(answer):
+            signs.append("a web page")
+        if signs:
+            return failure(
+                "direct",
+                f"something other than the metadata service has answered, or changed the answer: {signs[0]}",
+                "exempt the endpoint from every proxy, also transparent ones",
+            )
+    return ok("direct", "no sign of a proxy")
+
+
+def judge_version(best: BestAnswer[Answer]) -> Finding:
+    """In which api-version the document is answered."""
+    if best.content.status != 200:
+        return skipped("version", "waits for the check events")
+    if best.error is None:
+        return ok("version", f"the document comes in api-version {best.version}")
+    return warning(
+        "version",
+        f"{not_available(reason_of(best.error))}; the document comes in {best.version}",
+        "register the feature Microsoft.Compute/SpotPlus for the subscription; without it rules for "
+        "SpotRebalanceRecommendation take nothing",
+    )
+
+
+def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Finding:
+    """What the document holds, and whether Resources call this VM by one of ``names``."""
+    if answer.fault is not None:
+        return judge_no_answer("events", answer.fault)
+    if not answer.body:
+        return warning(
+            "events",
+            "the service is still switching scheduled events on for this VM: its answer is empty",
+            "run this again in five minutes",
+        )
+    try:
+        events = parse_document(answer.body).events
+    except DocumentError as error:
+        return failure("events", str(error), _SOMETHING_ELSE)
+    if not events:
+        return ok("events", "no event is pending, so it is not known yet how Resources name this VM")
+    pending = f"{plural(len(events), 'event')} pending"
+    if mine := sum(event.affects(names) in ("self", "shared") for event in events):
+        return ok("events", f"{pending}, Resources of {mine} name this VM")
+    others = sorted({resource for event in events for resource in event.resources})
+    if host_name.casefold() in (name.casefold().lstrip("_") for name in others):
+        return warning(
+            "events",
+            f"{pending}, none for {' or '.join(names) or 'this VM'}, but Resources name {host_name}, which is "
+            "this machine's host name",
+            f"if that is this VM, add {host_name} to vm.aliases in the policy",
+        )
+    shown = ", ".join(others[:_MOST_SHOWN]) + (", ..." if len(others) > _MOST_SHOWN else "")
+    return ok("events", f"{pending}, for other VMs only: {shown or 'none is named'}")
+
+
+def judge_name(vm: VmSettings, said: str) -> Finding:
+    """Whether it is known who this VM is. ``said``: its name according to the service, or ""."""
+    if not vm.name and not said:
+        return failure(
+            "name",
+            "the service does not know this VM's name",
+            "set vm.name in the policy to the name in Resources: without a name nothing is approved",
+        )
+    if vm.name and said and vm.name.casefold().lstrip("_") != said.casefold().lstrip("_"):
+        return warning(
+            "name",
+            f"the policy calls this VM {vm.name}, the service {said}",
+            "remove vm.name from the policy, unless Resources use that name",
+        )
+    also = f", also known as {', '.join(vm.aliases)}" if vm.aliases else ""
+    return ok("name", f"this VM is {vm.name or said}{also}")
+
+
+def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> Finding:
+    """This clock against the Date header, which tells whole seconds and is from between the two moments."""
+    try:
+        said = parsedate_to_datetime(date or "")
+    except ValueError:
+        return warning(
+            "clock",
+            "the answer has no Date header, so this clock cannot be compared",
+            "check the clock by other means: NotBefore is compared with it",
+        )
+    said = said if said.tzinfo is not None else said.replace(tzinfo=UTC)
+    latest = said + timedelta(seconds=1)
+    skew = (max(asked_at - latest, timedelta()) + min(answered_at - said, timedelta())).total_seconds()
+    if abs(skew) < _SKEW_WARNING_SECONDS:
+        return ok("clock", "within 2 s of the service's")
+    which = "ahead of" if skew > 0 else "behind"
+    effect = "hooks get less time than there is" if skew > 0 else "hooks may still run when the event starts"
+    found = failure if abs(skew) >= _SKEW_FAILURE_SECONDS else warning
+    return found(
+        "clock",
+        f"{abs(skew):.0f} s {which} the service's: NotBefore is compared with it, so {effect}",
+        "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm",
+    )
+
+
+# --- notifications
+
+
+def judge_notifications(
+    names: Sequence[str],
+    unusable: Sequence[tuple[str, str]],
+    told: Sequence[NotifiedTarget],
+    options: CommandOptions,
+) -> Iterator[Finding]:
+    """Whether targets hear of events. ``unusable``: a target's name, and what of it cannot be used here.
+
+    ``told``: what a running agent says of them. ``options``: in force.
+    """
+    found = [*unusable]
+    for target in told:
+        if target.failure:
+            found.append((target.name, f"has failed since {utc(target.failure.since)}: {target.failure.reason}"))
+        if target.lost_at:
+            lost = f"{plural(target.lost, 'notification')} lost since {utc(target.lost_at)}"
+            found.append((target.name, f"{lost}: {target.lost_reason}"))
+    for name, text in found:
+        yield warning(
+            "notifications",
+            f"{name}: {text}",
+            f"put it right, and try it: {command(options, 'notify', 'test', quoted(name))}",
+        )
+    if not found:
+        well = f"{plural(len(names), 'target')}: nothing is known to be wrong"
+        yield ok("notifications", well if names else "the policy names no service to notify")
+
+
+# --- the machine
+
+
+def judge_service(service: OwnService | None, fault: str) -> Finding:
+    """Whether the agent is a service that starts with the machine. ``fault``: why that is not known."""
+    if fault:
+        return warning(
+            "service",
+            fault,
+            "check that what supervises the agent here starts it again: a container's runtime, another manager",
+        )
+    if service is None:
+        return warning(
+            "service",
+            "the agent is not installed as a service: it is not started with the machine, nor restarted",
+            "install the package or the unit (docs/install-other.md), or service install on Windows",
+        )
+    enabled = "enabled" if service.is_enabled else "not enabled"
+    if service.is_masked:
+        enabled = "masked"
+    what = f"installed, {enabled}, {service.state}, runs as {service.account}"
+    if not service.is_running:
+        return failure("service", what, UNMASK if service.is_masked else START)
+    if not service.is_enabled:
+        enable = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
+        way_out = UNMASK if service.is_masked else enable
+        return warning("service", f"{what}: after a reboot there will be no agent", way_out)
+    if service.is_stale:
+        way_out = "systemctl daemon-reload, and restart it"
+        return warning("service", f"{what}; its files have changed since", way_out)
+    return ok("service", what)
+
+
+def judge_disk(place: str, temporary: str | None, kind: str | None, free_bytes: int) -> Finding:
+    """Whether the state's disk survives, and has room. ``temporary``: the root of Azure's temporary disk."""
+    elsewhere = "name a directory on the system's or a data disk with agent.state_dir"
+    if temporary is not None:
+        return failure(
+            "disk", f"{place} is on Azure's temporary disk {temporary}, empty after a redeployment", elsewhere
+        )
+    if kind in ("tmpfs", "ramfs", "devtmpfs"):
+        return failure("disk", f"{place} is in memory ({kind}), and gone after a reboot", elsewhere)
+    free = f"{free_bytes / 1024**2:,.0f} MiB free"
+    if free_bytes < _LEAST_FREE_BYTES:
+        return warning(
+            "disk", f"{place}: {free}", "make room: the agent does nothing that it cannot write down first"
+        )
+    if kind == "overlay":
+        return warning(
+            "disk",
+            f"{place} is on the overlay of a container, and lost with it",
+            "mount a volume there: after a restart the agent must know what it had prepared",
+        )
+    of_kind = f" ({kind})" if kind else ""
+    return ok("disk", f"{place} is on a persistent disk{of_kind}, {free}")
+
+
+def judge_others(
+    approvers: Sequence[Approver], agents: Sequence[ActingAgent], *, is_acting: bool
+) -> Iterator[Finding]:
+    """Other programs that approve events, and other agents of this program."""
+    if not approvers and not agents:
+        yield ok("others", "no other agent that approves events was found")
+    for agent in agents:
+        what = f"another agent acts on this machine, process {agent.pid}: {agent.command}"
+        yield warning("others", what, STOP_ONE)
+    for other in approvers:
+        if other.life == "active" and is_acting:
+            what = f"{other.name} approves events too, perhaps before the hooks have run ({other.where})"
+            yield failure("others", what, other.way_out)
+            continue
+        what = {
+            "active": "approves events too",
+            "maybe": "runs, and approves events too if its configuration says so",
+            "installed": "is installed and does not run; it would approve events too",
+        }[other.life]
+        yield warning("others", f"{other.name} {what} ({other.where})", other.way_out)

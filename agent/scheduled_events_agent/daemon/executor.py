@@ -1,0 +1,190 @@
+"""Carries out what the engine has decided, on threads that the engine does not wait for.
+
+The one invariant: each hook and each approval is answered through the inbox, also one that could not begin.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.daemon.poller import Put, request_error
+from scheduled_events_agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
+from scheduled_events_agent.hooks.run import HookQueue, HookQueues, HookRun
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.imds.client import ImdsClient
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.status import RunningHook
+from scheduled_events_agent.status.messages import of_event
+from scheduled_events_agent.telemetry.log import Logger, get_logger, is_debugging
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve
+
+
+class Threads:
+    """One thread for each hook and each request to approve, so that none delays another.
+
+    For the engine's thread.
+    """
+
+    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str) -> None:
+        self._connect = connect
+        self._put = put
+        self._instance = instance
+        self._queues = HookQueues(HookQueue)
+        self._runs: dict[HookKey, tuple[HookRun, HookStart]] = {}
+        self._unanswered: set[str] = set()
+        self._have_run = False
+
+    def start_hook(
+        self,
+        effect: HookStart,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
+    ) -> None:
+        """Run the hook of ``effect``; its result goes to the inbox. Never raises."""
+        name = effect.hook
+        if hook is None:
+            result = without_run(name, "not_started", "there is no such hook in the policy any more")
+            self._put(HookEnded(effect, result))
+            return
+        log = get_logger().bind(hook=name, stage=environment["SCHEDULED_EVENT_STAGE"], event_id=event_id)
+        run = HookRun(
+            name,
+            hook,
+            environment=environment,
+            stdin=stdin,
+            deadline=deadline,
+            on_line=partial(_log_output, log, _of_hook(name, environment)),
+            instance=self._instance,
+            queues=self._queues,
+            rank=effect.rank,
+        )
+        if is_debugging():
+            _tell_command(log, hook, deadline)
+        self._runs[key_of(effect)] = (run, effect)
+        self._have_run = True
+        _start_thread(
+            f"hook-{name}",
+            lambda: self._put(HookEnded(effect, run.run())),
+            lambda _, reason: self._put(HookEnded(effect, without_run(name, "not_started", reason))),
+        )
+
+    def cancel_hook(self, key: HookKey, *, is_urgent: bool) -> None:
+        """End the hook if it is running; its result says canceled. See ``HookRun.cancel``."""
+        if key in self._runs:
+            self._runs[key][0].cancel(is_urgent=is_urgent)
+
+    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
+        """NotBefore has moved."""
+        if key in self._runs:
+            self._runs[key][0].set_deadline(deadline)
+
+    def forget_hook(self, effect: HookStart) -> None:
+        """The hook's result has been taken from the inbox."""
+        self._runs.pop(key_of(effect), None)
+
+    def is_running(self, key: HookKey) -> bool:
+        return key in self._runs
+
+    def reap(self) -> None:
+        """Release orphans of hooks that have ended: they are children of this process now."""
+        if self._have_run:
+            processes.reap_orphans()
+
+    def is_busy(self) -> bool:
+        return bool(self._runs or self._unanswered)
+
+    def running(self) -> tuple[RunningHook, ...]:
+        """The hooks that run or wait for another run, for any thread."""
+        return tuple(
+            [
+                RunningHook(
+                    workflow_id=effect.workflow_id,
+                    stage=effect.stage,
+                    hook=effect.hook,
+                    state="queued" if run.is_queued else "running",
+                    since=run.since,
+                )
+                for run, effect in list(self._runs.values())
+            ]
+        )
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        """End everything within the grace."""
+        for run, _ in self._runs.values():
+            run.cancel()
+            run.set_deadline(time.monotonic() + grace_seconds)
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        """Send all of them in one request; each is answered through the inbox."""
+
+        def work() -> None:
+            kind = detail = ""
+            try:
+                client = self._connect()
+                client.approve([approve.event_id for approve in approvals], incarnation)
+            except (AgentError, OSError) as raised:
+                error = request_error(raised)
+                kind, detail = error.kind, str(error)
+            self._answer(approvals, kind, detail)
+
+        self._unanswered |= {approve.workflow_id for approve in approvals}
+        _start_thread("approval", work, partial(self._answer, approvals))
+
+    def forget_approval(self, workflow_id: str) -> None:
+        """Its answer has been taken from the inbox."""
+        self._unanswered.discard(workflow_id)
+
+    def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
+        for approve in approvals:
+            self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
+
+
+def _start_thread(name: str, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
+    """``fail`` gets a kind and a reason, if the thread cannot start or ends by a bug."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the workflow would wait for ever
+            get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
+            fail("bug", f"a bug in the agent: {error!r}")
+
+    try:
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+    except RuntimeError as error:  # no memory for a thread
+        fail("no_thread", str(error))
+
+
+def _of_hook(hook: str, environment: Mapping[str, str]) -> str:
+    """How a line of the log for people begins that is about this run of a hook."""
+    event_id = environment.get("SCHEDULED_EVENT_ID", "")
+    text = f"hook {hook}"
+    return of_event(environment["SCHEDULED_EVENT_TYPE"], event_id, text) if event_id else text
+
+
+def _tell_command(log: Logger, hook: Hook, deadline: float | None) -> None:
+    """Arguments and lines for a shell may hold secrets: the log has neither."""
+    command = "a line for the shell"
+    if hook.run is not None:
+        program, *arguments = hook.run
+        command = f"{program} with {plural(len(arguments), 'argument')}"
+    log.debug(
+        "hook command",
+        command=command,
+        account=hook.user or host.account_name(),
+        limit_seconds=hook.timeout,
+        attempts=hook.attempts,
+        deadline_seconds=None if deadline is None else round(deadline - time.monotonic(), 1),
+    )
+
+
+def _log_output(log: Logger, about: str, line: str) -> None:
+    log.info("hook output", sentence=f"{about}: {line}", line=line)

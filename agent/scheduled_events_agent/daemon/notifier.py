@@ -1,0 +1,236 @@
+"""Sends notices: one thread for each target, so that none delays another and no event waits for any.
+
+The one invariant: a notice stays in the state file until it was delivered, or given up and counted. So it arrives
+at least once, and those of one target arrive in their order.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from random import Random
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.engine import NoticeEnded
+from scheduled_events_agent.http.retry import Backoff
+from scheduled_events_agent.notifications import NoticeError, decode_happening, deliver
+from scheduled_events_agent.policy.settings import NotifyTarget
+from scheduled_events_agent.status import TargetFailure
+from scheduled_events_agent.store import Store, StoredNotice, StoreError
+from scheduled_events_agent.telemetry.log import FailureLog, get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
+
+GIVE_UP_AFTER = timedelta(days=1)
+# What has become old while the machine was off is tried for this long all the same.
+_OLD_SECONDS = 300.0
+# How long a stop waits for what is tried once more.
+_STOP_SECONDS = 3.0
+
+Report = Callable[[NoticeEnded], None]
+
+
+def new_backoff() -> Backoff:
+    """Pauses of 1, 2, 4 ... 300 s, or as the service asks, up to an hour."""
+    return Backoff(1.0, 300.0, Random(), longest_retry_after=3600.0)  # noqa: S311
+
+
+class Senders:
+    """The threads of all targets. ``failures`` is for any thread, the rest for the engine's."""
+
+    def __init__(self, state_dir: Path, report: Report, metrics: Metrics) -> None:
+        self._state_dir = state_dir
+        self._report = report
+        self._metrics = metrics
+        self._senders: dict[str, _Sender] = {}
+        self._stop_deadline: float | None = None
+
+    def reconfigure(self, targets: Iterable[NotifyTarget]) -> None:
+        """Send what waits for these; other targets are not notified any longer."""
+        old = dict(self._senders)
+        senders = {}
+        for target in targets:
+            sender = old.pop(target.name, None) or _Sender(target, self._state_dir, self._report, self._metrics)
+            if sender.target != target:
+                sender.retarget(target)
+            senders[target.name] = sender
+        self._senders = senders
+        for sender in old.values():
+            sender.end()
+        self.notify(is_urgent=True)
+
+    def notify(self, *, is_urgent: bool) -> None:
+        """There are new notices. ``is_urgent``: try targets that failed now."""
+        for sender in self._senders.values():
+            sender.wake(is_urgent=is_urgent)
+
+    def begin_stop(self) -> None:
+        """Try once more what waits, for a short time."""
+        self._stop_deadline = time.monotonic() + _STOP_SECONDS
+        for sender in self._senders.values():
+            sender.begin_stop(self._stop_deadline)
+
+    def is_busy(self) -> bool:
+        """Whether a stop should still wait."""
+        deadline = self._stop_deadline
+        is_in_time = deadline is not None and time.monotonic() < deadline
+        return is_in_time and any(sender.is_busy() for sender in self._senders.values())
+
+    def failures(self) -> dict[str, TargetFailure]:
+        """Why which target does not take notices now."""
+        return {name: sender.failure for name, sender in self._senders.items() if sender.failure}
+
+
+class _Sender:
+    """The thread of one target."""
+
+    def __init__(self, target: NotifyTarget, state_dir: Path, report: Report, metrics: Metrics) -> None:
+        self.target = target
+        """Replaced when the policy is read again."""
+        self.failure: TargetFailure | None = None
+        self._name = target.name
+        self._state_dir = state_dir
+        self._report = report
+        self._metrics = metrics
+        self._thread: threading.Thread | None = None
+        self._has_ended = False
+        self._stop_deadline: float | None = None
+        self._news = threading.Event()
+        self._hurry = threading.Event()
+        self._has_nothing = False
+        self._failing_since: float | None = None
+        self._log = FailureLog(f"notifying {target.name}", LogId.NOTICES_FAIL, LogId.NOTICES_WORK)
+
+    def wake(self, *, is_urgent: bool) -> None:
+        self._news.set()
+        if is_urgent:
+            self._hurry.set()
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"notify-{self._name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no memory for a thread; the next notice tries again
+                return
+            self._thread = thread
+
+    def retarget(self, target: NotifyTarget) -> None:
+        # How long the old service failed says nothing about this one.
+        self.target = target
+        self.failure = None
+        self._failing_since = None
+
+    def end(self) -> None:
+        self._has_ended = True
+        self.wake(is_urgent=True)
+
+    def begin_stop(self, deadline: float) -> None:
+        self._stop_deadline = deadline
+        if self.is_busy():
+            self.wake(is_urgent=True)
+
+    def is_busy(self) -> bool:
+        """Whether a notice waits or may have come."""
+        is_idle = self._has_nothing and not self._news.is_set()
+        return self._thread is not None and self._thread.is_alive() and not is_idle
+
+    def _run(self) -> None:
+        last_id = 0
+        backoff = new_backoff()
+        while not (self._has_ended or self._seconds_left() < 0):
+            # Before the state file is read: what comes later is not overlooked.
+            self._news.clear()
+            self._hurry.clear()
+            is_stopping = self._stop_deadline is not None
+            error: NoticeError | None = None
+            try:
+                notice = self._load(last_id)
+                if self._has_ended:  # a notice that has come since is not for this target
+                    return
+                if notice is None:
+                    if is_stopping:
+                        return
+                    self._has_nothing = True
+                    self._news.wait()
+                    self._has_nothing = False
+                    continue
+                error = self._try(notice)
+                lost = self._why_lost(notice, error) if error else ""
+                if error is None or lost:
+                    self._report(NoticeEnded(notice.id, self._name, lost))
+                    last_id = notice.id
+                    backoff.reset()
+                    continue
+            except StoreError as fault:
+                self._fail("store", str(fault))
+            except Exception as fault:  # noqa: BLE001 - a thread that ends would never send again
+                self._fail("bug", f"a bug in the agent: {type(fault).__name__}")
+            if is_stopping:
+                return
+            if self._hurry.wait(backoff.next_delay(error.retry_after if error else None)):
+                backoff.reset()
+
+    def _seconds_left(self) -> float:
+        """Until the stop waits no longer."""
+        return math.inf if self._stop_deadline is None else self._stop_deadline - time.monotonic()
+
+    def _load(self, last_id: int) -> StoredNotice | None:
+        with closing(Store.look_into(self._state_dir)) as store:
+            return store.notices.load_next(self._name, last_id)
+
+    def _try(self, notice: StoredNotice) -> NoticeError | None:
+        target = self.target
+        timeout = max(0.1, min(target.timeout, self._seconds_left()))
+        began = time.monotonic()
+        about: dict[str, str] = {}
+        try:
+            happening = decode_happening(notice.body)
+            about = {"event_id": happening.event.id, "type": happening.event.type, "what": happening.what}
+            delivered = deliver(replace(target, timeout=timeout), happening)
+        except NoticeError as error:
+            failed = error
+        except Exception as error:  # noqa: BLE001 - no event may suffer from it; its text may hold a secret
+            failed = NoticeError(f"a bug in the agent: {type(error).__name__}", kind="bug")
+        else:
+            self.failure = self._failing_since = None
+            self._log.succeeded(time.monotonic())
+            self._metrics.notices_sent.labels(self._name).inc()
+            self._tell_request(about, delivered.status, began)
+            return None
+        self._tell_request(about, failed.status or failed.kind, began)
+        self._metrics.notice_failures.labels(self._name, failed.kind).inc()
+        if self.target is not target:  # replaced meanwhile: its successor is asked before the notice is given up
+            return NoticeError(str(failed), kind="unreachable")
+        self._fail(failed.kind, str(failed))
+        return failed
+
+    def _tell_request(self, about: dict[str, str], status: int | str, began: float) -> None:
+        milliseconds = round((time.monotonic() - began) * 1000, 1)
+        get_logger().debug(
+            "request to notification target",
+            **about,
+            target=self._name,
+            status=status,
+            milliseconds=milliseconds,
+        )
+
+    def _why_lost(self, notice: StoredNotice, error: NoticeError) -> str:
+        """Why the notice is not sent again; "" if it is."""
+        if error.kind == "rejected":
+            self._metrics.notices_dropped.labels(self._name, "refused").inc()
+            return str(error)
+        is_old = datetime.now(UTC) - notice.at >= GIVE_UP_AFTER
+        failing_since = self._failing_since or time.monotonic()
+        if is_old and time.monotonic() - failing_since >= _OLD_SECONDS:
+            self._metrics.notices_dropped.labels(self._name, "too_old").inc()
+            return f"too old: {error}"
+        return ""
+
+    def _fail(self, kind: str, reason: str) -> None:
+        since = self.failure.since if self.failure else datetime.now(UTC)
+        self.failure = TargetFailure(since=since, reason=reason)
+        self._failing_since = self._failing_since or time.monotonic()
+        self._log.failed(kind, reason, time.monotonic())

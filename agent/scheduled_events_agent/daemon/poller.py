@@ -1,0 +1,300 @@
+"""Asks the metadata service for the document again and again, and for this VM's name, for the engine's inbox.
+
+The one invariant: the poller waits for nothing but the service, and a request without an answer does not delay the
+next one.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from msgspec.structs import replace
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.engine import Message, Paused, Snapshot
+from scheduled_events_agent.imds.api_version import (
+    GENERAL_VERSION,
+    BestAnswer,
+    VersionFallback,
+    ask_best,
+    versions_to_ask,
+)
+from scheduled_events_agent.imds.client import ImdsBackoff, ImdsClient, ImdsError, connect
+from scheduled_events_agent.imds.document import (
+    RECOMMENDATION,
+    RECOMMENDING_VERSION,
+    ApiVersion,
+    Document,
+    parse_document,
+    refuse_too_many,
+)
+from scheduled_events_agent.imds.text import DocumentError
+from scheduled_events_agent.policy import names_recommendations
+from scheduled_events_agent.policy.settings import ImdsSettings
+from scheduled_events_agent.status.actions import SHORT_ID
+from scheduled_events_agent.telemetry.log import FailureLog, get_logger, is_debugging
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
+
+# A tick that is late by more than this is a pause of the machine, not the scheduler's noise.
+_PAUSE_SECONDS = 1.0
+# Without a name nothing is done, so the next request comes soon; later if the service answered without a name.
+_IDENTITY_RETRY_SECONDS = 1.0
+_NO_NAME_RETRY_SECONDS = 10.0
+# After this long without an answer, other requests are sent beside the first, one for each interval and one at a
+# time: far below the service's limit of five a second.
+_RELIEF_AFTER_SECONDS = 2.0
+# What the poller may take between two waits: long enough for a big document, short enough for the watchdog.
+_SLACK_SECONDS = 1.0
+# Of the events of a document, the log has so many at level debug.
+_MOST_EVENTS_TOLD = 20
+
+Put = Callable[[Message], None]
+"""Into the engine's inbox; from any thread, never waits."""
+
+
+class Poller:
+    """Fetches the document at the policy's pace."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        put: Put,
+        metrics: Metrics,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_failure`` is called when ``failure`` has changed."""
+        self._on_failure = on_failure
+        self._snapshot = snapshot
+        self._put = put
+        self._metrics = metrics
+        self._good_polls = metrics.polls.labels("ok")  # a look-up costs CPU at every poll
+        self._backoff = ImdsBackoff()
+        self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
+        # For what two threads share. Requests are numbered in the order in which they are sent.
+        self._lock = threading.Lock()
+        self._last_number = 0
+        self._newest_answered = 0
+        self._body = b""
+        self._document: Document | None = None
+        self.api_version: ApiVersion = GENERAL_VERSION
+        """In which version documents are answered, and approvals sent."""
+        self._fallback = VersionFallback()
+        self._client: ImdsClient | None = None
+        self._client_version: ApiVersion = GENERAL_VERSION
+        self._imds: ImdsSettings | None = None
+        self._sent: float | None = None  # since when the poller waits for an answer
+        self.stop_requested = threading.Event()
+        self.succeeded: float | None = None
+        """When a poll last succeeded, monotonic."""
+        self.succeeded_at: datetime | None = None
+        self.failure = ""
+        """Why the last poll failed; "" if it did not."""
+        self.has_tried = False
+        """Whether the first poll has ended, in success or failure."""
+        self._expected_back: float | None = None
+        self._needs_relief = threading.Event()
+
+    def overdue_seconds(self) -> float:
+        """For how long a sign of life of the loop has been due; 0 if it is on time."""
+        if self._expected_back is None or self.stop_requested.is_set():
+            return 0.0
+        return max(0.0, time.monotonic() - self._expected_back)
+
+    def stop(self) -> None:
+        self.stop_requested.set()
+        self._needs_relief.set()
+
+    def _expect_back(self, seconds: float) -> None:
+        """A sign of life; the next one comes within so many seconds."""
+        now = time.monotonic()
+        self._expected_back = now + seconds + _SLACK_SECONDS
+        if self._sent is not None and now - self._sent >= _RELIEF_AFTER_SECONDS / 4:
+            self._needs_relief.set()
+
+    def run(self) -> None:
+        while not self.stop_requested.is_set():
+            self._sent = began = time.monotonic()
+            self._expect_back(0.0)
+            delay = self._poll(self._connect)
+            self._sent = None
+            due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
+            self._expect_back(due - time.monotonic())
+            self.stop_requested.wait(due - time.monotonic())
+            late = time.monotonic() - due
+            if late > _PAUSE_SECONDS:
+                self._put(Paused(late))
+
+    def _connect(self, version: ApiVersion, timeout: float) -> ImdsClient:
+        """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
+        imds = self._snapshot().settings.imds
+        is_other = imds is not self._imds or version != self._client_version
+        if self._client is None or self.failure or is_other:
+            self._client = connect(
+                imds.endpoint,
+                version,
+                request_timeout=imds.request_timeout,
+                first_request_timeout=imds.first_request_timeout if self.succeeded is None else 0.0,
+                longest=timeout,
+                on_wait=self._expect_back,
+            )
+            self._imds = imds
+            self._client_version = version
+        return self._client
+
+    def run_relief(self) -> None:
+        """Send requests beside the poller's while that has no answer."""
+        while self._needs_relief.wait() and not self.stop_requested.is_set():
+            self._needs_relief.clear()
+            due = (self._sent or 0.0) + _RELIEF_AFTER_SECONDS
+            while not self.stop_requested.wait(max(0.0, due - time.monotonic())):
+                sent = self._sent
+                began = time.monotonic()
+                if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
+                    break
+                due = began + self._poll(self._connect_beside)
+
+    def _connect_beside(self, version: ApiVersion, timeout: float) -> ImdsClient:
+        imds = self._snapshot().settings.imds
+        return connect(imds.endpoint, version, request_timeout=imds.request_timeout, longest=timeout)
+
+    def _poll(self, load_client: Callable[[ApiVersion, float], ImdsClient]) -> float:
+        """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
+        with self._lock:
+            self._last_number += 1
+            number = self._last_number
+            began = time.monotonic()
+        settings = self._snapshot().settings
+        delay = settings.imds.poll_interval
+        versions = versions_to_ask(
+            settings.imds.api_version,
+            has_recommendations=names_recommendations(settings.rules),
+            fallback=self._fallback,
+            now=began,
+        )
+        try:
+            answer = ask_best(versions, lambda version, timeout: load_client(version, timeout).fetch())
+            with self._lock:
+                # The answer to a later request may have come first.
+                if number > self._newest_answered:
+                    self._take(answer.content, answer.version, began)
+                    self._learn_version(versions, answer)
+                    self._newest_answered = number
+                    self._succeed(began)
+        except (AgentError, OSError) as raised:
+            error = request_error(raised)
+            with self._lock:
+                self._metrics.polls.labels(error.kind).inc()
+                if number > self._newest_answered:
+                    delay = max(delay, self._fail(error))
+        self.has_tried = True
+        return delay
+
+    def _take(self, body: bytes, version: ApiVersion, began: float) -> None:
+        if self._document is None or body != self._body or version != self.api_version:
+            has_recommendations = version >= RECOMMENDING_VERSION
+            document = replace(parse_document(body), has_recommendations=has_recommendations)
+            refuse_too_many(document, self._snapshot().names)
+            self._tell_change(document, version, time.monotonic() - began)
+            self._document = document
+            self._metrics.documents.inc()
+            self._body = body
+        elif not self._snapshot().needs_answer:
+            return
+        self._put(replace(self._document, answered=time.monotonic()))
+
+    def _tell_change(self, document: Document, version: ApiVersion, seconds: float) -> None:
+        if is_debugging():
+            before = self._document.incarnation if self._document else ""
+            events = [f"{event.type} {event.id[:SHORT_ID]} {event.status}" for event in document.events]
+            get_logger().debug(
+                "another document",
+                incarnation=document.incarnation,
+                incarnation_before=before,
+                api_version=version,
+                events=events[:_MOST_EVENTS_TOLD],
+                count=len(events),
+                milliseconds=round(seconds * 1000, 1),
+            )
+
+    @property
+    def recommendations_failure(self) -> str:
+        """Why a rule's SpotRebalanceRecommendation events are not available; "" if they are. For any thread."""
+        settings = self._snapshot().settings
+        is_wanted = settings.imds.api_version == "auto" and names_recommendations(settings.rules)
+        return self._fallback.failure if is_wanted else ""
+
+    def _learn_version(self, asked: tuple[ApiVersion, ...], answer: BestAnswer[bytes]) -> None:
+        before = self._fallback
+        self._fallback = before.after(asked, answer.error, time.monotonic())
+        self.api_version = answer.version
+        if self._fallback.failure and not before.failure:
+            seconds = self._fallback.ask_again_seconds
+            get_logger().warning(
+                self._fallback.failure,
+                log_id=LogId.API_VERSION,
+                api_version=answer.version,
+                ask_again_seconds=seconds,
+            )
+        elif before.failure and not self._fallback.failure:
+            text = f"{RECOMMENDATION} events are available again"
+            get_logger().info(text, log_id=LogId.API_VERSION, api_version=answer.version)
+
+    def _succeed(self, began: float) -> None:
+        now = time.monotonic()
+        self._good_polls.inc()
+        self._metrics.poll_seconds.observe(now - began)
+        self._failure_log.succeeded(now)
+        self._backoff.reset()
+        self._tell_failure("")
+        self.succeeded = now
+        self.succeeded_at = datetime.now(UTC)
+
+    def _tell_failure(self, failure: str) -> None:
+        if failure != self.failure:
+            self.failure = failure
+            self._on_failure()
+
+    def _fail(self, error: ImdsError | DocumentError) -> float:
+        """Log the failure; returns how long to wait."""
+        self._tell_failure(str(error))
+        self._failure_log.failed(error.kind, str(error), time.monotonic())
+        return self._backoff.seconds_after(error)
+
+
+class Identifier:
+    """Asks the service for this VM's name until it answers; without a name no event can be matched to this VM."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot], put: Put, stop_requested: threading.Event) -> None:
+        self._snapshot = snapshot
+        self._put = put
+        self._stop_requested = stop_requested
+        self.has_tried = threading.Event()
+
+    def run(self) -> None:
+        failure_log = FailureLog("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
+        backoff = ImdsBackoff()
+        while True:
+            try:
+                imds = self._snapshot().settings.imds
+                identity = connect(imds.endpoint, request_timeout=imds.request_timeout).fetch_identity()
+                self._put(identity)
+                if identity.name:
+                    failure_log.succeeded(time.monotonic())
+                    return
+                failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
+                delay = _NO_NAME_RETRY_SECONDS
+            except (AgentError, OSError) as raised:
+                error = request_error(raised)
+                delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
+                failure_log.failed(error.kind, str(error), time.monotonic())
+            finally:
+                self.has_tried.set()
+            if self._stop_requested.wait(delay):
+                return
+
+
+def request_error(error: AgentError | OSError) -> ImdsError | DocumentError:
+    """The same error, or one for an endpoint that could not be found out."""
+    return error if isinstance(error, ImdsError | DocumentError) else ImdsError(str(error), kind="unreachable")

@@ -1,0 +1,116 @@
+"""Documents: the one that the next cycle decides on, the last one before, and what it lacks."""
+
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.imds.compare import Gone, Missing, Seen, compare, likeness
+from scheduled_events_agent.imds.document import Document, ScheduledEvent
+from scheduled_events_agent.policy import Facts, decide
+from scheduled_events_agent.policy.settings import Settings
+from scheduled_events_agent.workflow import Board, Workflow, known_events
+
+# Share of a poll interval after which an answer counts as another one; the rest is network noise.
+_INTERVAL_SHARE = 0.9
+
+
+class Documents:
+    """A document stays new until a commit holds what follows from it."""
+
+    def __init__(self) -> None:
+        self.new: Document | None = None
+        self.latest: Document | None = None
+        """The last one that was decided on."""
+        self.others_events = 0
+        """How many events of the last document only concern other VMs, and are not followed."""
+        self.unlisted: tuple[str, ...] = ()
+        """Recommendations that had expired, and that two answers lacked by now."""
+        self.lacks_expired = False
+        """Whether the last answer was the first one that lacked such a recommendation."""
+        self._left: set[str] = set()
+        """Keys of events that the last answer listed, but no longer for this VM."""
+        self._lacked: dict[str, float] = {}
+        """Key of an event that the last answer lacked -> when the first answer lacked it, monotonic."""
+
+    def take(self, document: Document, now: float, names: tuple[str, ...]) -> None:
+        """``now`` is monotonic; ``names``: what documents may call this VM."""
+        self.new = replace(document, answered=document.answered or now)
+        for event in document.events:
+            if event.key not in self._left or event.affects(names) != "others":
+                self._lacked.pop(event.key, None)
+
+    def look_again(self) -> None:
+        """Decide on the last document once more, if there is no newer one."""
+        self.new = self.new or self.latest
+
+    def committed(self, *, has_faults: bool) -> None:
+        """After a fault, each cycle compares the same document again."""
+        if self.new is not None:
+            self.latest = self.new
+        self.new = self.latest if has_faults else None
+
+    def compare(
+        self, board: Board, names: tuple[str, ...], settings: Settings, expired: Collection[str]
+    ) -> list[Seen | Missing | Gone]:
+        """What is new. An event is gone when two answers that are a poll interval apart lack it.
+
+        Events that only concern other VMs are counted and not followed, unless a rule may take them. One that has
+        not started and no longer names this VM is lacked, as far as this VM is concerned.
+
+        ``expired``: see ``Remembered``.
+        """
+        document = self.new
+        self.unlisted = ()
+        if document is None:
+            return []
+        known = known_events(board)
+        events = document.events
+        forgettable: set[str] = set()
+        if document.has_recommendations:
+            forgettable = set(expired) - {event.key for event in events}
+        else:  # They are not gone: this api-version only leaves them out.
+            known = {key: event for key, event in known.items() if not event.is_recommendation}
+        followed = {one.event.key: one for one in board.values() if not one.is_over}
+        left = self._left = {
+            key
+            for key, event in ((event.key, event) for event in events)
+            if key in followed and _has_left(event, followed[key], names, settings)
+        }
+        if not any("others" in rule.when.affects for rule in settings.rules):
+            alike = {likeness(one) for one in known.values()}
+            events = tuple([e for e in events if e.affects(names) != "others" or _is_one_of(e, known, alike)])
+        events = tuple([event for event in events if event.key not in left])
+        self.others_events = len(document.events) - len(events)
+        listed = {event.key for event in events}
+        lacked = (known.keys() - listed) | forgettable
+        for key in lacked:
+            self._lacked.setdefault(key, document.answered)
+        for key in listed:
+            self._lacked.pop(key, None)
+        longest_ago = document.answered - _INTERVAL_SHARE * settings.imds.poll_interval
+        twice = {key for key in lacked if self._lacked[key] <= longest_ago}
+        self.unlisted = tuple(forgettable & twice)
+        self.lacks_expired = bool(forgettable - twice)
+        missing = {one.event.key: one.event.key in twice for one in board.values() if one.is_missing}
+        ended = {**document.ended, **{key: "Canceled" for key in left if missing.get(key)}}
+        found = compare(known, replace(document, events=events, ended=ended), missing)
+        return [replace(one, names_others=True) if _is_of(one, left) else one for one in found]
+
+
+def _has_left(event: ScheduledEvent, followed: Workflow, names: tuple[str, ...], settings: Settings) -> bool:
+    """Whether the event named this VM, has not started, and now names other VMs that no rule is for."""
+    if followed.was_started or followed.event.is_started or event.status != "Scheduled":
+        return False
+    if followed.event.affects(names) not in ("self", "shared") or event.affects(names) != "others":
+        return False
+    facts = Facts(names=names, noticed_at=followed.noticed_at)
+    return decide(settings.rules, settings.maintenance_windows, event, facts).rule is None
+
+
+def _is_one_of(event: ScheduledEvent, known: Collection[str], alike: Collection[object]) -> bool:
+    """Whether the event is followed, also if it has started under another id."""
+    return event.key in known or (event.is_started and likeness(event) in alike)
+
+
+def _is_of(found: Seen | Missing | Gone, keys: Collection[str]) -> bool:
+    return isinstance(found, Missing | Gone) and found.key in keys

@@ -1,0 +1,62 @@
+"""Upkeep of the state file: in its place, without what is too old or too much, and with room for a full disk."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from math import inf
+
+from scheduled_events_agent.engine.protocols import Machine
+from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.telemetry.log import FailureLog
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
+
+KEEP_JOURNAL = timedelta(days=90)
+TIDY_SECONDS = 60.0
+
+
+class Upkeep:
+    """Runs before and after a cycle; takes milliseconds."""
+
+    def __init__(self, store: Store, metrics: Metrics, machine: Machine, teller: Teller) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._machine = machine
+        self._teller = teller
+        self._next_at = machine.monotonic()
+        self.has_more = False
+        """Whether there is more to forget."""
+        self._failures = FailureLog(
+            "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
+        )
+
+    def keep_in_place(self, now: datetime) -> None:
+        """Make the state file anew if it was removed or replaced. Raises StoreError if that fails."""
+        if loss := self._store.recreate_if_removed():
+            self._teller.tell_recreated(loss, now)
+            self._next_at = -inf  # the new file has no reserve yet
+
+    def tidy(self, now: float, expire: Callable[[], None] = lambda: None) -> None:
+        """At most once a minute; ``now`` is monotonic. Raises StoreError if the file is damaged.
+
+        ``expire`` forgets what else has become old.
+        """
+        if now < self._next_at:
+            return
+        self._next_at = now + TIDY_SECONDS
+        try:
+            self.has_more = self._store.prune(self._machine.now() - KEEP_JOURNAL)
+            if self.has_more:
+                self._next_at = now
+            expire()
+            shortage = self._store.keep_reserve()
+            self._metrics.state_reserve.set(self._store.reserve_bytes())
+        except StoreError as error:
+            self._metrics.store_errors.labels(error.kind).inc()
+            if error.kind == "damaged":
+                raise
+            shortage = str(error)
+        if shortage:
+            self._failures.failed("shortage", shortage, now)
+        else:
+            self._failures.succeeded(now)

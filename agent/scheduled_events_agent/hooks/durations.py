@@ -1,0 +1,74 @@
+"""How long hooks may take: their time limits, or less where their last runs are known.
+
+Owns what is remembered of earlier runs. Does no I/O. The one invariant: what is not known to be shorter counts
+with its time limits.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.workflow import HookOutcome
+
+_KEEP = 5
+# A hook may take so many times as long as the longest run that is remembered, and so many seconds more.
+_FACTOR = 2.0
+_MARGIN_SECONDS = 10.0
+
+
+class HookTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The last successful runs of one hook in ``prepare``."""
+
+    command: str
+    """What it ran, as a digest: another command may take another time."""
+    seconds: tuple[float, ...]
+
+
+KnownTimes = Mapping[str, HookTimes]
+"""By the hook's name."""
+# Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
+_DECODER = msgspec.json.Decoder(dict[str, HookTimes])
+
+
+def with_run(
+    known: KnownTimes, name: str, hook: Hook, outcome: HookOutcome, seconds: float
+) -> dict[str, HookTimes]:
+    """What is known after one more run."""
+    command = _digest(hook)
+    before = known.get(name)
+    others = {key: times for key, times in known.items() if key != name}
+    if outcome == "canceled":
+        return dict(known)
+    if outcome != "succeeded":
+        return others  # it may be as slow again
+    kept = before.seconds if before is not None and before.command == command else ()
+    return {**others, name: HookTimes(command=command, seconds=(*kept, round(seconds, 3))[-_KEEP:])}
+
+
+def may_take_seconds(known: KnownTimes, name: str, hook: Hook) -> float:
+    """How long the hook may take, with all its attempts."""
+    times = known.get(name)
+    if times is None or not times.seconds or times.command != _digest(hook):
+        return hook.limit_seconds
+    return min(hook.limit_seconds, _FACTOR * max(times.seconds) + _MARGIN_SECONDS)
+
+
+def encode(known: KnownTimes) -> str:
+    """As a text for the state file."""
+    return msgspec.json.encode(known).decode()
+
+
+def decode(text: str) -> dict[str, HookTimes]:
+    """What ``encode`` has written; nothing if that cannot be read."""
+    try:
+        return _DECODER.decode(text)
+    except msgspec.DecodeError:
+        return {}
+
+
+def _digest(hook: Hook) -> str:
+    from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only earlier runs have a use
+
+    what = (hook.run, hook.shell, hook.user, hook.cwd)
+    return sha256(msgspec.json.encode(what)).hexdigest()[:16]

@@ -1,0 +1,209 @@
+"""What else is on this machine that the agent should know of: others that act on events, disks that do not last.
+
+Decides nothing. The one invariant: what cannot be read is not there. ``root`` is the root of the file system.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
+
+import psutil
+
+Life = Literal["active", "maybe", "installed"]
+"""active: it approves; maybe: it runs, and whether it approves cannot be seen; installed: it does not run."""
+
+_UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
+_INTERPRETER = re.compile(r"(python|bash|sh|ruby|perl)[0-9.]*")
+# This program in a command line: as a module, as an installed script, or as the file that packages start.
+_OWN_PROGRAM = re.compile(
+    r"(.*[\\/])?scheduled[-_]events[-_]agent(\.exe|[\\/](start|__main__)\.py)?", re.IGNORECASE | re.DOTALL
+)
+_PYTHON = re.compile(r"(.*[\\/])?pythonw?[0-9.]*(\.exe)?", re.IGNORECASE | re.DOTALL)
+_CIB = "var/lib/pacemaker/cib/cib.xml"
+_CIB_AGENT = re.compile(r'\btype="(azure-events(?:-az)?)"')
+# Some resource is not to run; which one, only the cluster tells.
+_CIB_STOPPED = re.compile(r'\bname="target-role" value="Stopped"')
+
+
+class Approver(NamedTuple):
+    """Another program that approves events on this machine."""
+
+    name: str
+    where: str
+    """By what it was found."""
+    life: Life
+    way_out: str
+
+
+class ActingAgent(NamedTuple):
+    """Another process of this program that acts on events."""
+
+    pid: int
+    command: str
+
+
+STOP_ONE = "stop one of the two, or start it with --observe"
+"""What to do about it."""
+
+
+class OwnService(NamedTuple):
+    """The agent's own service, as the service manager has it."""
+
+    is_enabled: bool
+    """Whether it is started with the machine."""
+    state: str
+    """In the manager's words."""
+    is_running: bool
+    pid: int
+    """0 if it does not run."""
+    account: str
+    """The account that it runs as."""
+    is_stale: bool
+    """Whether the manager has not yet read what its files say."""
+    is_masked: bool = False
+    """Whether an administrator has forbidden that it is started, as systemd can."""
+    has_credentials: bool = False
+    """Whether the manager has loaded credentials for it, which take the place of a directory of secrets."""
+    units_fault: str = ""
+    """Why its account cannot start the units of hooks that run as root; empty if it can."""
+
+
+class _Known(NamedTuple):
+    name: str
+    program: str
+    """The name of the file that runs, or the beginning of its path."""
+    services: tuple[str, ...]
+    """Names of services, without .service."""
+    way_out: str
+
+
+# All of these approve if their configuration says so. (aks-node-termination-handler drains nodes, but approves
+# nothing.)
+_KNOWN = (
+    # Since 8.2.2 it approves each event at once for which /opt/cycle/jetpack/scripts has no script, unless the
+    # node's configuration on CycleCloud's server says otherwise.
+    _Known(
+        "CycleCloud's jetpack",
+        "/opt/cycle/jetpack/",
+        ("jetpackd",),
+        "set cyclecloud.monitor_scheduled_events = false for this node in CycleCloud, or leave the events to it",
+    ),
+    _Known(
+        "webdevops' azure-scheduledevents-manager",
+        "azure-scheduledevents-manager",
+        ("azure-scheduledevents-manager",),
+        "take --azure.approve-scheduledevent (AZURE_APPROVE_SCHEDULEDEVENT) from it, or stop one of the two",
+    ),
+)
+# Microsoft's sample for Windows, SchService.ps1, installs itself under its file's name and this display name.
+_SAMPLE_SERVICE = "schservice"
+_SAMPLE_DISPLAY = "azurescheduledevents"
+_SAMPLE = "Azure's sample service SchService"
+
+
+def running_processes() -> Iterator[psutil.Process]:
+    """Every process. psutil's own iterator would keep an object for each of them for ever."""
+    for pid in psutil.pids():
+        with suppress(psutil.Error):  # it has ended
+            yield psutil.Process(pid)
+
+
+def acting_agents(own_pids: Collection[int]) -> list[ActingAgent]:
+    """The agents that run on this machine and act, but for those of these processes."""
+    commands: dict[int, list[str]] = {}
+    parents: dict[int, int] = {}
+    for process in running_processes():
+        with suppress(psutil.Error):  # it has ended, or belongs to an account that hides it
+            words = process.cmdline()
+            if is_acting_agent(words):
+                commands[process.pid] = words
+                parents[process.pid] = process.ppid()
+
+    def first(pid: int) -> int:
+        """The process that a person or the service manager started: a launcher, or the parent of a fork."""
+        passed = {pid}
+        while parents.get(pid) in commands and parents[pid] not in passed:
+            pid = parents[pid]
+            passed.add(pid)
+        return pid
+
+    own = {first(pid) for pid in own_pids}
+    return [ActingAgent(pid, " ".join(commands[pid])) for pid in sorted({*map(first, commands)} - own)]
+
+
+def is_acting_agent(words: Sequence[str]) -> bool:
+    """Whether the command runs an agent of this program, and not only to observe."""
+    place = next((index for index, word in enumerate(words) if _OWN_PROGRAM.fullmatch(word)), None)
+    if place is None:
+        return False
+    if place > 0 and not (_PYTHON.fullmatch(words[0]) and all(word.startswith("-") for word in words[1:place])):
+        return False
+    arguments = words[place + 1 :]
+    runs = list(arguments[:1]) == ["run"] or list(arguments[:2]) == ["service", "host"]
+    return runs and not any(len(word) > 2 and "--observe".startswith(word) for word in arguments)
+
+
+def linux_approvers(root: Path = Path("/")) -> list[Approver]:
+    """Other approvers on Linux: in processes, unit files and Pacemaker's configuration."""
+    commands = []
+    for process in running_processes():
+        with suppress(psutil.Error):  # it has ended, or belongs to an account that hides it
+            commands.append((process.pid, process.cmdline()))
+    services = {path.stem for place in _UNIT_PLACES for path in (root / place).glob("*.service")}
+
+    def runs(program: str) -> list[int]:
+        return [pid for pid, words in commands if words and _is_program(words, program)]
+
+    found = []
+    for known in _KNOWN:
+        named = services.intersection(known.services)
+        if pids := runs(known.program):
+            found.append(Approver(known.name, f"process {pids[0]} runs", "maybe", known.way_out))
+        elif named:
+            found.append(Approver(known.name, f"unit {named.pop()}.service is there", "installed", known.way_out))
+        elif known.program.startswith("/") and (root / known.program[1:]).is_dir():
+            found.append(Approver(known.name, f"{known.program} is there", "installed", known.way_out))
+    # The package resource-agents always brings it; it runs only if the cluster's configuration names it.
+    cib = ""
+    with suppress(OSError):
+        cib = (root / _CIB).read_text(encoding="utf-8", errors="replace")
+    if agent := _CIB_AGENT.search(cib):
+        pids = runs("pacemakerd")
+        life: Life = "installed"
+        where = f"/{_CIB} names it"
+        if pids:
+            life = "maybe" if _CIB_STOPPED.search(cib) else "active"
+            where += f" and process {pids[0]}, pacemakerd, runs"
+        way_out = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
+        found.append(Approver(f"Pacemaker's {agent[1]}", where, life, way_out))
+    return found
+
+
+def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> list[Approver]:
+    """Other approvers on Windows: among ``services`` (name, display name, whether it runs) and directories."""
+    found = []
+    for name, display, is_running in services:
+        where = f"service {name} runs" if is_running else f"service {name} is there"
+        if name.casefold() == _SAMPLE_SERVICE or display.casefold() == _SAMPLE_DISPLAY:
+            way_out = f"stop one of the two: sc stop {name}, and sc config {name} start= disabled"
+            found.append(Approver(_SAMPLE, where, "active" if is_running else "installed", way_out))
+        life: Life = "maybe" if is_running else "installed"
+        found += [
+            Approver(one.name, where, life, one.way_out) for one in _KNOWN if name.casefold() in one.services
+        ]
+    jetpack = _KNOWN[0]
+    place = root / "cycle" / "jetpack"
+    if place.is_dir() and not any(one.name == jetpack.name for one in found):
+        found.append(Approver(jetpack.name, f"{place} is there", "installed", jetpack.way_out))
+    return found
+
+
+def _is_program(words: list[str], program: str) -> bool:
+    """Whether the command runs it, itself or as a script; not whether it only names it."""
+    script = words[1:2] if _INTERPRETER.fullmatch(PurePosixPath(words[0]).name) else []
+    return any(
+        word.startswith(program) if program.startswith("/") else PurePosixPath(word).name == program
+        for word in [words[0], *script]
+    )

@@ -1,0 +1,410 @@
+"""Linux processes: hooks as process trees that can be ended whole.
+
+Knows nothing of events, policy or hooks. The one invariant: ``ProcessTree.kill`` never signals a process that was
+not started, directly or through others, by the tree it belongs to.
+
+How a tree is kept together: its first process leads a session of its own. This process is the "child subreaper",
+so a process that loses its parent becomes our child and not init's. Every process carries a marker in its
+environment. A process that leaves the session, loses its parent and clears its environment shows none of these
+signs. It is then ended with the last tree that is alive.
+"""
+
+import errno
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from scheduled_events_agent.host.conflicts import running_processes
+from scheduled_events_agent.host.error import HostError
+from scheduled_events_agent.host.linux.files import account_name
+
+if sys.platform == "win32":
+    raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
+
+_MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "CREDENTIALS_DIRECTORY")
+# Where hooks find their secrets, unless systemd has loaded credentials for the agent and says where these are.
+_CREDENTIALS = "/etc/scheduled-events-agent/credentials"
+_PR_SET_CHILD_SUBREAPER = 36
+_FIRST_LINE_BYTES = 256  # what the kernel reads of it
+_LEFTOVER_GRACE_SECONDS = 1.0
+# Where very many processes starve this one, a single look takes longer than the grace.
+_LEFTOVER_KILLS = 3
+
+_trees: "dict[str, ProcessTree | None]" = {}  # by token; None while it is being started
+_trees_lock = threading.Lock()
+
+
+class ProcessTree:
+    """A program and everything it started. Made by ``start_tree``; end with ``close``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", token: str) -> None:
+        self._process = process
+        self._token = token
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> int | None:
+        """Block until the program ended. Returns its exit code, less than 0 for a signal, None if it was lost."""
+        try:
+            # WNOWAIT: it stays a zombie until close(), so that neither its pid nor its group is reused.
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # this process ignores SIGCHLD, or other code took the exit code
+            return None
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+    def is_empty(self) -> bool:
+        """Whether nothing of the tree runs any more."""
+        try:
+            if not _is_zombie(psutil.Process(self.pid)):
+                return False
+        except psutil.Error:  # it is gone
+            pass
+        except OSError:  # no descriptor is free: nothing can be read now
+            return False
+        reap_orphans()
+        # A zombie counts: what it started in its last moment may have been missed, and is found the next time.
+        members = self._members()
+        return members is not None and not members
+
+    def terminate(self) -> None:
+        """Send SIGTERM to every process of the tree."""
+        for member in self._members() or ():
+            _terminate(member)
+
+    def kill(self) -> None:
+        """End every process of the tree. Call it again until ``is_empty``: one may just have been forking."""
+        running = [member for member in self._members() or () if not _is_zombie(member)]
+        # A group dies in one go, and no fork escapes from that.
+        groups = {self.pid}
+        for member in running:
+            with suppress(ProcessLookupError):
+                groups.add(os.getpgid(member.pid))
+        for group in groups - {os.getpgrp()}:
+            with suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        for member in running:
+            with suppress(psutil.Error):
+                member.kill()
+
+    def close(self) -> None:
+        """Release it. The program must have ended."""
+        self._process.wait()
+        with _trees_lock:
+            _trees.pop(self._token, None)
+        reap_orphans()
+
+    def _members(self) -> list[psutil.Process] | None:
+        """The tree's processes without its first one if that has ended; None if they cannot be read now."""
+        with _trees_lock:
+            trees = dict(_trees)
+        may_take_strays = trees.keys() <= {self._token}
+        try:
+            return [
+                process
+                for process, token in _owned_processes(trees)
+                if (token == self._token or (token == "" and may_take_strays))
+                and not (process.pid == self.pid and _is_zombie(process))
+            ]
+        except OSError:  # no descriptor is free
+            return None
+
+
+def adopt_orphans() -> None:
+    """Be the parent of processes that lose theirs. Done early, the first tree need not wait for it."""
+    import ctypes  # noqa: PLC0415 - of no use without hooks
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_tree(
+    *,
+    run: Sequence[str] | None,
+    shell: str | None,
+    env: Mapping[str, str],
+    cwd: str | None,
+    user: str | None,
+    stdin: bytes,
+    output: int,
+    token: str,
+) -> ProcessTree:
+    """Start the program ``run`` or the command line ``shell``; it writes to the descriptor ``output``.
+
+    ``token`` is a text that no other tree has. Raises HostError, its message a phrase, if it cannot be started.
+    """
+    argv = ["/bin/sh", "-c", shell] if shell is not None else list(run or ())
+    if not argv or not argv[0]:
+        raise HostError("nothing to run", kind="hook")
+    uid, gid, groups = identity_of(user)
+    directory = cwd or "/"
+    tree: ProcessTree | None = None
+    with _trees_lock:
+        _trees[token] = None  # from here on a stray may be ours, and a new child is no orphan
+    try:
+        adopt_orphans()
+        with os.fdopen(os.memfd_create("stdin"), "r+b") as source:
+            source.write(stdin)
+            source.seek(0)
+            process = subprocess.Popen(
+                argv,
+                stdin=source,
+                stdout=output,
+                stderr=output,
+                env={**env, _MARKER: token},
+                cwd=directory,
+                user=uid,
+                group=gid,
+                extra_groups=groups,
+                start_new_session=True,
+            )
+        tree = ProcessTree(process, token)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise HostError(_why_not_started(argv[0], directory, user, env, error), kind="hook") from None
+    finally:
+        with _trees_lock:
+            if tree is None:
+                del _trees[token]
+            else:
+                _trees[token] = tree
+    return tree
+
+
+def reap_orphans() -> None:
+    """Release processes that lost their parent and ended. Costs a system call where none has; for any thread."""
+    with _trees_lock, suppress(OSError):  # no child at all, or no descriptor is free
+        if None in _trees.values():
+            return  # the child that is being started is not known yet, and its exit code is not ours to take
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        session = os.getsid(0)
+        leaders = {tree.pid for tree in _trees.values() if tree is not None}
+        for child in psutil.Process().children():
+            with suppress(ProcessLookupError):
+                if child.pid not in leaders and os.getsid(child.pid) != session:
+                    os.waitpid(child.pid, os.WNOHANG)
+
+
+def end_marked(prefix: str) -> int:
+    """End what the trees of a killed agent left running; returns how many processes that were.
+
+    These are the trees whose token begins with ``prefix``.
+    """
+    kill_at = time.monotonic() + _LEFTOVER_GRACE_SECONDS
+    found: set[psutil.Process] = set()
+    kills = 0
+    while marked := marked_processes(prefix):
+        if kills >= _LEFTOVER_KILLS and time.monotonic() >= kill_at + _LEFTOVER_GRACE_SECONDS:
+            break
+        for process in marked - found:
+            _terminate(process)
+        found |= marked
+        if time.monotonic() >= kill_at:
+            kills += 1
+            for process in marked:
+                with suppress(psutil.Error):
+                    process.kill()
+        psutil.wait_procs(marked, timeout=0.05)
+    return len(found)
+
+
+def marked_processes(prefix: str) -> set[psutil.Process]:
+    """The processes that run and carry a token that begins with ``prefix``, and their descendants."""
+    marked = {process for process in running_processes() if _token_of(process).startswith(prefix)}
+    for process in list(marked):
+        with suppress(psutil.Error):
+            marked.update(process.children(recursive=True))
+    return {process for process in marked if process.pid != os.getpid() and not _is_zombie(process)}
+
+
+def base_environment(user: str | None) -> dict[str, str]:
+    """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    environment.update((name, value) for name, value in os.environ.items() if name.startswith("LC_"))
+    environment.setdefault("PATH", DEFAULT_PATH)
+    environment.setdefault("CREDENTIALS_DIRECTORY", _CREDENTIALS)
+    try:
+        entry = pwd.getpwuid(os.geteuid()) if user is None else pwd.getpwnam(user)
+    except (KeyError, ValueError):  # start_tree refuses an unknown user
+        return environment | {"HOME": "/"}
+    account = {"HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name, "SHELL": entry.pw_shell}
+    return environment | account
+
+
+def find_program(name: str, cwd: str | None, env: Mapping[str, str]) -> Path | None:
+    """The file that a hook's program is, whether it is there or not; None for a name that is not on the PATH."""
+    if "/" in name:
+        return Path(cwd or "/") / name
+    found = shutil.which(name, path=env.get("PATH") or base_environment(None).get("PATH"))
+    return None if found is None else Path(found)
+
+
+def command_fault(
+    run: Sequence[str] | None, shell: str | None, cwd: str | None, env: Mapping[str, str]
+) -> str | None:
+    """Why ``start_tree`` could not start the program, as far as its first line shows; None if it could."""
+    del shell
+    program = find_program(run[0], cwd, env) if run else None
+    if program is None or not program.is_file():  # to open a named pipe would block
+        return None
+    try:
+        with program.open("rb") as file:
+            head = file.read(_FIRST_LINE_BYTES)
+    except OSError:  # it need not be readable to be a program
+        return None
+    fault = _first_line_fault(head, cwd, env)
+    return f"{program}: {fault}" if fault else None
+
+
+def _first_line_fault(head: bytes, cwd: str | None, env: Mapping[str, str]) -> str:
+    if b"\0" in head:  # a program
+        return ""
+    line = head.partition(b"\n")[0]
+    words = os.fsdecode(line.removeprefix(b"#!")).split()
+    if not line.startswith(b"#!") or not words:
+        return "it has no first line #!: name the interpreter in run"
+    if line.endswith(b"\r"):
+        return "its first line ends with a carriage return: save it with Unix line ends"
+    interpreter = Path(cwd or "/") / words[0]
+    if not interpreter.exists():
+        return f"its interpreter {words[0]} does not exist"
+    arguments = words[2:] if words[1:2] == ["-S"] else words[1:]
+    if interpreter.name != "env" or not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+        return ""
+    if find_program(arguments[0], cwd, env) is None:
+        return f"its interpreter {arguments[0]} is not found in PATH"
+    return ""
+
+
+def decode_output(data: bytes) -> str:
+    """What a program wrote, as text."""
+    return data.decode("utf-8", "replace")
+
+
+def identity_of(user: str | None) -> tuple[int | None, int | None, list[int] | None]:
+    """Uid, gid and groups to run as; all None for this process's own. Raises HostError if that is not possible."""
+    if user is None:
+        return None, None, None
+    try:
+        entry = pwd.getpwnam(user)
+    except (KeyError, ValueError):
+        raise HostError(f"no such user: {user}", kind="hook") from None
+    if entry.pw_uid == os.geteuid():
+        return None, None, None
+    if os.geteuid() != 0:
+        raise HostError(f"cannot run as {user}: only an agent that runs as root can", kind="hook")
+    return entry.pw_uid, entry.pw_gid, os.getgrouplist(user, entry.pw_gid)
+
+
+def access_fault(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
+    """Why the account (None: this one) cannot use the file or directory so; None if it can.
+
+    Raises HostError if it is not known, or there is no such account.
+    """
+    who = user or account_name()
+    if who != account_name() and os.geteuid() != 0:
+        raise HostError(f"only root can tell what {who} may do", kind="access")
+    path = path.absolute()
+    for place in reversed(path.parents):
+        if not _may(place, "x", user):
+            return f"{who} cannot pass through {place}"
+    wanted = "wx" if purpose == "write" and path.is_dir() else {"read": "r", "execute": "x", "write": "w"}[purpose]
+    return None if all(_may(path, right, user) for right in wanted) else f"{who} cannot {purpose} {path}"
+
+
+def _may(path: Path, right: str, user: str | None) -> bool:
+    uid, gid, groups = identity_of(user)
+    if uid is None:
+        return os.access(path, {"r": os.R_OK, "x": os.X_OK, "w": os.W_OK}[right])
+    # As that account: it also has to do with access lists and how the file system is mounted.
+    question = ["/usr/bin/test", f"-{right}", str(path)]
+    try:
+        asked = subprocess.run(question, user=uid, group=gid, extra_groups=groups, env={}, cwd="/", check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HostError(f"cannot ask as {user}: {error}", kind="access") from None
+    return asked.returncode == 0
+
+
+def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str, str], error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return f"cannot be started: {error}"
+    if not Path(cwd).is_dir():
+        return f"no such directory to run in: {cwd}"
+    path = Path(program)
+    if isinstance(error, FileNotFoundError):
+        if "/" not in program:
+            return f"no such program on the PATH {env.get('PATH')}: {program}"
+        if path.exists():
+            return f"the interpreter in the first line does not exist: {program}"
+        return f"no such file: {program}"
+    if path.is_dir():
+        return f"a directory, not a program: {program}"
+    if isinstance(error, PermissionError):
+        what = f"not executable for {user}" if user else "not executable"
+        return f"{what}: {program}"
+    if error.errno == errno.ENOEXEC:
+        return f"neither a program nor a script that begins with #!: {program}"
+    return f"cannot be started ({error.strerror}): {program}"
+
+
+def _owned_processes(trees: Mapping[str, ProcessTree | None]) -> list[tuple[psutil.Process, str]]:
+    """Every process that a tree started, with the tree's token, or "" for a stray that shows no owner."""
+    me = os.getpid()
+    session = os.getsid(0)
+    tokens_by_session = {tree.pid: token for token, tree in trees.items() if tree is not None}
+    owners: dict[int, str | None] = {}  # None for our own children that are no hooks, and for theirs
+    owned = []
+    for process in psutil.Process().children(recursive=True):  # parents come before their children
+        try:
+            parent = process.ppid()
+            own_session = os.getsid(process.pid)
+        except (psutil.Error, ProcessLookupError):
+            continue
+        inherited: str | None = ""
+        if parent != me:
+            inherited = owners.get(parent, "")
+        elif own_session == session:
+            inherited = None
+        if inherited == "":
+            token = _token_of(process)
+            inherited = tokens_by_session.get(own_session) or (token if token in trees else "")
+        owners[process.pid] = inherited
+        if inherited is not None:
+            owned.append((process, inherited))
+    return owned
+
+
+def _token_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get(_MARKER, "")
+    except psutil.Error:  # it has ended, or belongs to an account that hides it
+        return ""
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    """Whether it has ended; it may not have been released yet."""
+    try:
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _terminate(process: psutil.Process) -> None:
+    with suppress(psutil.Error):
+        process.terminate()
+        process.resume()  # a stopped process would not see the signal

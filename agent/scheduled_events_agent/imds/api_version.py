@@ -1,0 +1,126 @@
+"""In which api-version the document is asked for, and what it means if the newest one fails. Does no I/O."""
+
+from collections.abc import Callable
+from math import inf
+from typing import Generic, TypeVar
+
+import msgspec
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.imds.document import (
+    RECOMMENDATION,
+    RECOMMENDING_VERSION,
+    ApiVersion,
+    ApiVersionSetting,
+)
+
+T = TypeVar("T")
+
+GENERAL_VERSION: ApiVersion = "2020-07-01"
+"""The newest one that every VM has."""
+PREVIEW_TIMEOUT_SECONDS = 2.0
+"""So long the newest version may take: events are worth more than recommendations."""
+_REFUSALS = ("bad_request", "not_found")
+# One failure may be an outage of a moment, so the second one in a row counts.
+_ENOUGH_FAILURES = 2
+_ASK_AGAIN_SECONDS = 600.0
+_ASK_AGAIN_AFTER_REFUSAL_SECONDS = 24 * 3600.0
+
+
+class BestAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """What ``ask_best`` got."""
+
+    content: T
+    version: ApiVersion
+    """In which it came."""
+    error: AgentError | None = None
+    """Why it did not come in the newest version, if that was asked for."""
+
+
+class VersionFallback(msgspec.Struct, frozen=True):
+    """How often in a row the newest version failed while the general one was answered."""
+
+    count: int = 0
+    last: float = 0.0
+    """When, monotonic."""
+    reason: str = ""
+    """What it does instead of answering, as a phrase."""
+    is_refused: bool = False
+    """Whether each of these failures says that the service does not know the version."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether only the general version is asked for now."""
+        return self.count >= _ENOUGH_FAILURES
+
+    @property
+    def ask_again_seconds(self) -> float:
+        """How long after the last failure the newest version is asked for again."""
+        return _ASK_AGAIN_AFTER_REFUSAL_SECONDS if self.is_refused else _ASK_AGAIN_SECONDS
+
+    @property
+    def failure(self) -> str:
+        """Why recommendations are not available; "" if they are, as far as is known."""
+        return not_available(self.reason) if self.is_settled else ""
+
+    def after(self, asked: tuple[ApiVersion, ...], error: AgentError | None, now: float) -> "VersionFallback":
+        """The same after a cycle that asked for ``asked`` and was answered; ``error``: of the newest version."""
+        if len(asked) == 1:
+            return self
+        if error is None:
+            return VersionFallback()
+        is_refused = error.kind in _REFUSALS and (self.is_refused or self.count == 0)
+        return VersionFallback(self.count + 1, now, reason_of(error), is_refused)
+
+
+NONE_YET = VersionFallback()
+
+
+def not_available(reason: str) -> str:
+    """What log, status and doctor say if the newest version fails for this reason."""
+    return f"{RECOMMENDATION} events are not available: api-version {RECOMMENDING_VERSION} {reason}"
+
+
+def reason_of(error: AgentError) -> str:
+    """What the service does instead of answering in a version, as a phrase without a subject."""
+    status = getattr(error, "status", None)
+    if status is not None:
+        return f"answers {status}"
+    return "does not answer in time" if error.kind == "timeout" else f"gives no usable answer ({error.kind})"
+
+
+def versions_to_ask(
+    setting: ApiVersionSetting,
+    *,
+    has_recommendations: bool,
+    fallback: VersionFallback = NONE_YET,
+    now: float = 0.0,
+) -> tuple[ApiVersion, ...]:
+    """What to ask in; the second version only if the first one fails.
+
+    ``has_recommendations``: whether documents must list them. ``now`` is monotonic.
+    """
+    if setting != "auto":
+        return (setting,)
+    is_resting = fallback.is_settled and now - fallback.last < fallback.ask_again_seconds
+    if is_resting or not has_recommendations:
+        return (GENERAL_VERSION,)
+    return RECOMMENDING_VERSION, GENERAL_VERSION
+
+
+def ask_best(versions: tuple[ApiVersion, ...], ask: Callable[[ApiVersion, float], T]) -> BestAnswer[T]:
+    """The first version's answer, or that of the last one in the same cycle. Raises what ``ask`` raised last.
+
+    ``ask`` gets the version, and how many seconds it may take (inf: as usual). A service that throttles is not
+    asked twice.
+    """
+    newest, general = versions[0], versions[-1]
+    if newest == general:
+        return BestAnswer(content=ask(general, inf), version=general)
+    try:
+        return BestAnswer(content=ask(newest, PREVIEW_TIMEOUT_SECONDS), version=newest)
+    except AgentError as error:
+        if error.kind == "throttled":
+            raise
+        failure = error
+    return BestAnswer(content=ask(general, inf), version=general, error=failure)

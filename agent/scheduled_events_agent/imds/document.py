@@ -1,0 +1,324 @@
+"""What Azure says: the Scheduled Events document as frozen values, with every quirk of its text.
+
+Owns the reading of a document and of one event, and the words of the protocol. Does no I/O and knows
+neither the policy nor the time. The one invariant: a text that is not a whole document is an error and
+never "no events", for an event that is missing counts as over.
+"""
+
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from scheduled_events_agent.imds.text import MAX_TEXT, DocumentError, clean_text, excerpt, parse_json, shown
+
+ApiVersion = Literal[
+    "2017-03-01", "2017-08-01", "2017-11-01", "2019-01-01", "2019-04-01", "2019-08-01", "2020-07-01", "2024-07-09"
+]
+ApiVersionSetting = Literal["auto", ApiVersion]
+EventTypeName = Literal["SpotRebalanceRecommendation", "Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"]
+StatusName = Literal["Scheduled", "Started"]
+SourceName = Literal["Platform", "User"]
+Affects = Literal["self", "shared", "others", "unknown"]
+
+EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
+"""In the order of their severity."""
+RECOMMENDATION: EventTypeName = "SpotRebalanceRecommendation"
+RECOMMENDING_VERSION: ApiVersion = "2024-07-09"
+"""The first api-version whose documents have recommendations; versions compare as texts."""
+
+PROMISED_NOTICE_SECONDS: dict[str, float] = {
+    "Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Terminate": 300.0, "Preempt": 30.0,
+}  # fmt: skip
+"""How long before its start Azure announces an event at the latest."""
+# Of a printable id; a longer one is shown by its beginning and a mark of its own. Azure's have 36 characters.
+_MAX_SHOWN_ID = 128
+_MARKED_ID = re.compile(r"~[0-9a-f]{12}$")
+# Far more than a service sends, and little enough that reading them takes no long time and little memory.
+MAX_EVENTS = 2000
+MAX_OWN_EVENTS = 100
+# A year. Real ones take seconds to minutes; what is longer is no estimate.
+_LONGEST_DURATION_SECONDS = 31_536_000.0
+# Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
+_ENDED = ("Completed", "Canceled")
+_CANONICAL = {
+    word.casefold(): word for word in (*EVENT_TYPES, "Scheduled", "Started", *_ENDED, "Platform", "User")
+}
+
+
+class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One event of a document. Names are the service's; texts are trimmed and printable."""
+
+    id: str
+    """For people and hooks; compare by ``key``. Empty if the document gave none."""
+    type: str
+    """One of EVENT_TYPES in their spelling, else the word received, "" if there was none."""
+    status: str
+    source: str = ""
+    """``Platform`` or ``User``; "" before api-version 2019-08-01."""
+    resources: tuple[str, ...] = ()
+    not_before: datetime | None = None
+    """Aware, UTC. None (blank, missing, unreadable) means: may start now."""
+    duration_seconds: float | None = None
+    """Azure's estimate of the interruption; None when unknown (-1 or missing)."""
+    description: str = ""
+    resource_type: str = ""
+    received_id: str = ""
+    """The id exactly as received, where ``id`` is only a printable copy of it."""
+    id_fault: str = ""
+    """Why the id cannot be sent back exactly, as a clause; "" if it can."""
+    is_ambiguous: bool = False
+    """The document lists the id more than once, with contents that contradict each other."""
+
+    @property
+    def approval_id(self) -> str:
+        """What an approval sends back: the id exactly as received; "" if that is not possible."""
+        return "" if self.id_fault else self.received_id or self.id
+
+    @property
+    def approval_fault(self) -> str:
+        """Why an approval of the event would not count, as a clause; "" if it would."""
+        if self.is_recommendation:
+            return "an approval of a recommendation has no effect"
+        if not self.id:
+            return "it has no id to approve"
+        return f"its id cannot be sent back exactly ({self.id_fault})" if self.id_fault else ""
+
+    @property
+    def key(self) -> str:
+        """Identity of the event: its id without regard to case."""
+        # An event without an id can be followed but never approved.
+        key = self.id.casefold() or "-".join(["no-id", self.type, *self.resources]).casefold()
+        # An eviction under the id of its recommendation is prepared for on its own.
+        return f"{key}-recommendation" if self.is_recommendation else key
+
+    @property
+    def is_recommendation(self) -> bool:
+        """Whether it is only an early warning: that a Spot VM may be evicted, in an event of its own."""
+        return self.type == RECOMMENDATION
+
+    @property
+    def is_started(self) -> bool:
+        return self.status == "Started" and not self.is_recommendation
+
+    @property
+    def starts_at(self) -> datetime | None:
+        """Until when there is time to prepare; None: it may start now, or never starts."""
+        return None if self.is_recommendation else self.not_before
+
+    @property
+    def is_ended(self) -> bool:
+        return self.status in _ENDED
+
+    def affects(self, names: Iterable[str]) -> Affects:
+        """Whom the event touches, seen from the VM that goes by any of ``names``."""
+        mine = plain_names(names)
+        if not mine or not self.resources:
+            return "unknown"
+        found = set()
+        for resource in self.resources:
+            found.add(plain_name(resource) in mine)
+            if len(found) == 2:  # no need to look at the rest; there may be a hundred
+                return "shared"
+        return "self" if True in found else "others"
+
+    def position(self, names: Iterable[str]) -> int | None:
+        """How many Resources stand before the VM that goes by any of ``names``; None if it is not there."""
+        mine = plain_names(names)
+        return next((i for i, resource in enumerate(self.resources) if plain_name(resource) in mine), None)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What one successful request returned."""
+
+    incarnation: str
+    """For logs and for the 2017-03-01 form of the approval; never a gate. "" if missing."""
+    events: tuple[ScheduledEvent, ...]
+    """Events that are pending or under way, in document order, one per key."""
+    ended: dict[str, str] = {}
+    """Key and status of the events that are listed as over."""
+    has_recommendations: bool = True
+    """Whether it lists recommendations, as documents of older api-versions do not."""
+    answered: float = 0.0
+    """When it was received, on the monotonic clock."""
+
+
+def parse_document(body: bytes) -> Document:
+    """Read an answer of the endpoint. Raises DocumentError, which says what was found instead."""
+    data = _decode(body)
+    if not isinstance(data, dict) or not isinstance(data.get("Events"), list):
+        raise DocumentError(f'expected an object with a list "Events"; got {excerpt(body)}')
+    if len(data["Events"]) > MAX_EVENTS:
+        raise DocumentError(f"{len(data['Events'])} events; at most {MAX_EVENTS} are read", kind="too_many")
+    twins: dict[str, list[ScheduledEvent]] = {}
+    for index, item in enumerate(data["Events"]):
+        event = _to_event(item, f"Events[{index}]")
+        twins.setdefault(event.key, []).append(event)
+    incarnation = data.get("DocumentIncarnation")
+    merged = [_merge(events) for events in twins.values()]
+    return Document(
+        incarnation="" if incarnation is None else clean_text(incarnation),
+        events=tuple([event for event in merged if not event.is_ended]),
+        ended={event.key: event.status for event in merged if event.is_ended},
+    )
+
+
+def refuse_too_many(document: Document, names: Iterable[str]) -> None:
+    """Raises DocumentError if more events than can be real may concern the VM that goes by any of ``names``."""
+    names = tuple(names)
+    count = sum(event.affects(names) != "others" for event in document.events)
+    if count > MAX_OWN_EVENTS:
+        what = "name this VM" if names else "may concern this VM, whose name is not known: set vm.name"
+        raise DocumentError(f"{count} events {what}; at most {MAX_OWN_EVENTS} are followed", kind="too_many")
+
+
+def parse_event(body: bytes) -> ScheduledEvent:
+    """Read one bare event object, as logs and articles quote them. Raises DocumentError."""
+    data = _decode(body)
+    if not isinstance(data, dict) or "EventType" not in data:
+        raise DocumentError(f'expected an object with "EventType"; got {excerpt(body)}')
+    return _to_event(data, "event")
+
+
+def to_azure_json(event: ScheduledEvent) -> bytes:
+    """The event as an object in Azure's names, as hooks get it on standard input."""
+    seconds: float | int = -1 if event.duration_seconds is None else event.duration_seconds
+    if isinstance(seconds, float) and seconds.is_integer():
+        seconds = int(seconds)
+    fields: dict[str, Any] = {
+        "EventId": event.id,
+        "EventStatus": event.status,
+        "EventType": event.type,
+        "ResourceType": event.resource_type,
+        "Resources": event.resources,
+        "NotBefore": "" if event.not_before is None else event.not_before.isoformat().replace("+00:00", "Z"),
+        "Description": event.description,
+        "EventSource": event.source,
+        "DurationInSeconds": seconds,
+    }
+    return msgspec.json.encode(fields)
+
+
+def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
+    """One event, however often it is listed: an approval of its id would cover the resources of all.
+
+    Where the twins contradict each other, the merged event is the one that leaves the least time to prepare.
+    """
+    first = twins[0]
+    if len(twins) == 1:
+        return first
+    resources = first.resources
+    if first.id:  # without an id the resources are the key, and the key must stay
+        known = set(resources)
+        more = dict.fromkeys(resource for twin in twins[1:] for resource in twin.resources)
+        resources += tuple([resource for resource in more if resource not in known])
+    if len({replace(twin, id="", received_id="", resources=(), resource_type="") for twin in twins}) > 1:
+        first = replace(min(twins, key=_urgency), id=first.id, received_id=first.received_id, is_ambiguous=True)
+        times = [twin.not_before for twin in twins if not twin.is_ended]
+        if first.not_before is not None and None in times:
+            first = replace(first, not_before=None)  # blank means that it may start now
+    return replace(first, resources=resources)
+
+
+def _urgency(event: ScheduledEvent) -> tuple[object, ...]:
+    """Sorts what is still to start before what has started or ended, then by NotBefore, severity and length."""
+    severity = EVENT_TYPES.index(event.type) if event.type in EVENT_TYPES else -1
+    not_before = event.not_before.timestamp() if event.not_before else float("-inf")
+    seconds = float("inf") if event.duration_seconds is None else event.duration_seconds
+    return event.is_ended, event.is_started, not_before, -severity, -seconds, event.source, event.description
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return parse_json(body)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise DocumentError(f"not JSON ({error}): {excerpt(body)}") from error
+
+
+def _to_event(item: Any, where: str) -> ScheduledEvent:
+    if not isinstance(item, dict):
+        # Skipping it could make a known event look as if it were over.
+        raise DocumentError(f"{where}: expected an object; got {shown(item)}")
+    get = item.get
+    shown_id, received_id, id_fault = _identify(get("EventId"))
+    return ScheduledEvent(
+        id=shown_id,
+        received_id=received_id,
+        id_fault=id_fault,
+        type=_word(get("EventType")),
+        # 46-minimal in tests/payloads: no status at all. Only a plain "Scheduled" may be approved.
+        status=_word(get("EventStatus")),
+        source=_word(get("EventSource")),
+        resources=_names(get("Resources")),
+        not_before=_parse_time(clean_text(get("NotBefore"))),
+        duration_seconds=_duration(get("DurationInSeconds")),
+        description=clean_text(get("Description")),
+        resource_type=clean_text(get("ResourceType")),
+    )
+
+
+def _identify(value: Any) -> tuple[str, str, str]:
+    """An id for people, the id as received where that is another, and why it cannot be sent back."""
+    shown = clean_text(value)
+    if not shown:
+        return "", "", ""
+    if not isinstance(value, str):
+        return shown, "", "it is not a text"
+    if value == shown and len(value) <= _MAX_SHOWN_ID and not _MARKED_ID.search(value):
+        return value, "", ""
+    from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, and Azure's ids need none of it
+
+    # What differs only in what is not shown must not become one event.
+    mark = sha256(value.casefold().encode()).hexdigest()[:12]
+    shown = f"{shown[: _MAX_SHOWN_ID - 13].rstrip()}~{mark}"
+    if len(value) > MAX_TEXT:
+        return shown, "", f"it is longer than {MAX_TEXT} characters"
+    return shown, value, ""
+
+
+def _word(value: Any) -> str:
+    text = clean_text(value)
+    return _CANONICAL.get(text.casefold(), text)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return ()
+    return tuple([clean_text(name) for name in value])
+
+
+def _duration(value: Any) -> float | None:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return seconds if 0 <= seconds <= _LONGEST_DURATION_SECONDS and not isinstance(value, bool) else None
+
+
+@lru_cache(maxsize=1024)
+def _parse_time(text: str) -> datetime | None:
+    from email.utils import parsedate_to_datetime  # noqa: PLC0415  # 5 ms, and most commands parse no document
+
+    try:
+        # RFC 1123 as the endpoint sends it (the weekday is often wrong and is not looked at), or ISO 8601
+        # as Microsoft's pages and mock server write it. A bare "20170702" is neither.
+        time = datetime.fromisoformat(text) if text[4:5] == "-" else parsedate_to_datetime(text)
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError, TypeError, IndexError):
+        return None
+
+
+def plain_names(names: Iterable[str]) -> set[str]:
+    # A name we do not know must not match a resource that is blank.
+    return {plain_name(name) for name in names} - {""}
+
+
+def plain_name(name: str) -> str:
+    """A VM's name for comparison; old api-versions and Azure Batch put one ``_`` before it."""
+    return name.casefold().removeprefix("_")

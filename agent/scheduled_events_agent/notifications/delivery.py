@@ -1,0 +1,184 @@
+"""One exchange with the service that hears of an event.
+
+Errors are worded here by their kind: the texts of libraries may hold the URL or a header, which are secrets.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
+from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, trusting
+from scheduled_events_agent.imds.text import excerpt
+from scheduled_events_agent.notifications.formats import BodyError, render
+from scheduled_events_agent.notifications.notification import SAMPLE, Happening
+from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile, files_of_target, is_foreign_path
+
+_KIND_OF_STATUS: dict[int, HttpErrorKind] = {
+    # Final: the body is at fault, and would be the same the next time.
+    400: "rejected", 413: "rejected", 414: "rejected", 415: "rejected", 422: "rejected", 431: "rejected",
+    401: "denied", 402: "denied", 403: "denied", 407: "denied",
+    405: "not_found", 410: "not_found",
+    408: "timeout",
+}  # fmt: skip
+
+_ROUTING_KEY = "x-routing-key"
+_MAX_ANSWER_BYTES = 64 * 1024
+_MAX_SECRET_BYTES = 16 * 1024
+_MAX_CA_BYTES = 1024 * 1024
+
+
+class NoticeError(AgentError):
+    """A notice was not delivered. The message holds no secret."""
+
+    kind: HttpErrorKind
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: HttpErrorKind,
+        status: int | None = None,
+        retry_after: float | None = None,
+        answer: str = "",
+    ) -> None:
+        """``status``: with which the service answers, if it does. ``retry_after``: seconds that it asks to wait.
+
+        ``answer``: its beginning, for people only.
+        """
+        super().__init__(message, kind=kind)
+        self.status = status
+        self.retry_after = retry_after
+        self.answer = answer
+
+
+class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+    """The service has taken a notice."""
+
+    status: int
+    answer: str
+    """The beginning of its answer, without secrets of the target; it may hold others, so for people only."""
+
+
+def deliver(target: NotifyTarget, happening: Happening) -> Delivered:
+    """Send it once. Blocks up to the target's time limit, and while a name is looked up. Raises NoticeError."""
+    post = _prepare(target, happening)
+    with httpx.Client(
+        transport=post.transport, trust_env=False, follow_redirects=False, timeout=target.timeout
+    ) as client:
+        response = _exchange(client, post)
+    answer = excerpt(response.content)
+    for secret in post.secrets:
+        answer = answer.replace(secret, "***")
+    if response.is_success:
+        return Delivered(status=response.status_code, answer=answer)
+    raise _refusal(response, answer)
+
+
+def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
+    """Why a notice could not be sent from this machine, or who else can read its secrets: path and message."""
+    for index, target in enumerate(targets):
+        path = f"notify[{index}]"
+        if any(is_foreign_path(file) for _, file in files_of_target(target)):
+            continue  # the policy is for another system
+        for key, value in _secrets_of(target).items():
+            if isinstance(value, SecretFile) and (fault := host.exposure_fault(Path(value.file))):
+                yield f"{path}.{key}", fault
+        try:
+            _prepare(target, SAMPLE)
+        except NoticeError as error:
+            yield path, str(error)
+
+
+@dataclass(frozen=True)
+class _Post:
+    """All that is sent, and the way there."""
+
+    url: httpx.URL
+    headers: dict[str, str]
+    body: bytes
+    transport: BoundedTransport
+    secrets: list[str]
+
+
+def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
+    texts = {key: _text_of(value, key) for key, value in _secrets_of(target).items()}
+    url = _parse_url(texts["to"])
+    headers = {name.lower(): texts[f"headers.{name}"] for name in target.headers}
+    secrets = [secret for secret in (str(url), url.raw_path.decode(), *headers.values()) if len(secret) > 1]
+    routing_key = headers.pop(_ROUTING_KEY, "") if target.body == "pagerduty" else ""
+    try:
+        content_type, body = render(target.body, happening, routing_key)
+    except BodyError as error:
+        raise NoticeError(f"body: {error}", kind="setup") from None
+    own = {"content-type": content_type} | {name.lower(): value for name, value in HEADERS.items()}
+    try:
+        if target.ca_file is not None:
+            host.read_trusted_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
+        context = trusting(target.ca_file) if url.scheme == "https" else None
+        proxy = proxy_for(target.proxy, url)
+    except host.HostError as error:
+        raise NoticeError(f"ca_file: {error}", kind="setup") from None
+    except SetupError as error:
+        raise NoticeError(str(error), kind="setup") from None
+    transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=context, proxy=proxy, is_cut=True)
+    return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
+
+
+def _secrets_of(target: NotifyTarget) -> dict[str, str | SecretFile]:
+    return {"to": target.to, **{f"headers.{name}": value for name, value in target.headers.items()}}
+
+
+def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
+    try:
+        return client.post(post.url, headers=post.headers, content=post.body)
+    except REQUEST_ERRORS as error:
+        failure = classify(error)
+    kind, what = failure.kind, failure.message
+    if kind == "timeout":
+        what = f"no whole answer within {client.timeout.read:g} s"
+    elif kind == "too_large":
+        kind = "malformed"
+    elif kind == "malformed":
+        what += ", or a header that cannot be sent"
+    # Outside of the except clause, so that no traceback has the library's text.
+    raise NoticeError(what, kind=kind)
+
+
+def _refusal(response: httpx.Response, answer: str) -> NoticeError:
+    failure = error_for_status(response, _KIND_OF_STATUS)
+    return NoticeError(
+        failure.message,
+        kind=failure.kind,
+        status=response.status_code,
+        retry_after=failure.retry_after,
+        answer=answer,
+    )
+
+
+def _text_of(secret: str | SecretFile, key: str) -> str:
+    if isinstance(secret, str):
+        return secret
+    try:
+        text = host.read_trusted_file(Path(secret.file), _MAX_SECRET_BYTES).decode("ascii").strip()
+    except host.HostError as error:
+        raise NoticeError(f"{key}: {error}", kind="setup") from None
+    except UnicodeDecodeError:
+        text = ""
+    if not text.isprintable() or not text:
+        raise NoticeError(f"{key}: {secret.file} is not one line of plain text", kind="setup")
+    return text
+
+
+def _parse_url(text: str) -> httpx.URL:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.scheme not in ("https", "http") or not url.host or not 0 < (url.port or 1) < 65536:
+        raise NoticeError("to: expected a URL such as https://example.com/hook", kind="setup")
+    return url

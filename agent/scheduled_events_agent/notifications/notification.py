@@ -1,0 +1,151 @@
+"""What has happened to an event: the value that a notice is kept as until it is delivered."""
+
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+from uuid import uuid4
+
+import msgspec
+from msgspec.structs import replace
+
+from scheduled_events_agent.imds.document import ScheduledEvent
+from scheduled_events_agent.policy import Facts, mismatch
+from scheduled_events_agent.policy.settings import NoticeWord, NotifyTarget
+from scheduled_events_agent.status import Attention, Status, SuggestedCommand
+from scheduled_events_agent.status.attention import of_events
+from scheduled_events_agent.workflow import NoteKind, Step
+
+_WORDS: dict[NoteKind, NoticeWord] = {
+    "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
+    "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
+    "approval_needed": "approval_needed", "hook_missing": "hook_missing",
+}  # fmt: skip
+# These say what an operator can do.
+_ASKING: tuple[NoticeWord, ...] = ("approval_needed", "held", "hook_missing", "recovery_failed")
+_MAX_COMMANDS = 2
+
+
+class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing that has happened to an event. Stored as it is; docs/notifications.md says what each field is."""
+
+    id: str
+    what: NoticeWord | Literal["test"]
+    at: datetime
+    workflow_id: str
+    vm: str
+    vm_id: str
+    mode: Literal["act", "observe"]
+    rule: str | None
+    reason: str
+    addition: str
+    """What the reason says that the title does not."""
+    seconds_left: int | None
+    deadline: datetime | None = None
+    commands: tuple[SuggestedCommand, ...] = ()
+    """What an operator may type; empty if nothing is asked of one."""
+    is_needed: bool = False
+    """Whether a person is needed for it."""
+    has_started: bool
+    """Azure has started the event, which may be over since."""
+    outcome: str
+    event: ScheduledEvent
+
+
+def has_news(step: Step) -> bool:
+    """Whether there is anything to tell of it."""
+    return any(note.kind in _WORDS for note in step.notes)
+
+
+def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Happening]]:
+    """What the steps have to tell, in their order; their notes have their messages.
+
+    ``status``: of the agent after the last of them.
+    """
+    at = status.at
+    needs = {one.workflow_id: one for one in of_events(status)}
+    for step in steps:
+        workflow = step.workflow
+        event = step.workflow.event
+        is_ahead = event.not_before is not None and not (workflow.is_over or event.is_started)
+        for note in step.notes:
+            if (what := _WORDS.get(note.kind)) is None:
+                continue
+            need = needs.get(workflow.id) if what in _ASKING else None
+            yield (
+                step,
+                Happening(
+                    id=uuid4().hex,
+                    what=what,
+                    at=at,
+                    workflow_id=workflow.id,
+                    vm=next(iter(status.vm.names), ""),
+                    vm_id=status.vm.vm_id,
+                    mode="act" if status.mode == "act" else "observe",
+                    rule=workflow.decision.rule,
+                    reason=note.text,
+                    addition=note.text if note.addition is None else note.addition,
+                    seconds_left=int((event.not_before - at).total_seconds())
+                    if is_ahead and event.not_before
+                    else None,
+                    deadline=need.deadline if need else None,
+                    is_needed=need is not None,
+                    commands=tuple(_commands(need, status.command_prefix)) if need else (),
+                    has_started=workflow.was_started,
+                    outcome=workflow.outcome,
+                    event=event,
+                ),
+            )
+
+
+def _commands(need: Attention, prefix: str) -> Iterator[SuggestedCommand]:
+    for one in need.commands[:_MAX_COMMANDS]:
+        yield replace(one, command=f"{prefix}{one.command}")
+
+
+def is_wanted(target: NotifyTarget, step: Step, happening: Happening, names: tuple[str, ...]) -> bool:
+    """Whether the target is to hear of it."""
+    if target.body == "pagerduty":
+        if happening.what in ("started", "recovered"):
+            # They end incidents, perhaps of an event that was another one then, or of an older policy.
+            return True
+        if happening.what == "held" and not happening.is_needed:
+            return False  # a rule or an operator wants it so
+    facts = Facts(names=names, noticed_at=step.workflow.noticed_at)
+    return happening.what in target.kinds and mismatch(target.when, happening.event, facts) is None
+
+
+_AT = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
+SAMPLE = Happening(
+    id="00000000000000000000000000000000",
+    what="test",
+    at=_AT,
+    workflow_id="test",
+    vm="vm-1",
+    vm_id="",
+    mode="act",
+    rule="test",
+    reason='an operator sends a "test"',
+    addition='an operator sends a "test"',
+    seconds_left=900,
+    has_started=False,
+    outcome="",
+    event=ScheduledEvent(
+        id="A123BC45-1234-5678-AB90-ABCDEF123456",
+        type="Freeze",
+        status="Scheduled",
+        source="Platform",
+        resources=("vm-1",),
+        not_before=_AT + timedelta(minutes=15),
+        duration_seconds=5.0,
+        description="A test, no event.",
+    ),
+)
+"""What ``notify test`` sends, and ``check`` renders templates with."""
+
+# Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
+_DECODER = msgspec.json.Decoder(Happening)
+
+
+def decode_happening(body: str | bytes) -> Happening:
+    """What an outbox has stored. For any thread. Raises msgspec.MsgspecError."""
+    return _DECODER.decode(body)

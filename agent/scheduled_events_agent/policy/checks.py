@@ -1,0 +1,471 @@
+"""What must hold between the keys of a policy, and what is allowed but hardly meant. Looks at no disk."""
+
+import re
+from bisect import insort
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+
+import msgspec
+
+from scheduled_events_agent.imds.document import RECOMMENDATION, RECOMMENDING_VERSION
+from scheduled_events_agent.imds.endpoint import ip_address_of, parse_endpoint
+from scheduled_events_agent.policy.decide import promised_times
+from scheduled_events_agent.policy.durations import format_duration, quote
+from scheduled_events_agent.policy.rules import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When, names_recommendations
+from scheduled_events_agent.policy.settings import (
+    NOTICE_BODIES,
+    FleetCredential,
+    NotifyTarget,
+    SecretFile,
+    Settings,
+    is_absolute_path,
+    is_open,
+    parse_table,
+)
+from scheduled_events_agent.policy.typed_yaml import Parsed, nearest, without_value
+
+_LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_URL = re.compile(r"https?://[^\s/]+\S*")
+_UNENCRYPTED = re.compile(r"http://(?!localhost\b|127\.|\[::1\])")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
+_HIDDEN = "it is not shown here, for it may be secret"
+_NO_PATH = f"expected an absolute path; {_HIDDEN}"
+_PROXY = re.compile(r"http://[^\s/]+/?")
+_GUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
+# Searching backtracks, and nothing can end it. These limits, with that of the text searched (decide.py), keep the
+# shapes whose time grows without bound, or to hours, from the engine's thread.
+_MAX_REGEX_CHARACTERS = 1000
+_MAX_REPETITIONS = 3
+_MAX_OPTIONS = 10
+_NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_REPETITION = re.compile(r"[*+{]")
+_OPTION = re.compile(r"(?<![(*+?}])\?")
+
+# Those of a glob, closed. The first character in it may be a bracket.
+_BRACKETS = re.compile(r"\[!?+\]?+[^\]]*\]")
+_SHELL_OPERATORS = ("&&", "||", "|", ">", ">>", "<", ";", "&")
+# The next item of such an option is a command, for a shell or for find.
+_COMMAND_OPTIONS = ("-c", "-ec", "-lc", "/c", "-command", "-exec", "-execdir", "-ok")
+
+# The program by which hooks of the strict set-up run as root.
+_ROOT_STARTER = "run-as-root"
+
+# Each rule is compared with so many of those above it, first those with the fewest conditions: they cover most.
+_MAX_COMPARED = 32
+
+# Conditions of a rule that are lists.
+_LISTS = ("type", "source", "status", "resource", "description")
+
+Finding = tuple[str, str]
+"""Path and message."""
+
+
+def faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
+    """Why a policy cannot be used although each of its values is valid. ``may_change_user``: that of ``host``."""
+    yield from _setting_faults(settings)
+    firsts: dict[str, int] = {}
+    for index, rule in enumerate(settings.rules):
+        path = f"rules[{index}]"
+        first = firsts.setdefault(rule.name, index)
+        if first != index:
+            line = parsed.line_of(f"rules[{first}].name")
+            yield f"{path}.name", f'the rule in line {line} is called "{rule.name}" already'
+        for stage in ("prepare", "on_start", "recover"):
+            yield from _hook_list_faults(f"{path}.{stage}", getattr(rule, stage), settings, parsed)
+        if rule.window is not None and not _has("maintenance_windows", rule.window, settings, parsed):
+            yield f"{path}.window", _unknown("maintenance window", rule.window, settings.maintenance_windows)
+        yield from _when_faults(f"{path}.when", rule.when, parsed)
+        yield from _fleet_rule_faults(path, rule, settings, parsed)
+    yield from _notify_faults(settings, parsed)
+    yield from _fleet_faults(settings, parsed)
+    yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
+    for name, hook in settings.hooks.items():
+        yield from _hook_faults(f"hooks.{name}", hook, parsed, may_change_user=may_change_user)
+    for name, window in settings.maintenance_windows.items():
+        if not window.days:
+            path = f"maintenance_windows.{name}.days"
+            yield path, "expected at least one; got an empty list: remove the key if it opens every day"
+
+
+def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    names: set[str] = set()
+    for index, target in enumerate(settings.notify):
+        path = f"notify[{index}]"
+        if target.name in names:
+            yield f"{path}.name", f'another target is called "{target.name}" already'
+        names.add(target.name)
+        if target.on == () and f"{path}.on" in parsed.lines:
+            yield f"{path}.on", "expected at least one; got an empty list"
+        if isinstance(target.to, str) and not _URL.fullmatch(target.to):
+            yield (
+                f"{path}.to",
+                f"expected a URL such as https://example.com/hook; {_HIDDEN}",
+            )
+        if target.body not in NOTICE_BODIES and not is_absolute_path(target.body):
+            expected = f"{', '.join(NOTICE_BODIES)} or the absolute path of a template"
+            hint = _hint(target.body, NOTICE_BODIES)
+            yield f"{path}.body", f"expected {expected}; {_HIDDEN}{hint}"
+        if target.proxy not in (None, "environment") and not _PROXY.fullmatch(target.proxy or ""):
+            yield f"{path}.proxy", "expected http://HOST:PORT or environment"
+        if target.ca_file is not None and not is_absolute_path(target.ca_file):
+            yield f"{path}.ca_file", _NO_PATH
+        if isinstance(target.to, SecretFile) and not is_absolute_path(target.to.file):
+            yield f"{path}.to.file", _NO_PATH
+        yield from _header_faults(path, target)
+        for place, message in _when_faults(f"{path}.when", target.when, parsed):
+            yield place, without_value(message)
+
+
+def _header_faults(path: str, target: NotifyTarget) -> Iterator[Finding]:
+    for name, value in target.headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            yield f"{path}.headers", f"expected the name of a header; {_HIDDEN}"
+            continue
+        if name.lower() in _OWN_HEADERS:
+            yield f"{path}.headers", f'a header cannot be called "{name}" here: take it out'
+        if isinstance(value, str) and not (value.isascii() and value.isprintable()):
+            yield f"{path}.headers.{name}", "expected one line of printable ASCII characters"
+        if isinstance(value, SecretFile) and not is_absolute_path(value.file):
+            yield f"{path}.headers.{name}.file", _NO_PATH
+    if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
+        yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
+
+
+def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    fleet = settings.fleet
+    if fleet is None:
+        return
+    if parse_table(fleet.table) is None:
+        name = "TABLE has 3 to 63 letters and digits and is not tables"
+        yield "fleet.table", f"expected https://ACCOUNT.table.core.windows.net/TABLE, where {name}; {_HIDDEN}"
+    if isinstance(fleet.credential, FleetCredential):
+        credential = fleet.credential
+        path = "fleet.credential"
+        if (credential.client_id is None) == (credential.sas_file is None):
+            yield path, "expected managed-identity, or one of client_id and sas_file"
+        if credential.client_id is not None and not _GUID.fullmatch(credential.client_id):
+            yield f"{path}.client_id", f"expected a client id in the form of a UUID; {_HIDDEN}"
+        if credential.sas_file is not None and not is_absolute_path(credential.sas_file):
+            yield f"{path}.sas_file", _NO_PATH
+    if fleet.proxy not in (None, "environment") and not _PROXY.fullmatch(fleet.proxy or ""):
+        yield "fleet.proxy", "expected http://HOST:PORT or environment"
+    if not fleet.members and "fleet.members" in parsed.lines:
+        yield "fleet.members", 'expected at least one; got an empty list: write ["*"] if all VMs run the agent'
+
+
+def _fleet_rule_faults(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    if rule.shared != "all-ready":
+        return
+    if settings.fleet is None and "fleet" not in parsed.lines:
+        yield f"{path}.shared", "all-ready needs the table through which VMs tell that they are ready: add fleet"
+    if rule.approve == "immediately":
+        yield f"{path}.shared", "all-ready waits for all VMs, and approve: immediately for none: use when-prepared"
+
+
+def _setting_faults(settings: Settings) -> Iterator[Finding]:
+    imds = settings.imds
+    agent = settings.agent
+    if imds.endpoint != "auto" and parse_endpoint(imds.endpoint) is None:
+        yield "imds.endpoint", f'expected auto or http://HOST[:PORT]; got "{imds.endpoint}"'
+    match = _LISTEN.fullmatch(agent.listen)
+    if agent.listen != "off" and (match is None or int(match["port"]) > 65535 or not _can_be(match["address"])):
+        yield "agent.listen", f'expected ADDRESS:PORT or off; got "{agent.listen}"'
+    for index, name in enumerate(agent.listen_names):
+        if not _HOST_NAME.fullmatch(name):
+            yield f"agent.listen_names[{index}]", f'expected a name such as vm.example.com; got "{name}"'
+    if agent.healthy_within <= imds.poll_interval:
+        expected = f"more than imds.poll_interval ({format_duration(imds.poll_interval)})"
+        yield "agent.healthy_within", f"expected {expected}; got {format_duration(agent.healthy_within)}"
+    texts = {"vm.name": settings.vm.name, "agent.state_dir": agent.state_dir, "agent.web_config": agent.web_config}
+    if agent.state_dir and agent.state_dir.strip() and not is_absolute_path(agent.state_dir):
+        yield "agent.state_dir", f"expected an absolute path; got {quote(agent.state_dir)}"
+    texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
+    yield from _blank_faults(texts)
+
+
+def _can_be(address: str) -> bool:
+    """Whether it may be an address or a name of this machine."""
+    is_number = address.startswith("[") or not address.strip("0123456789.")
+    return not is_number or ip_address_of(address) is not None
+
+
+def _is_name(host: str) -> bool:
+    """Whether it is a name that has to be looked up."""
+    return ip_address_of(host) is None and host != "localhost"
+
+
+def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) -> bool:
+    """Whether there is a hook or a window of this name, even one with a wrong value."""
+    is_there = name in getattr(settings, section) or f"{section}.{name}" in parsed.lines
+    return is_there or any(problem.path == section for problem in parsed.problems)
+
+
+def _hook_list_faults(
+    path: str, names: tuple[str, ...], settings: Settings, parsed: Parsed[Settings]
+) -> Iterator[Finding]:
+    before: set[str] = set()
+    for index, name in enumerate(names):
+        if not _has("hooks", name, settings, parsed):
+            yield f"{path}[{index}]", _unknown("hook", name, settings.hooks)
+        elif name in before:
+            yield f"{path}[{index}]", f'hook "{name}" is in this list already'
+        before.add(name)
+
+
+def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    for key in ("affects", *_LISTS):
+        if not getattr(when, key) and f"{path}.{key}" in parsed.lines:
+            way_out = "" if key == "affects" else ": remove the key if any will do"
+            yield f"{path}.{key}", f"expected at least one; got an empty list{way_out}"
+    for index, text in enumerate(when.description):
+        if fault := _regex_fault(text):
+            where = f"{path}.description[{index}]"
+            yield where if where in parsed.lines else f"{path}.description", fault
+    for kind in ("duration", "notice"):
+        below = getattr(when, f"{kind}_below")
+        at_least = getattr(when, f"{kind}_at_least")
+        if below is not None and at_least is not None and below <= at_least:
+            limit = f"more than {kind}_at_least ({format_duration(at_least)})"
+            yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
+
+
+def _regex_fault(text: str) -> str | None:
+    if len(text) > _MAX_REGEX_CHARACTERS:
+        return f"expected at most {_MAX_REGEX_CHARACTERS} characters; got {len(text)}"
+    try:
+        re.compile(text, re.IGNORECASE)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f'expected a regular expression; got "{text}": {error}'
+    operators = _NO_OPERATOR.sub("x", text)
+    if re.search(r"\)[*+{]", operators):
+        return f'expected no repeated group, which may take hours to search; got "{text}"'
+    for operator, most, name in (
+        (_REPETITION, _MAX_REPETITIONS, "of *, + and {}"),
+        (_OPTION, _MAX_OPTIONS, "of ?"),
+    ):
+        if (count := len(operator.findall(operators))) > most:
+            return f'expected at most {most} {name}, as more may take hours to search; got {count} in "{text}"'
+    return None
+
+
+def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
+    wrong = {problem.path for problem in parsed.problems}
+    ways = ("run", "shell")
+    given = [key for key in ways if getattr(hook, key) is not None or f"{path}.{key}" in wrong]
+    if len(given) != 1:
+        expected = "run (a program and its arguments) or shell (a command line)"
+        right = [key for key in given if f"{path}.{key}" not in wrong]
+        where = f"{path}.{right[0]}" if right and right != given else path
+        yield where, f"expected either {expected}; got {' and '.join(given) or 'none'}"
+    elif hook.run == ():
+        yield f"{path}.run", "expected a program and its arguments; got an empty list"
+    if not may_change_user and hook.user is not None:
+        yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
+    texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
+    yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
+    for variable in hook.env:
+        if not variable or "=" in variable or "\0" in variable:
+            yield f"{path}.env", f"expected a variable's name, without =; {_HIDDEN}"
+
+
+def _blank_faults(texts: dict[str, str | None]) -> Iterator[Finding]:
+    for path, text in texts.items():
+        if text is not None and not text.strip():
+            yield path, "expected a text; got an empty one"
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    known = tuple(known)
+    hint = _hint(name, known) or (f"; known are: {', '.join(known)}" if known else f"; there is no {what} yet")
+    return f'there is no {what} "{name}"{hint}'
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    guess = nearest(name, known)
+    return f'; did you mean "{guess}"?' if guess else ""
+
+
+def doubts(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) -> Iterator[Finding]:
+    """What is allowed but probably not intended.
+
+    ``lines``: of the paths that the file has.
+    ``is_all_named``: rules and ``on_clear`` are without errors, so what they do not name is not named.
+    """
+    yield from _notify_doubts(settings, lines)
+    if settings.fleet:
+        yield from _glob_doubts("fleet.members", settings.fleet.members, lines)
+        if settings.vm.name and (fault := settings.fleet.members_fault((settings.vm.name, *settings.vm.aliases))):
+            yield "fleet.members", fault
+    if is_open(settings.agent.listen) and settings.agent.web_config is None:
+        text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
+        yield "agent.listen", text
+    if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
+        yield "imds.endpoint", f"{endpoint[0]} is looked up before each request: write an address"
+    yield from _recommendation_doubts(settings)
+    for index, rule in enumerate(settings.rules):
+        path = f"rules[{index}]"
+        yield from _rule_doubts(path, rule)
+        if _is_never_recovered(rule) and f"{path}.recover" not in lines:
+            yield f"{path}.prepare", "nothing puts this VM back in service: write recover: [] if that is meant"
+        yield from _glob_doubts(f"{path}.when.resource", rule.when.resource, lines)
+        yield from _time_doubts(path, rule, settings)
+    for name, hook in settings.hooks.items():
+        if hook.run and PurePosixPath(hook.run[0]).name == _ROOT_STARTER and not hook.serialize:
+            text = f"{_ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
+            yield f"hooks.{name}.run", text
+        if sign := _shell_sign(hook.run or ()):
+            yield f"hooks.{name}.run", f'run starts no shell: "{sign}" is passed as an argument; use shell'
+    if is_all_named:
+        yield from _unused(settings)
+
+
+def _shell_sign(run: tuple[str, ...]) -> str:
+    """What only a shell understands among the items; "" if there is nothing, or if a program is given commands."""
+    if any(item.lower() in _COMMAND_OPTIONS for item in run):
+        return ""
+    for item in run[1:]:
+        if item in _SHELL_OPERATORS:
+            return item
+        if item.startswith("$"):
+            return "$..."  # of an argument, nothing is shown
+    return ""
+
+
+def _unused(settings: Settings) -> Iterator[Finding]:
+    """What no rule uses, and rules that no event reaches."""
+    fleet = settings.fleet
+    if fleet and fleet.max_events is None and all(rule.shared != "all-ready" for rule in settings.rules):
+        yield "fleet", "does nothing: it has no max_events, and no rule has shared: all-ready"
+    used = set(settings.on_clear)
+    above: list[Rule] = []
+    for index, rule in enumerate(settings.rules):
+        used.update(rule.prepare, rule.on_start, rule.recover)
+        earlier = next((other for other in above[:_MAX_COMPARED] if _covers(other.when, rule.when)), None)
+        if earlier is not None:
+            yield (
+                f"rules[{index}]",
+                f"never matches: rule {earlier.name} above takes every event that it could take",
+            )
+        insort(above, rule, key=_condition_count)
+    for name in settings.hooks:
+        if name not in used:
+            yield f"hooks.{name}", "no rule names this hook"
+    windows = {rule.window for rule in settings.rules}
+    for name in settings.maintenance_windows:
+        if name not in windows:
+            yield f"maintenance_windows.{name}", "no rule names this maintenance window"
+
+
+def _notify_doubts(settings: Settings, lines: Mapping[str, int]) -> Iterator[Finding]:
+    for index, target in enumerate(settings.notify):
+        if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
+            yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
+        yield from _glob_doubts(f"notify[{index}].when.resource", target.when.resource, lines)
+
+
+def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
+    when = rule.when
+    prepares = bool(rule.prepare or rule.drain_for)
+    if rule.approve != "never" and set(when.affects) == {"others"}:
+        yield f"{path}.approve", "never approves: an event that does not name this VM is not approved from here"
+    if set(when.status) == {"Started"} and (prepares or rule.approve != "never"):
+        yield path, "an event that has started can neither be prepared for nor approved: only on_start runs"
+    if rule.recover and not prepares:
+        yield f"{path}.recover", "recovers, but the rule prepares nothing"
+    if prepares and rule.approve == "immediately":
+        end = "the hooks of prepare" if rule.prepare else "the end of drain_for"
+        yield f"{path}.approve", f"does not wait for {end}: write when-prepared if it should"
+    if prepares and rule.approve == "when-prepared" and rule.shared in ("first", "any"):
+        text = "approves for all VMs of an event, but does not know whether the others are prepared"
+        yield f"{path}.shared", f"{text}: write hold, all-ready, or approve: immediately"
+    if rule.shared == "all-ready" and rule.approve in ("manual", "never"):
+        yield f"{path}.shared", f"does nothing with approve: {rule.approve}: use when-prepared"
+    if rule.window is not None and rule.approve in ("manual", "never"):
+        yield (
+            f"{path}.window",
+            f"does nothing with approve: {rule.approve}, as only events that are approved begin in it",
+        )
+
+
+def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
+    """About rules for recommendations, and the api-version that has them."""
+    for index, rule in enumerate(settings.rules):
+        path = f"rules[{index}]"
+        if RECOMMENDATION not in rule.when.type and rule.expire_after != DEFAULT_EXPIRE_SECONDS:
+            yield f"{path}.expire_after", f"does nothing: when.type does not name {RECOMMENDATION}"
+        if rule.when.type == (RECOMMENDATION,):
+            if rule.approve != "never":
+                yield f"{path}.approve", "never approves: an approval of a recommendation has no effect"
+            if rule.on_start:
+                yield f"{path}.on_start", "never runs: a recommendation does not start"
+            for key in ("lead", "window"):
+                if getattr(rule, key) is not None:
+                    yield f"{path}.{key}", "does nothing: a recommendation is prepared for at once"
+    version = settings.imds.api_version
+    is_named = names_recommendations(settings.rules)
+    if is_named and version != "auto" and version < RECOMMENDING_VERSION:
+        yield "imds.api_version", f"{version} has no {RECOMMENDATION}, which a rule names: write auto"
+
+
+def _is_never_recovered(rule: Rule) -> bool:
+    """Whether it prepares for an event after which the VM is there, and runs nothing then."""
+    types = rule.when.type
+    goes_on = not types or not {"Freeze", "Reboot", "Redeploy"}.isdisjoint(types)
+    return goes_on and bool(rule.prepare) and not rule.recover
+
+
+def _glob_doubts(path: str, globs: tuple[str, ...], lines: Mapping[str, int]) -> Iterator[Finding]:
+    for index, glob in enumerate(globs):
+        if "[" in _BRACKETS.sub("", glob):
+            where = f"{path}[{index}]" if f"{path}[{index}]" in lines else path
+            yield where, "a bracket of the glob does not close, so it matches only a bracket"
+
+
+def _time_doubts(path: str, rule: Rule, settings: Settings) -> Iterator[Finding]:
+    hooks = settings.hooks
+    if rule.drain_for and settings.agent.listen == "off":
+        yield f"{path}.drain_for", "no balancer can see it, as agent.listen is off"
+    is_longer_than_lead = rule.lead is not None and rule.drain_for > rule.lead
+    for time in promised_times(rule, hooks, settings.agent.reserve):
+        if time.type in rule.when.type and time.drain < rule.drain_for and not is_longer_than_lead:
+            text = (
+                f"{format_duration(rule.drain_for)} will be cut to {format_duration(time.drain)} for a {time.type}"
+            )
+            yield f"{path}.drain_for", f"{text}: there are {format_duration(time.whole)} for it and the hooks"
+    if rule.lead is None:
+        return
+    times = [("drain_for", "it", rule.drain_for)]
+    for index, name in enumerate(rule.prepare):
+        if name in hooks:  # else that is an error
+            times.append((f"prepare[{index}]", f"the timeout of {name}", hooks[name].timeout))
+    for key, what, seconds in times:
+        if seconds > rule.lead:
+            text = f"{what} ({format_duration(seconds)}) is longer than lead ({format_duration(rule.lead)})"
+            yield f"{path}.{key}", f"{text}: NotBefore may cut it short"
+
+
+def _condition_count(rule: Rule) -> int:
+    return sum(value not in ((), None) for value in msgspec.structs.astuple(rule.when))
+
+
+def _covers(wide: When, narrow: When) -> bool:
+    """Whether ``wide`` certainly takes every event that ``narrow`` takes."""
+    if RECOMMENDATION in narrow.type and RECOMMENDATION not in wide.type:
+        return False  # a rule without types does not take it
+    affects = (*wide.affects, "shared") if "self" in wide.affects else wide.affects
+    pairs = [(affects, narrow.affects)]
+    pairs += [(getattr(wide, key), getattr(narrow, key)) for key in _LISTS]
+    if any(mine and not (its and set(its) <= set(mine)) for mine, its in pairs):
+        return False
+    for kind in ("duration", "notice"):
+        below = getattr(wide, f"{kind}_below")
+        its_below = getattr(narrow, f"{kind}_below")
+        at_least = getattr(wide, f"{kind}_at_least")
+        its_at_least = getattr(narrow, f"{kind}_at_least")
+        if below is not None and (its_below is None or its_below > below):
+            return False
+        if at_least is not None and (its_at_least is None or its_at_least < at_least):
+            return False
+    return True

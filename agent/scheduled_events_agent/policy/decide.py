@@ -1,0 +1,293 @@
+"""The decision about an event: the first rule that matches, with the reason. Pure."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from functools import lru_cache
+from itertools import takewhile
+from typing import NamedTuple
+
+import msgspec
+
+from scheduled_events_agent.imds.document import (
+    EVENT_TYPES,
+    PROMISED_NOTICE_SECONDS,
+    RECOMMENDATION,
+    Affects,
+    ScheduledEvent,
+)
+from scheduled_events_agent.policy.durations import format_duration
+from scheduled_events_agent.policy.rules import (
+    DEFAULT_EXPIRE_SECONDS,
+    ApproveMode,
+    EarlyStartMode,
+    FailureMode,
+    Hook,
+    MaintenanceWindow,
+    Rule,
+    SharedMode,
+    When,
+    matches_glob,
+)
+
+# With ``shared: first``, each VM in Resources waits so much longer than the one before it: that one may be away.
+SPEAKING_ORDER_SECONDS = 10.0
+# Azure's usual notice: what this VM approves by itself is handled as usual if its window does not come before.
+USUAL_NOTICE_SECONDS = 15 * 60.0
+
+# How much of a description is searched; the longest that is known has 88 characters. The time of a search grows
+# with a power of the length, and nothing can end it.
+_MAX_SEARCHED = 256
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision rests on besides the rules and the event."""
+
+    names: tuple[str, ...]
+    """Names by which Resources may call this VM; empty when none is known yet."""
+    noticed_at: datetime
+    """When the event was first seen with its present NotBefore."""
+
+
+class Start(NamedTuple):
+    """When an event is handled: prepared for, or approved."""
+
+    at: datetime
+    reason: str
+    """Why not earlier, as a clause; "" if at once."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is to be done about one event, and why. Kept with the event's workflow."""
+
+    rule: str | None
+    """Name of the rule that took the event; None means: observe."""
+    reason: str
+    affects: Affects
+    prepare: tuple[str, ...] = ()
+    on_start: tuple[str, ...] = ()
+    recover: tuple[str, ...] = ()
+    drain_for: float = 0.0
+    approve: ApproveMode = "never"
+    on_failure: FailureMode = "hold"
+    shared: SharedMode = "hold"
+    may_speak: bool = False
+    """Whether this VM may approve for every VM the event names."""
+    speaks_after: float = 0.0
+    """How long it leaves that to the VMs listed before it."""
+    on_early_start: EarlyStartMode = "cancel"
+    lead: float | None = None
+    window_name: str | None = None
+    window: MaintenanceWindow | None = None
+    expire_after: float = DEFAULT_EXPIRE_SECONDS
+
+    @property
+    def has_preparation(self) -> bool:
+        return bool(self.prepare or self.recover or self.drain_for)
+
+    @property
+    def refusal(self) -> str:
+        """Why this VM does not approve the event by itself, as a clause; "" if it does."""
+        if self.approve == "never":
+            return "this VM does not approve it"
+        if self.approve == "manual":
+            return "an operator must approve it"
+        return "" if self.may_speak else f"it names other VMs too and shared is {self.shared}"
+
+    def start(self, event: ScheduledEvent, now: datetime, needed_seconds: float) -> Start:
+        """From when the event is handled, never before ``now``.
+
+        What this VM does not approve by itself stays prepared until Azure starts it. So, without a lead, it is
+        prepared for no earlier than it must be: ``needed_seconds`` before NotBefore, and in no window.
+        """
+        at_once = Start(now, "")
+        starts_at = event.starts_at
+        if starts_at is None:
+            return at_once
+        is_automatic = not self.refusal
+        if self.lead is not None:
+            lead = self.lead
+            reason = f"lead {format_duration(lead)}"
+        elif is_automatic and self.window is not None:
+            lead = max(needed_seconds, USUAL_NOTICE_SECONDS)
+            reason = f"window {self.window_name} does not open before"
+        elif not is_automatic and self.has_preparation and event.type != "Preempt":
+            # An eviction, which is not among these, may come sooner than it says.
+            lead = needed_seconds
+            reason = f"{self.refusal}, and preparation may take {format_duration(lead)}"
+        else:
+            return at_once
+        if (starts_at - now).total_seconds() <= lead:
+            return at_once
+        latest = starts_at - timedelta(seconds=lead)
+        if is_automatic and self.window is not None:
+            opening = self.window.opening(now, before=latest)
+            if opening == now:
+                return at_once
+            if opening is not None:
+                return Start(opening, f"window {self.window_name} opens")
+        return Start(latest, reason)
+
+
+class PromisedTime(NamedTuple):
+    """What the notice that Azure promises for a type leaves to a rule's preparation."""
+
+    type: str
+    whole: float
+    drain: float
+    hooks: float
+    """For all hooks of ``prepare`` together."""
+
+
+def promised_times(rule: Rule, hooks: Mapping[str, Hook], reserve: float) -> Iterator[PromisedTime]:
+    """For each type that the rule takes. Hooks that the policy lacks are left out."""
+    limits = sum(hooks[name].limit_seconds for name in rule.prepare if name in hooks)
+    for type_, notice in PROMISED_NOTICE_SECONDS.items():
+        if not rule.when.type or type_ in rule.when.type:
+            left = notice if rule.lead is None else min(notice, rule.lead)
+            drain = drain_seconds(rule.drain_for, left, limits + reserve if rule.prepare else 0.0)
+            yield PromisedTime(type_, left, drain, max(0.0, left - drain - reserve))
+
+
+def drain_seconds(drain_for: float, left: float, hooks: float) -> float:
+    """How long a drain takes if the event may start in ``left`` seconds: at least half of them, if it is cut.
+
+    ``hooks``: how long the hooks after it may take, reserve included; 0 if there are none.
+    """
+    return max(0.0, min(drain_for, max(left - hooks, left / 2)))
+
+
+def decide(
+    rules: Iterable[Rule], windows: Mapping[str, MaintenanceWindow], event: ScheduledEvent, facts: Facts
+) -> Decision:
+    """The decision of the first rule that matches, or to observe."""
+    affects = event.affects(facts.names)
+    for rule in rules:
+        if refusal(rule, event, facts) is None:
+            return _decision_of(rule, windows, event, affects, facts)
+    reasons = {
+        "unknown": "this VM's name is not known, or the event names no VM: observe",
+        "others": "it does not name this VM and no rule takes it: observe",
+    }
+    return Decision(rule=None, reason=reasons.get(affects, "no rule takes it: observe"), affects=affects)
+
+
+def passed_over(
+    rules: Iterable[Rule], taken_by: str | None, event: ScheduledEvent, facts: Facts
+) -> list[tuple[str, str]]:
+    """The rules above the one that takes the event (None: all), each with the reason why it does not."""
+    above = takewhile(lambda rule: rule.name != taken_by, rules)
+    return [(rule.name, refusal(rule, event, facts) or "") for rule in above]
+
+
+def refusal(rule: Rule, event: ScheduledEvent, facts: Facts) -> str | None:
+    """Why the rule does not take the event, as a phrase; None if it does, unless an earlier one takes it."""
+    if event.is_recommendation and RECOMMENDATION not in rule.when.type:
+        return f"only a rule whose type names {RECOMMENDATION} takes one"
+    return mismatch(rule.when, event, facts)
+
+
+def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
+    """Why the conditions do not hold, as a phrase; None if they do."""
+    affects = event.affects(facts.names)
+    seconds = event.duration_seconds
+    if when.type and event.type not in when.type:
+        return f"type is {event.type or 'missing'}, not {_either(when.type)}"
+    if when.source and event.source not in when.source:
+        return f"source is {event.source or 'not known'}, not {_either(when.source)}"
+    if when.status and event.status not in when.status:
+        return f"status is {event.status or 'missing'}, not {_either(when.status)}"
+    if affects not in when.affects and not (affects == "shared" and "self" in when.affects):
+        return f"it affects {affects}, not {_either(when.affects)}"
+    if when.resource and not any(matches_glob(name, when.resource) for name in event.resources):
+        return f"no resource matches {_either(when.resource)}"
+    searched = event.description[:_MAX_SEARCHED]
+    if when.description and not any(_regex(text).search(searched) for text in when.description):
+        return f"the description does not match {_either(when.description)}"
+    if when.duration_below is not None and (seconds is None or seconds >= when.duration_below):
+        return f"duration is {_seconds(seconds)}, not below {_seconds(when.duration_below)}"
+    if when.duration_at_least is not None and (seconds is None or seconds < when.duration_at_least):
+        return f"duration is {_seconds(seconds)}, not at least {_seconds(when.duration_at_least)}"
+    notice = notice_seconds(event, facts)
+    if when.notice_below is not None and notice >= when.notice_below:
+        return f"notice was {_seconds(notice)}, not below {_seconds(when.notice_below)}"
+    if when.notice_at_least is not None and notice < when.notice_at_least:
+        return f"notice was {_seconds(notice)}, not at least {_seconds(when.notice_at_least)}"
+    return None
+
+
+def notice_seconds(event: ScheduledEvent, facts: Facts) -> float:
+    """How long before NotBefore the event was first seen with it; 0 if it may start at any moment."""
+    if event.not_before is None or event.is_started:
+        return 0.0
+    return max(0.0, (event.not_before - facts.noticed_at).total_seconds())
+
+
+def _decision_of(
+    rule: Rule, windows: Mapping[str, MaintenanceWindow], event: ScheduledEvent, affects: Affects, facts: Facts
+) -> Decision:
+    shared = rule.shared or ("first" if rule.approve == "immediately" else "hold")
+    approve = rule.approve
+    place = event.position(facts.names) or 0
+    # What is approved without preparation may be approved by any of its VMs, should those before it be away.
+    may_speak = shared in ("any", "all-ready") or (shared == "first" and (place == 0 or approve == "immediately"))
+    reason = f"rule {rule.name} takes it: {_summary(rule.when, event, affects)}"
+    why_never = _why_not_approved(event, affects)
+    if approve != "never" and why_never:
+        approve = "never"
+        reason = f"{reason}; {why_never}"
+    return Decision(
+        rule=rule.name,
+        reason=reason,
+        affects=affects,
+        prepare=rule.prepare,
+        on_start=rule.on_start,
+        recover=rule.recover,
+        drain_for=rule.drain_for,
+        approve=approve,
+        on_failure=rule.on_failure,
+        shared=shared,
+        may_speak=affects == "self" or (affects == "shared" and may_speak),
+        speaks_after=place * SPEAKING_ORDER_SECONDS if affects == "shared" and shared == "first" else 0.0,
+        on_early_start=rule.on_early_start,
+        lead=rule.lead,
+        window_name=rule.window,
+        window=windows[rule.window] if rule.window else None,
+        expire_after=rule.expire_after,
+    )
+
+
+def _why_not_approved(event: ScheduledEvent, affects: Affects) -> str:
+    """Why the agent does not approve the event, whatever its rule says; "" if it may."""
+    if affects not in ("self", "shared"):
+        return "it does not name this VM, so it is not approved from here"
+    if event.type not in EVENT_TYPES:
+        return f"{event.type or 'a missing type'} is unknown, so it is not approved"
+    if event.approval_fault:
+        return event.approval_fault
+    if event.is_ambiguous:
+        return "the document lists it more than once, with different contents, so only an operator may approve it"
+    return ""
+
+
+def _summary(when: When, event: ScheduledEvent, affects: Affects) -> str:
+    """The conditions that were given, with the values that met them."""
+    parts = [f"affects {affects}"]
+    parts += [f"{name} {getattr(event, name)}" for name in ("type", "source", "status") if getattr(when, name)]
+    if when.duration_below is not None or when.duration_at_least is not None:
+        parts.append(f"duration {_seconds(event.duration_seconds)}")
+    others = ("resource", "description", "notice_below", "notice_at_least")
+    return ", ".join([*parts, *(name for name in others if getattr(when, name) not in ((), None))])
+
+
+@lru_cache(maxsize=256)
+def _regex(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.IGNORECASE)
+
+
+def _either(words: Iterable[str]) -> str:
+    return " or ".join(words)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "unknown" if seconds is None else format_duration(seconds)

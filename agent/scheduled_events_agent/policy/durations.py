@@ -1,0 +1,67 @@
+"""How people write what a file or an option says: durations, numbers, times, and words that are nearly right.
+
+Knows neither YAML nor the policy. The one invariant: what ``format_duration`` writes, ``parse_duration`` reads.
+"""
+
+import re
+from datetime import UTC, datetime
+
+# Keeps NotBefore less a duration inside the calendar.
+_MAX_DURATION_SECONDS = 3650 * 86400.0
+NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
+_DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]+(?:\.[0-9]+)?){unit}(?![a-z]))?" for unit in _UNITS_MS))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as 9s, 1h30m or 500ms. Raises ValueError, which says how to write one."""
+    match = _DURATION.fullmatch(text) if text else None
+    if match is None:
+        way_out = f": write {text}s if seconds are meant" if NUMBER.fullmatch(text) else ""
+        raise ValueError(f"expected a duration such as 9s, 5m, 1h30m or 2d; got {quote(text)}{way_out}")
+    seconds = sum(float(match[unit] or 0) * size for unit, size in _UNITS_MS.items()) / 1000
+    if seconds > _MAX_DURATION_SECONDS:
+        raise ValueError(f"expected at most {format_duration(_MAX_DURATION_SECONDS)}; got {quote(text)}")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest text that ``parse_duration`` reads as ``seconds``, to the millisecond."""
+    left = round(seconds * 1000)
+    if 0 < left < 1000:
+        return f"{left}ms"
+    parts = []
+    for unit in ("d", "h", "m"):
+        count, left = divmod(left, _UNITS_MS[unit])
+        if count:
+            parts.append(f"{count}{unit}")
+    if left or not parts:
+        parts.append(f"{left / 1000:g}s")
+    return "".join(parts)
+
+
+def parse_time(text: str, *, instead: str = "") -> datetime:
+    """A time, in UTC if it does not say. Raises ValueError, which says how to write one.
+
+    ``instead``: what else might be written, for the error.
+    """
+    try:
+        time = datetime.fromisoformat(text)
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        raise ValueError(f"expected {instead}a time such as 2022-04-11T22:12:00Z; got {text!r}") from None
+
+
+def plural(count: int, noun: str) -> str:
+    """Such as 1 hook, or 2 hooks."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def quote(text: str) -> str:
+    """As errors show it: its beginning, in one line."""
+    return '"' + shortened(text, 60).replace("\n", "\\n") + '"'
+
+
+def shortened(text: str, length: int) -> str:
+    """At most so many characters of it."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -1,0 +1,147 @@
+"""A policy file's text -> frozen Settings, with every error at once and its line. Pure.
+
+Invariant: Settings exist only if every check has passed. Nothing after this checks them again.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.policy.checks import doubts, faults
+from scheduled_events_agent.policy.settings import AgentSettings, Settings
+from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, parse, text_at
+
+CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
+BUILT_IN_NAME = "built-in policy"
+
+_PART = re.compile(r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w*")
+
+
+class ConfigError(AgentError):
+    """The policy file cannot be used; ``problems`` has one line for each thing wrong with it.
+
+    ``state_dir``: its agent.state_dir all the same; "" if it has none, None if that cannot be told.
+    """
+
+    def __init__(self, problems: tuple[str, ...], state_dir: str | None = None) -> None:
+        super().__init__("\n".join(problems), kind="config")
+        self.problems = problems
+        self.state_dir = state_dir
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that passed every check, and the warnings about them."""
+
+    settings: Settings
+    warnings: tuple[Problem, ...]
+    parsed: Parsed[Settings]
+    content: bytes = b""
+    """The file as it was read; empty for the built-in policy."""
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the content, as sha256sum tells it."""
+        from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only run and check have a use
+
+        return sha256(self.content).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """How messages call the file."""
+        return self.parsed.name
+
+
+class Inspected(NamedTuple):
+    """A policy file and all its errors."""
+
+    loaded: Loaded
+    """The whole policy if there are no errors; else its parts that have none."""
+    errors: tuple[Problem, ...]
+
+    def is_valid(self, path: str) -> bool:
+        """Whether it is the path of the file itself, or in a rule, a hook or another part without an error."""
+        if not path:
+            return True
+        wrong = {_part_of(error.path) for error in self.errors}
+        return self.loaded.parsed.draft is not None and _part_of(path) not in wrong
+
+
+def _part_of(path: str) -> str:
+    """The rule, the hook or the section that a path is in."""
+    part = _PART.match(path)
+    return part[0] if part else path
+
+
+class PolicyFile:
+    """The policy file of an agent, with the options of its command line on top."""
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], bytes],
+        *,
+        state_dir: str | None = None,
+        is_observing: bool = False,
+        may_change_user: bool = True,
+    ) -> None:
+        """``name``: how people know it. ``read``: its content now; raises ConfigError.
+
+        ``state_dir`` and ``is_observing`` are options of ``run``. ``may_change_user``: see ``parse_settings``.
+        """
+        self.name = name
+        self._read = read
+        self._options = {"state_dir": state_dir} if state_dir else {}
+        if is_observing:
+            self._options["mode"] = "observe"
+        self._may_change_user = may_change_user
+
+    def load(self) -> Loaded:
+        """What the file says now. Raises ConfigError."""
+        loaded = parse_settings(self._read(), self.name, may_change_user=self._may_change_user)
+        agent = msgspec.structs.replace(loaded.settings.agent, **self._options)
+        return msgspec.structs.replace(loaded, settings=msgspec.structs.replace(loaded.settings, agent=agent))
+
+
+def keys_for_next_start(at_start: AgentSettings, now: AgentSettings) -> tuple[str, ...]:
+    """The keys that have changed and take effect when the agent starts again."""
+    keys = ("listen", "listen_names", "web_config", "state_dir")
+    return tuple([f"agent.{key}" for key in keys if getattr(at_start, key) != getattr(now, key)])
+
+
+def parse_settings(text: str | bytes, name: str, *, may_change_user: bool = True) -> Loaded:
+    """Settings and warnings of a policy's text. Raises ConfigError.
+
+    ``name``: how problems call it. ``may_change_user``: whether this machine can run hooks as another user.
+    """
+    return without_errors(inspect_settings(text, name, may_change_user=may_change_user))
+
+
+def without_errors(inspected: Inspected) -> Loaded:
+    """Settings and warnings. Raises ConfigError if there is any error."""
+    if inspected.errors:
+        state_dir = text_at(inspected.loaded.content, "agent", "state_dir")
+        raise ConfigError(tuple(str(error) for error in inspected.errors), state_dir)
+    return inspected.loaded
+
+
+def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> Inspected:
+    """A policy's text with all its errors; see ``parse_settings``."""
+    parsed = parse(text, Settings, name)
+    errors = parsed.problems
+    if parsed.draft is not None:
+        known = [problem.path for problem in errors]
+        all_faults = parsed.gather(faults(parsed.draft, parsed, may_change_user=may_change_user))
+        # Where a value was wrong already, what is missing because of it is no news.
+        news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
+        errors = tuple(sorted((*errors, *news), key=lambda problem: problem.line))
+    settings = parsed.draft or Settings()
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    inspected = Inspected(Loaded(settings=settings, warnings=(), parsed=parsed, content=content), errors)
+    # What an unknown key or a wrong rule would have named is not known.
+    is_all_named = all(_part_of(error.path).partition("[")[0] not in ("", "rules", "on_clear") for error in errors)
+    findings = doubts(settings, parsed.lines, is_all_named=is_all_named)
+    warnings = parsed.gather(finding for finding in findings if inspected.is_valid(finding[0]))
+    return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=warnings))

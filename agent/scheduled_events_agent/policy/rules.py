@@ -1,0 +1,251 @@
+"""What the operator wants: rules, and which of them takes an event.
+
+Owns the vocabulary of the policy file's rules, hooks and windows, and ``decide``. Does no I/O and keeps no
+state. The one invariant: what is not clearly allowed is observed and never approved.
+"""
+
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime, time, timedelta, tzinfo
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from scheduled_events_agent.imds.document import (
+    RECOMMENDATION,
+    EventTypeName,
+    SourceName,
+    StatusName,
+)
+
+ApproveMode = Literal["immediately", "when-prepared", "manual", "never"]
+FailureMode = Literal["hold", "approve"]
+SharedMode = Literal["hold", "first", "any", "all-ready"]
+EarlyStartMode = Literal["cancel", "finish"]
+RuleAffects = Literal["self", "shared", "others"]
+Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+_DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+DEFAULT_EXPIRE_SECONDS = 3600.0
+
+Duration = Annotated[
+    float,
+    Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"}),
+]
+"""Seconds; in the policy file a text such as 1h30m."""
+
+ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
+SECRET: dict[str, Any] = {"kind": "secret"}
+"""Errors about the policy quote nothing of the value."""
+_SECRET_NAMES = re.compile(
+    r"secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
+    r"|connection_?string|(^|_)(pat|sas|auth)(_|$)",
+    re.IGNORECASE,
+)
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="Letters, digits, . _ -")]
+
+
+class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Conditions of a rule: all that are given must hold; of a list, any one."""
+
+    type: Annotated[tuple[EventTypeName, ...], Meta(description="Type of the event.", extra=ONE_OR_MANY)] = ()
+    source: Annotated[
+        tuple[SourceName, ...],
+        Meta(description="Who caused the event (known from api-version 2019-08-01 on).", extra=ONE_OR_MANY),
+    ] = ()
+    status: Annotated[tuple[StatusName, ...], Meta(description="Status of the event.", extra=ONE_OR_MANY)] = ()
+    affects: Annotated[
+        tuple[RuleAffects, ...],
+        Meta(
+            description="self: names this VM, alone or with others; shared: names this VM and others; "
+            "others: does not name this VM.",
+            extra=ONE_OR_MANY,
+        ),
+    ] = ("self",)
+    resource: Annotated[
+        tuple[str, ...],
+        Meta(description="A glob such as web_*; any resource of the event may match.", extra=ONE_OR_MANY),
+    ] = ()
+    description: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="A regular expression searched in the description's first 256 characters, ignoring case.",
+            extra=ONE_OR_MANY,
+        ),
+    ] = ()
+    duration_below: Annotated[
+        Duration | None, Meta(gt=0, description="The estimated interruption is known and shorter than this.")
+    ] = None
+    duration_at_least: Annotated[
+        Duration | None, Meta(description="The estimated interruption is known and at least this long.")
+    ] = None
+    notice_below: Annotated[
+        Duration | None, Meta(gt=0, description="When its NotBefore was first seen, it was nearer than this.")
+    ] = None
+    notice_at_least: Annotated[
+        Duration | None, Meta(description="When its NotBefore was first seen, it was at least this far away.")
+    ] = None
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rule of the policy; the first whose conditions hold takes the event."""
+
+    name: Annotated[Name, Meta(description="Name for logs and metrics.")]
+    when: Annotated[When, Meta(description="Conditions; without any, every event that names this VM.")] = When()
+    prepare: Annotated[
+        tuple[Name, ...],
+        Meta(description="Hooks to run, in order, before the event; the first failure ends them."),
+    ] = ()
+    on_start: Annotated[
+        tuple[Name, ...], Meta(description="Hooks to run, in order, once the event has started.")
+    ] = ()
+    recover: Annotated[
+        tuple[Name, ...],
+        Meta(description="Hooks to run, in order, when an event that was prepared for is over."),
+    ] = ()
+    drain_for: Annotated[
+        Duration, Meta(description="How long /readyz answers 503 before the hooks of prepare run.")
+    ] = 0.0
+    approve: Annotated[ApproveMode, Meta(description="When to let Azure start the event early.")] = "never"
+    on_failure: Annotated[FailureMode, Meta(description="What to do when a hook of prepare failed.")] = "hold"
+    shared: Annotated[
+        SharedMode | None,
+        Meta(
+            description="Who approves an event that names other VMs too: hold, this VM does not; first, the "
+            "first VM listed (if immediately, each one after it 10s later); any; all-ready, any once all are "
+            "prepared (needs fleet). Default: first if immediately, else hold."
+        ),
+    ] = None
+    on_early_start: Annotated[
+        EarlyStartMode, Meta(description="What becomes of running prepare hooks when the event starts meanwhile.")
+    ] = "cancel"
+    lead: Annotated[
+        Duration | None,
+        Meta(
+            description="Do nothing earlier than this long before NotBefore. Default: at once if this VM approves "
+            "the event by itself, else as late as the hooks of prepare allow."
+        ),
+    ] = None
+    window: Annotated[
+        Name | None,
+        Meta(description="Maintenance window in which an event announced long ahead is handled early."),
+    ] = None
+    expire_after: Annotated[
+        Duration,
+        Meta(
+            gt=0, description="How long a recommendation is prepared for at most; then the hooks of recover run."
+        ),
+    ] = DEFAULT_EXPIRE_SECONDS
+
+
+class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One program to run. Either ``run`` or ``shell`` is set."""
+
+    run: Annotated[
+        tuple[str, ...] | None,
+        Meta(description="Program and arguments; no shell is involved.", extra=SECRET),
+    ] = None
+    shell: Annotated[
+        str | None,
+        Meta(description="A command line for /bin/sh (Linux) or cmd (Windows).", extra=SECRET),
+    ] = None
+    timeout: Annotated[Duration, Meta(gt=0, description="Time limit of one attempt.")] = 300.0
+    attempts: Annotated[int, Meta(ge=1, le=100, description="How often to try.")] = 1
+    retry_delay: Annotated[Duration, Meta(description="Pause between attempts.")] = 1.0
+    user: Annotated[str | None, Meta(description="Account to run as (Linux only). Default: the agent's.")] = None
+    cwd: Annotated[str | None, Meta(description="Working directory. Default: the root directory.")] = None
+    env: Annotated[dict[str, str], Meta(description="Additional environment variables.", extra=SECRET)] = {}
+    serialize: Annotated[
+        bool,
+        Meta(description="Never run this hook for two events at the same time; the most urgent one is next."),
+    ] = False
+    required: Annotated[
+        bool,
+        Meta(description="false: if it fails, preparation or recovery goes on as if it had succeeded."),
+    ] = True
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long it may take, with all its attempts."""
+        return self.attempts * self.timeout + (self.attempts - 1) * self.retry_delay
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a hook's variable of this name is taken for a secret."""
+    return _SECRET_NAMES.search(name) is not None
+
+
+def _timezone_fault(name: str) -> str:
+    """Why there is no such time zone here; "" if there is."""
+    if name == "UTC":
+        return ""  # also where there is no time zone data
+    from zoneinfo import ZoneInfo, available_timezones  # noqa: PLC0415  # an agent without windows never needs it
+
+    try:
+        ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        from scheduled_events_agent.policy.typed_yaml import nearest  # noqa: PLC0415  # with PyYAML
+
+        zones = available_timezones()
+        guess = nearest(name, zones)
+        hint = f'; did you mean "{guess}"?' if guess else ""
+        hint = hint if zones else "; this machine has no time zone data: install tzdata"
+        return f'expected an IANA time zone such as Europe/Berlin; got "{name}"{hint}'
+    return ""
+
+
+class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A time of the week in which an interruption suits the operator."""
+
+    start: Annotated[time, Meta(description="Wall-clock time of the opening, such as 02:00.")]
+    length: Annotated[
+        Duration, Meta(gt=0, le=7 * 86400, description="How long the window stays open; at most seven days.")
+    ]
+    days: Annotated[
+        tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=ONE_OR_MANY)
+    ] = _DAYS
+    timezone: Annotated[
+        str, Meta(description="IANA name such as Europe/Berlin.", extra={"check": _timezone_fault})
+    ] = "UTC"
+
+    def opening(self, at: datetime, before: datetime) -> datetime | None:
+        """When this window is next open, from ``at`` (if open then) until ``before``; None if not at all.
+
+        Both times are aware; so is the result, in UTC.
+        """
+        zone = _zone(self.timezone)
+        first = at.astimezone(zone).date() - timedelta(days=8)  # a window may be seven days long
+        # Every window opens once a week, so that the seventeenth day is later than the next opening.
+        for offset in range(17):
+            day = first + timedelta(days=offset)
+            if _DAYS[day.weekday()] not in self.days:
+                continue
+            # Through UTC, so that an hour that daylight saving skips or repeats counts as it is lived.
+            opens = datetime.combine(day, self.start, tzinfo=zone).astimezone(UTC)
+            if at < opens + timedelta(seconds=self.length) and max(opens, at) < before:
+                return max(opens, at)
+        return None
+
+
+def names_recommendations(rules: Iterable[Rule]) -> bool:
+    """Whether a rule names the type of recommendations: only then are they followed."""
+    return any(RECOMMENDATION in rule.when.type for rule in rules)
+
+
+def matches_glob(name: str, patterns: Iterable[str]) -> bool:
+    """Glob match ignoring case and one leading ``_`` of the name, as names are compared everywhere."""
+    low = name.casefold()
+    spellings = (low, low.removeprefix("_"))
+    return any(fnmatchcase(one, pattern.casefold()) for pattern in patterns for one in spellings)
+
+
+@lru_cache(maxsize=16)
+def _zone(name: str) -> tzinfo:
+    if name == "UTC":
+        return UTC  # also where there is no time zone data
+    from zoneinfo import ZoneInfo  # noqa: PLC0415  # an agent without windows never needs it
+
+    return ZoneInfo(name)

@@ -1,0 +1,322 @@
+"""What a policy file says, as frozen values."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from scheduled_events_agent.imds.document import ApiVersionSetting
+from scheduled_events_agent.imds.endpoint import ip_address_of
+from scheduled_events_agent.policy.rules import (
+    ONE_OR_MANY,
+    SECRET,
+    Duration,
+    Hook,
+    MaintenanceWindow,
+    Name,
+    Rule,
+    When,
+    matches_glob,
+)
+
+# Azure's emulator has the account's name in the path.
+_TABLE = re.compile(
+    r"(?P<account>(https://[A-Za-z0-9][A-Za-z0-9.-]*|http://(localhost|127\.[0-9.]+|\[::1\]))"
+    r"(:(?P<port>[0-9]{1,5}))?(/[a-z0-9]{3,24})?)/(?P<name>[A-Za-z][A-Za-z0-9]{2,62})"
+)
+
+# Azure's names of an account's other services.
+_NO_TABLES = re.compile(r"\.(blob|dfs|file|queue|web)\.", re.IGNORECASE)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "json", "console"]
+Mode = Literal["act", "observe"]
+NoticeWord = Literal[
+    "seen", "preparing", "prepared", "approval_needed", "held", "approved", "started", "recovered",
+    "recovery_failed", "hook_missing",
+]  # fmt: skip
+_TOLD: tuple[NoticeWord, ...] = (
+    "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
+)  # fmt: skip
+# What else is told would open incidents at PagerDuty, and call people for nothing.
+_TOLD_TO_PAGERDUTY: tuple[NoticeWord, ...] = (
+    "approval_needed", "held", "hook_missing", "recovery_failed", "started", "recovered",
+)  # fmt: skip
+NOTICE_BODIES = ("cloudevents", "slack", "teams", "pagerduty")
+
+
+class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who this VM is in Resources."""
+
+    name: Annotated[
+        str | None, Meta(description="This VM's name in Resources. Default: asked of the metadata service.")
+    ] = None
+    aliases: Annotated[
+        tuple[str, ...], Meta(description="Further names by which Resources may call this VM.")
+    ] = ()
+
+
+class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The metadata service and how to talk to it."""
+
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="http://ADDRESS[:PORT], or auto: from DHCP option 245, for VMs outside a virtual network."
+        ),
+    ] = "http://169.254.169.254"
+    api_version: Annotated[
+        ApiVersionSetting,
+        Meta(
+            description="Version of the Scheduled Events interface; auto: 2024-07-09 if a rule names "
+            "SpotRebalanceRecommendation and the service knows it, else 2020-07-01."
+        ),
+    ] = "auto"
+    poll_interval: Annotated[
+        Duration,
+        # A Spot VM may be gone 30 s after its notice, so more than a minute makes no sense.
+        Meta(
+            ge=0.25,
+            le=60,
+            description="Time between two requests; the service allows five a second to the whole VM.",
+        ),
+    ] = 1.0
+    request_timeout: Annotated[
+        Duration, Meta(gt=0, description="Time limit of a whole request, answer included.")
+    ] = 10.0
+    first_request_timeout: Annotated[
+        Duration,
+        Meta(
+            gt=0,
+            description="Time limit of the first request after a start; others go out beside it after 2 s.",
+        ),
+    ] = 120.0
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the agent writes to standard error."""
+
+    level: Annotated[LogLevel, Meta(description="Least severe messages to write.")] = "info"
+    format: Annotated[
+        LogFormat, Meta(description="auto: console on a terminal, sentences in systemd's journal, JSON elsewhere.")
+    ] = "auto"
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The agent itself."""
+
+    mode: Annotated[
+        Mode, Meta(description="observe: decide and report, but run no hooks and approve nothing.")
+    ] = "act"
+    state_dir: Annotated[
+        str | None, Meta(description="Directory of the state file. Default: the system's place for it.")
+    ] = None
+    reserve: Annotated[Duration, Meta(description="Prepare hooks must end this long before NotBefore.")] = 5.0
+    healthy_within: Annotated[
+        Duration, Meta(description="/healthz answers 503 when no poll has succeeded for this long.")
+    ] = 180.0
+    log: Annotated[LogSettings, Meta(description="Logging.")] = LogSettings()
+    listen: Annotated[
+        str, Meta(description="ADDRESS:PORT of the pages, such as /metrics and /readyz, or off.")
+    ] = "127.0.0.1:9769"
+    listen_names: Annotated[
+        tuple[str, ...],
+        Meta(description="Further names by which a browser or a proxy on this machine may ask for the pages."),
+    ] = ()
+    web_config: Annotated[
+        str | None,
+        Meta(description="File with TLS settings for the pages, as Prometheus' exporters have it."),
+    ] = None
+    show_hook_output: Annotated[
+        bool, Meta(description="Show the ends of hooks' output on the page, in /status and in /history too.")
+    ] = False
+
+
+class SecretFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A text that is kept in a file of its own, and read whenever it is needed."""
+
+    file: Annotated[str, Meta(description="Absolute path of a file that holds the text.")]
+
+
+class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A service that is notified of events by HTTP."""
+
+    name: Annotated[Name, Meta(description="Name for logs and metrics.")]
+    to: Annotated[str | SecretFile, Meta(description="URL to post to, or the file that holds it.")]
+    body: Annotated[
+        str, Meta(description="cloudevents, slack, teams, pagerduty, or the absolute path of a template.")
+    ] = "cloudevents"
+    on: Annotated[
+        tuple[NoticeWord, ...] | None,
+        Meta(
+            description=f"What to tell. Default: {', '.join(_TOLD)}; with body pagerduty "
+            f"{', '.join(_TOLD_TO_PAGERDUTY)}.",
+            extra=ONE_OR_MANY,
+        ),
+    ] = None
+    when: Annotated[When, Meta(description="Which events; the same conditions as in rules.")] = When()
+    headers: Annotated[dict[str, str | SecretFile], Meta(description="Additional headers.")] = {}
+    timeout: Annotated[
+        Duration, Meta(gt=0, le=120, description="Time limit of a whole exchange, answer included.")
+    ] = 10.0
+    proxy: Annotated[
+        str | None,
+        Meta(description="http://HOST:PORT, or environment: as HTTPS_PROXY and NO_PROXY say. Default: none."),
+    ] = None
+    ca_file: Annotated[
+        str | None, Meta(description="Absolute path of the certificates to trust. Default: those of the system.")
+    ] = None
+
+    @property
+    def kinds(self) -> tuple[NoticeWord, ...]:
+        """What to tell."""
+        if self.on is not None:
+            return self.on
+        return _TOLD_TO_PAGERDUTY if self.body == "pagerduty" else _TOLD
+
+
+class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sign in to the table, if not with the only identity of this VM. One of the two."""
+
+    client_id: Annotated[
+        str | None, Meta(description="Client id of the identity to use, if this VM has several.")
+    ] = None
+    sas_file: Annotated[
+        str | None,
+        Meta(description="Absolute path of a file that holds a shared access signature, read for each request."),
+    ] = None
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The VMs that act together, and the table through which they do."""
+
+    group: Annotated[
+        str | None,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$",
+            description="Letters, digits, . _ -; the same on all VMs. Default: the scale set's name.",
+        ),
+    ] = None
+    table: Annotated[str, Meta(description="URL of the table in Azure Table Storage.")]
+    credential: Annotated[
+        Literal["managed-identity"] | FleetCredential,
+        Meta(description="The identity of this VM, or the keys below.", extra=SECRET),
+    ] = "managed-identity"
+    proxy: Annotated[
+        str | None,
+        Meta(description="http://HOST:PORT, or environment: as HTTPS_PROXY and NO_PROXY say. Default: none."),
+    ] = None
+    max_events: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            le=100,
+            description="How many events of the group are prepared for at the same time. Default: no limit.",
+        ),
+    ] = None
+    members: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Globs of the VMs that run the agent: of those in Resources, all-ready awaits these.",
+            extra=ONE_OR_MANY,
+        ),
+    ] = ("*",)
+    on_unavailable: Annotated[
+        Literal["wait", "begin"],
+        Meta(
+            description="While the table cannot be used: wait for a slot until the latest begin; or begin without "
+            "one after a minute."
+        ),
+    ] = "wait"
+
+    def members_fault(self, names: Iterable[str]) -> str:
+        """Why ``members`` cannot be right on the VM that goes by ``names``; "" if it can."""
+        names = tuple(names)
+        if not names or any(matches_glob(name, self.members) for name in names):
+            return ""
+        return f"members does not match this VM, {names[0]}: all VMs are awaited"
+
+    def members_for(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Which VMs are awaited, on the VM that goes by ``names``."""
+        return ("*",) if self.members_fault(names) else self.members
+
+
+DEFAULT_RULES = (
+    Rule(name="user-initiated", when=When(source=("User",)), approve="immediately"),
+    Rule(name="short-freeze", when=When(type=("Freeze",), duration_below=9.0), approve="immediately"),
+)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole policy file."""
+
+    vm: Annotated[VmSettings, Meta(description="Who this VM is in Resources.")] = VmSettings()
+    imds: Annotated[ImdsSettings, Meta(description="The metadata service.")] = ImdsSettings()
+    agent: Annotated[AgentSettings, Meta(description="The agent itself.")] = AgentSettings()
+    rules: Annotated[
+        tuple[Rule, ...], Meta(description="The first rule that matches takes the event; none means observe.")
+    ] = DEFAULT_RULES
+    hooks: Annotated[dict[Name, Hook], Meta(description="The programs that rules name.")] = {}
+    on_clear: Annotated[
+        tuple[Name, ...],
+        Meta(description="Hooks to run when the agent starts and nothing is pending for this VM."),
+    ] = ()
+    maintenance_windows: Annotated[
+        dict[Name, MaintenanceWindow], Meta(description="Named times of the week for early maintenance.")
+    ] = {}
+    notify: Annotated[
+        tuple[NotifyTarget, ...], Meta(description="Services that hear of events by HTTP.", extra=SECRET)
+    ] = ()
+    fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together, through a table.")] = None
+
+
+class TableAddress(NamedTuple):
+    """Where a table is."""
+
+    account_url: str
+    name: str
+
+
+def parse_table(text: str) -> TableAddress | None:
+    """The parts of a table's URL; None if it is none. Plain http goes to this machine only."""
+    match = _TABLE.fullmatch(text)
+    if match is None or not 0 < int(match["port"] or 443) < 65536 or match["name"].lower() == "tables":
+        return None
+    if _NO_TABLES.search(match["account"]):
+        return None
+    return TableAddress(match["account"], match["name"])
+
+
+def files_of_target(target: NotifyTarget) -> Iterator[tuple[str, str]]:
+    """The files that a target names, by their keys."""
+    if isinstance(target.to, SecretFile):
+        yield "to.file", target.to.file
+    for name, value in target.headers.items():
+        if isinstance(value, SecretFile):
+            yield f"headers.{name}.file", value.file
+    if target.body not in NOTICE_BODIES:
+        yield "body", target.body
+    if target.ca_file is not None:
+        yield "ca_file", target.ca_file
+
+
+def is_absolute_path(text: str) -> bool:
+    """Whether it is an absolute path of Linux or of Windows: a policy may be checked on another system."""
+    return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+
+
+def is_foreign_path(text: str) -> bool:
+    """Whether it is an absolute path of the other system only."""
+    return is_absolute_path(text) and not PurePath(text).is_absolute()
+
+
+def is_open(listen: str) -> bool:
+    """Whether others than this machine may reach the pages."""
+    address = listen.rpartition(":")[0]
+    if listen == "off" or address in ("127.0.0.1", "localhost"):
+        return False
+    ip = ip_address_of(address)
+    return ip is None or not ip.is_loopback

@@ -1,0 +1,442 @@
+"""YAML text to frozen typed values, with every fault at once and its line.
+
+Reads the files that people write by hand: the policy, the web server's TLS file, the simulator's scenarios. Does
+no I/O and knows none of them. The one invariant: a value comes out only if nothing was wrong. A scalar is judged
+as it is written (``02:00``, ``2020-07-01``, ``off``), not as YAML would guess its type.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import time
+from functools import lru_cache
+from itertools import islice
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Meta
+
+from scheduled_events_agent.policy import yaml_nodes
+from scheduled_events_agent.policy.durations import NUMBER, format_duration, parse_duration, quote, shortened
+from scheduled_events_agent.policy.yaml_nodes import Node
+
+T = TypeVar("T")
+
+# Far more than a file written by hand holds; it ends aliases that double at every step.
+_MAX_VALUES = 100_000
+# An alias may repeat a value that has many faults, or a long text, often.
+_MAX_PROBLEMS = 100
+_MAX_MESSAGE = 1000
+_KNOWN_TAGS = frozenset(
+    f"tag:yaml.org,2002:{word}"
+    for word in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
+)
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
+_SCALARS = {
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    time: "a time of day such as 02:00",
+}
+_MAX_KNOWN = 1000  # there are six hundred time zones
+_BARE_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_./\\%+=-]+")
+_HIDDEN = "not shown here, for it may be secret"
+_LAST_STEP = re.compile(r"[.\[]?[^.\[]*$")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One thing wrong with a text; its str() is the line to show."""
+
+    name: str
+    line: int
+    """Counted from 1."""
+    path: str
+    """Such as ``rules[2].approve``; "" for the whole text."""
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.name}:{self.line}"
+        return f"{place}: {self.path}: {self.message}" if self.path else f"{place}: {self.message}"
+
+
+class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """What a text said: a value, or problems in the order of their lines (the first hundred that were met)."""
+
+    name: str
+    value: T | None
+    problems: tuple[Problem, ...]
+    draft: T | None = None
+    """The value without its wrong parts, so that later checks can look for further problems."""
+    lines: Mapping[str, int] = {}
+
+    def line_of(self, path: str) -> int:
+        """The line of a value, or of the nearest one around it that the text has."""
+        while path and path not in self.lines:
+            path = _LAST_STEP.sub("", path)
+        return self.lines.get(path, 1)
+
+    def problem(self, path: str, message: str) -> Problem:
+        """A problem found by a later check, at the line of ``path``."""
+        return Problem(self.name, self.line_of(path), path, shortened(message, _MAX_MESSAGE))
+
+    def gather(self, findings: Iterable[tuple[str, str]]) -> tuple[Problem, ...]:
+        """The problems of paths and messages, in the order of their lines; no further than the first hundred."""
+        problems = [self.problem(path, message) for path, message in islice(findings, _MAX_PROBLEMS)]
+        return tuple(sorted(problems, key=lambda problem: problem.line))
+
+
+def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
+    """Read a YAML text as a ``type_`` (a msgspec.Struct); ``name`` is how problems call the file.
+
+    Bytes are UTF-8, with or without a byte order mark. Annotations may use Struct, str, int, float, bool, None,
+    Literal, ``str | Struct``, tuple, list, dict, datetime.time and msgspec.Meta, whose ``extra`` may say
+    ``{"kind": "duration"}`` (a float of seconds, written 1h30m), ``{"kind": "one-or-many"}`` (a tuple that may
+    be written as its only item) or ``{"kind": "secret"}`` (nothing of it and below it is quoted in a problem). A
+    ValueError from a Struct's ``__post_init__`` becomes a problem.
+    """
+    reader = _Reader(name)
+    try:
+        draft = reader.read_text(text, type_)
+    except _EnoughError:
+        draft = _BAD
+    draft = None if draft is _BAD else draft
+    problems = tuple(sorted(reader.problems, key=lambda problem: problem.line))
+    value = None if problems else draft
+    return Parsed(name=name, value=value, problems=problems, draft=draft, lines=reader.lines)
+
+
+def text_at(text: str | bytes, *keys: str) -> str | None:
+    """The text at these keys, whatever else is wrong; "" if it is not there, None if that cannot be told."""
+    try:
+        node = yaml_nodes.compose(text)
+    except yaml_nodes.SyntaxFault:
+        return None
+    for key in keys:
+        if _is_null(node):
+            return ""
+        if node.id != "mapping":
+            return None
+        node = next((value for key_node, value in node.value if key_node.value == key), yaml_nodes.EMPTY)
+    if node is yaml_nodes.EMPTY or _is_null(node):
+        return ""
+    is_text = node.id == "scalar" and "\0" not in node.value
+    return str(node.value) if is_text else None
+
+
+def without_value(message: str) -> str:
+    """A message such as ``expected a number; got "x"`` without what was found."""
+    expected, got, _ = message.partition("; got ")
+    return f"{expected}{got}a text, {_HIDDEN}" if got else message
+
+
+def default_of(item: msgspec.structs.FieldInfo) -> Any:
+    """The default of a Struct's field; NODEFAULT if it must be given."""
+    return item.default if item.default_factory is NODEFAULT else item.default_factory()
+
+
+class _ValueProblemError(Exception):
+    """A value that is not what its type says; the message says what was expected and found."""
+
+
+class _EnoughError(Exception):
+    """There are as many problems as are reported."""
+
+
+class _Bad:
+    """A wrong value, or a Struct that lacks a required key."""
+
+
+_BAD = _Bad()
+
+
+class _Reader:
+    """One walk through the node tree along the types; gathers problems and the line of every value."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problems: list[Problem] = []
+        self.lines: dict[str, int] = {}
+        self._open: set[int] = set()
+        self._count = 0
+        self._is_secret = False
+        """Of the node that is being read, or of one around it."""
+        self._secrets: set[int] = set()
+        """Nodes that were read as secret: an alias may repeat one elsewhere."""
+
+    def read_text(self, text: str | bytes, type_: Any) -> Any:
+        try:
+            root = yaml_nodes.compose(text)
+        except yaml_nodes.SyntaxFault as fault:
+            return self._problem(fault.line, "", str(fault))
+        return self._read(yaml_nodes.EMPTY if _is_null(root) else root, type_, "")
+
+    def _problem(self, line: int, path: str, message: str) -> _Bad:
+        self.problems.append(Problem(self.name, line, path, shortened(message, _MAX_MESSAGE)))
+        if len(self.problems) >= _MAX_PROBLEMS:
+            raise _EnoughError
+        return _BAD
+
+    def _read(self, node: Node, annotation: Any, path: str) -> Any:
+        """The value of a node as its annotation wants it, or _BAD after a problem was noted."""
+        line = node.start_mark.line + 1
+        self._count += 1
+        if self._count > _MAX_VALUES:
+            self._problem(line, path, f"more than {_MAX_VALUES} values")
+            raise _EnoughError
+        if id(node) in self._open:
+            return self._problem(line, path, "an alias cannot be inside the value it repeats")
+        is_around_secret = self._is_secret
+        if "secret" in kinds(peel(annotation)[1]) or id(node) in self._secrets:
+            self._is_secret = True
+        if self._is_secret:
+            self._secrets.add(id(node))
+        self._open.add(id(node))
+        try:
+            self._check_tag(node)
+            return self._convert(node, annotation, path)
+        except _ValueProblemError as error:
+            is_hidden = self._is_secret and node.id == "scalar" and not _is_null(node)
+            return self._problem(line, path, without_value(str(error)) if is_hidden else str(error))
+        finally:
+            self._is_secret = is_around_secret
+            self._open.discard(id(node))
+
+    def _check_tag(self, node: Node) -> None:
+        if node.tag in _KNOWN_TAGS:
+            return
+        if self._is_secret:
+            raise _ValueProblemError(
+                f"a tag, {_HIDDEN}, means nothing here: put a text that begins with ! in quotes"
+            )
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise _ValueProblemError(f"the tag {tag} means nothing here: remove it")
+
+    def _convert(self, node: Node, annotation: Any, path: str) -> Any:
+        type_, metas = peel(annotation)
+        origin = get_origin(type_)
+        if origin in (Union, UnionType):
+            first, last = get_args(type_)
+            if last is NoneType:
+                return None if _is_null(node) else self._convert(node, Annotated[first, Meta(), *metas], path)
+            chosen = last if node.id == "mapping" else first
+            return self._convert(node, Annotated[chosen, Meta(), *metas], path)
+        if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+            return self._struct(node, type_, path)
+        if origin in (tuple, list):
+            return self._sequence(node, origin, get_args(type_)[0], metas, path)
+        if origin is dict:
+            return self._mapping(node, get_args(type_), metas, path)
+        return _check(_scalar(node, type_, metas), metas)
+
+    def _struct(self, node: Node, type_: type[msgspec.Struct], path: str) -> Any:
+        fields = _fields(type_)
+        values: dict[str, Any] = {}
+        before = len(self.problems)
+        for key, value in self._items(node, path):
+            if key not in fields:
+                guess = nearest(key, fields)
+                hint = f'did you mean "{guess}"?' if guess else f"known here: {', '.join(fields)}"
+                self._problem(self.lines[_join(path, key)], path, f"unknown {self._key(key)}; {hint}")
+                continue
+            values[fields[key].name] = self._read(value, fields[key].type, _join(path, key))
+        for item in fields.values():
+            if default_of(item) is NODEFAULT and _join(path, item.encode_name) not in self.lines:
+                self._problem(node.start_mark.line + 1, path, f'the key "{item.encode_name}" is missing')
+        good = {key: value for key, value in values.items() if value is not _BAD}
+        if any(default_of(item) is NODEFAULT and item.name not in good for item in fields.values()):
+            return _BAD
+        try:
+            return type_(**good)
+        except ValueError as error:
+            if len(self.problems) > before:
+                return _BAD
+            raise _ValueProblemError(str(error)) from error
+
+    def _sequence(
+        self, node: Node, origin: Callable[..., Any], item_type: Any, metas: tuple[Meta, ...], path: str
+    ) -> Any:
+        if isinstance(node.value, list) and node.id == "sequence":
+            items = []
+            for index, item in enumerate(node.value):
+                self.lines[f"{path}[{index}]"] = item.start_mark.line + 1
+                items.append(self._read(item, item_type, f"{path}[{index}]"))
+        elif "one-or-many" in kinds(metas) and not _is_null(node):
+            items = [self._convert(node, item_type, path)]
+        else:
+            way_out = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
+            expected = "a list such as [one, two]" if self._is_secret else "a list"
+            raise _ValueProblemError(f"expected {expected}; got {_found(node, '[]')}{way_out}")
+        if _BAD in items:
+            return origin(items[: items.index(_BAD)])  # those after it would get a wrong index
+        return _check(origin(items), metas)
+
+    def _mapping(self, node: Node, types: tuple[Any, ...], metas: tuple[Meta, ...], path: str) -> Any:
+        values: dict[Any, Any] = {}
+        before = len(self.problems)
+        _, key_metas = peel(types[0])
+        for key, value in self._items(node, path):
+            try:
+                _check(key, key_metas)
+            except _ValueProblemError as error:
+                self._problem(self.lines[_join(path, key)], path, f"the {self._key(key)}: {error}")
+            # Of what is secret, the key is shown if it is a name; without a value, it may have been meant as one.
+            is_name = _BARE_KEY.fullmatch(key) and not _is_null(value)
+            key_path = _join(path, key) if is_name or not self._is_secret else f"{path}[...]"
+            values[key] = self._read(value, types[1], key_path)
+        if len(self.problems) > before:
+            return {key: value for key, value in values.items() if value is not _BAD}
+        return _check(values, metas)
+
+    def _items(self, node: Node, path: str) -> list[tuple[str, Node]]:
+        """Keys and their nodes; notes the line of each key, and the keys that cannot be."""
+        if node.id != "mapping":
+            # A text in the place of keys may be the value of any of them, also of a secret one.
+            is_text = node.id == "scalar" and not _is_null(node)
+            found = f"a text, {_HIDDEN}" if is_text else _found(node, "{}")
+            raise _ValueProblemError(f"expected keys with values; got {found}")
+        items: dict[str, Node] = {}
+        for key_node, value in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.id != "scalar":
+                self._problem(line, path, f"expected a key; got {_found(key_node)}")
+            elif key_node.tag.endswith(":merge"):
+                self._problem(line, path, "merge keys (<<) cannot be used: write the keys out")
+            elif key_node.value in items:
+                first = self.lines[_join(path, key_node.value)]
+                self._problem(line, path, f"the {self._key(key_node.value)} is in line {first} already")
+            else:
+                items[key_node.value] = value
+                self.lines[_join(path, key_node.value)] = line
+        return list(items.items())
+
+    def _key(self, key: str) -> str:
+        return f"key ({_HIDDEN})" if self._is_secret else f"key {quote(key)}"
+
+
+def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
+    text: str = node.value
+    if node.id != "scalar" or _is_null(node):
+        empty = '""' if type_ is str else ""
+        raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {_found(node, empty)}")
+    if type_ is str:
+        if "\0" in text:
+            raise _ValueProblemError("the character U+0000 cannot be part of it: remove it")
+        return text
+    value = _duration(text) if type_ is float and "duration" in kinds(metas) else _plain_value(text, type_)
+    if value is not None:
+        return value
+    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}")
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise _ValueProblemError(str(error)) from error
+
+
+def _plain_value(text: str, type_: Any) -> Any:
+    """What the text says, as this type; None if it says no such thing."""
+    if get_origin(type_) is Literal:
+        return text if text in get_args(type_) else None
+    if type_ is bool:
+        return {"true": True, "false": False}.get(text.lower())
+    if type_ is int:
+        return int(text) if _INTEGER.fullmatch(text) and len(text) < 20 else None
+    if type_ is float:
+        return float(text) if NUMBER.fullmatch(text) and math.isfinite(float(text)) else None
+    match = TIME.fullmatch(text) if type_ is time else None
+    return time(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
+
+
+def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:
+    if get_origin(type_) is Literal:
+        words = get_args(type_)
+        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
+    if type_ is float and "duration" in kinds(metas):
+        return "a duration such as 9s, 5m, 1h30m or 2d"
+    return _SCALARS[type_]
+
+
+def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
+    """The value, if it keeps the limits of its annotations."""
+    found = quote(value) if isinstance(value, str) else value
+    for meta in metas:
+        if meta.extra and (check := meta.extra.get("check")) and (fault := check(value)):
+            raise _ValueProblemError(fault)
+        # Python's $ also matches before a line break at the end.
+        if meta.pattern is not None and (not re.search(meta.pattern, value) or value.endswith("\n")):
+            what = f" ({meta.description})" if meta.description else ""
+            raise _ValueProblemError(f"expected a text that matches {meta.pattern}{what}; got {found}")
+        for limit, words, is_kept in (
+            (meta.ge, "at least", operator.ge),
+            (meta.gt, "more than", operator.gt),
+            (meta.le, "at most", operator.le),
+            (meta.lt, "less than", operator.lt),
+        ):
+            if limit is not None and not is_kept(value, limit):
+                show = format_duration if "duration" in kinds(metas) else str
+                raise _ValueProblemError(f"expected {words} {show(limit)}; got {show(value)}")
+        unit = "characters" if isinstance(value, str) else "items"
+        if meta.min_length is not None and len(value) < meta.min_length:
+            raise _ValueProblemError(f"expected at least {meta.min_length} {unit}; got {len(value)}")
+        if meta.max_length is not None and len(value) > meta.max_length:
+            raise _ValueProblemError(f"expected at most {meta.max_length} {unit}; got {len(value)}")
+    return value
+
+
+@lru_cache(maxsize=64)
+def _fields(type_: type[msgspec.Struct]) -> Mapping[str, msgspec.structs.FieldInfo]:
+    """The fields by their names in the YAML; working them out anew for each of thousands of rules takes long."""
+    return {item.encode_name: item for item in msgspec.structs.fields(type_)}
+
+
+def _as_list(text: str) -> str:
+    """The words of a text as YAML lists them; an example if they might need quotes."""
+    words = text.split()
+    return f"[{', '.join(words)}]" if all(map(_PLAIN_WORD.fullmatch, words)) else "a list such as [one, two]"
+
+
+def peel(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
+    if get_origin(annotation) is Annotated:
+        inner, *extras = get_args(annotation)
+        return inner, tuple(extra for extra in extras if isinstance(extra, Meta))
+    return annotation, ()
+
+
+def kinds(metas: tuple[Meta, ...]) -> list[Any]:
+    return [meta.extra.get("kind") for meta in metas if meta.extra]
+
+
+def _is_null(node: Node) -> bool:
+    return node.id == "scalar" and node.tag.endswith(":null") and node.value.lower() in ("", "~", "null")
+
+
+def _found(node: Node, empty: str = "") -> str:
+    if node.id == "sequence":
+        return "a list"
+    if node.id == "mapping":
+        return "keys with values"
+    if _is_null(node):
+        return "nothing: remove the key" + (f", or write {empty}" if empty else "")
+    return quote(node.value)
+
+
+def _join(path: str, key: str) -> str:
+    if not _BARE_KEY.fullmatch(key):
+        return f"{path}[{quote(key)}]"
+    return f"{path}.{key}" if path else key
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that ``word`` was probably meant to be, of the first thousand."""
+    from difflib import get_close_matches  # noqa: PLC0415  # only a faulty file needs it
+
+    by_folded = {name.casefold(): name for name in islice(known, _MAX_KNOWN)}
+    found = get_close_matches(word.casefold(), by_folded, n=1)
+    return by_folded[found[0]] if found else None

@@ -1,0 +1,617 @@
+"""What must survive: workflows, the journal, operators' requests and unsent notices, in one SQLite file.
+
+Owns what is written, its durability, and how much is kept. Decides nothing about events. The one invariant: when
+``commit`` returns, the steps are on the disk (WAL with synchronous=FULL), all of them or none.
+
+A Store belongs to one thread at a time. The agent opens the file; other processes (``approve``, ``hold``,
+``status``) join it, or only look into it. Its permissions are the authorization.
+"""
+
+import contextlib
+import itertools
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.status.status import History, JournalEntry
+from scheduled_events_agent.store import file
+from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
+from scheduled_events_agent.store.outbox import Loss, Notices, StoredNotice, Waiting, notified
+from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
+from scheduled_events_agent.workflow import Note, OperatorAction, RememberedEvent, Step, Workflow
+
+__all__ = [
+    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "CommitResult", "Loss", "Notices", "RememberedChanges", "Request",
+    "RequestAnswer", "StatusRequest", "Store", "StoreError", "StoredNotice", "Waiting", "notified",
+]  # fmt: skip
+
+_FILLER_BYTES = 64 * 1024
+# How much is kept of what is over, besides an age; the smallest limit counts.
+MAX_EVENTS = 10_000
+MAX_NOTES = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+MAX_ENTRIES = 500
+"""Of one event: the first ones and the latest."""
+_FIRST_ENTRIES = 100
+_MAX_REQUESTS = 100
+_MAX_TEXT = 8000
+# Deleted at a time, so that the engine does not wait long for the disk.
+_PORTION_EVENTS = 50
+_PORTION_ROWS = 1000
+REQUEST_VALID_SECONDS = 30.0
+"""A request that no agent has answered by then is void; its operator has been told so."""
+
+_ENTRY = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
+_SELECT_ENTRIES = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
+_SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
+
+FactName = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use"]
+
+
+class WithdrawnError(Exception):
+    """A request was withdrawn before its answer could be written; its operator has been told so."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator asks the agent to act on an event."""
+
+    id: int
+    workflow_id: str
+    action: OperatorAction
+    user: str
+
+
+class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Another process asks the agent for its status. It is stored without an action."""
+
+    id: int
+
+
+class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The agent's answer to a request. Stored as it is."""
+
+    succeeded: bool
+    message: str
+    """For the operator; to the question how the agent is, its status as JSON."""
+
+
+class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The notifications that a commit has dropped."""
+
+    dropped: tuple[tuple[str, str], ...] = ()
+    """Target and body of each."""
+    reason: Literal["", "too_many", "no_room"] = ""
+    """too_many: older ones, of which their target had too many; no_room: all that were new, on a full disk."""
+
+
+class RememberedChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What a commit changes in the remembered events, by their keys."""
+
+    put: Mapping[str, RememberedEvent] = {}
+    removed: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.put or self.removed)
+
+
+NO_CHANGES = RememberedChanges()
+
+# Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
+_WORKFLOW = msgspec.json.Decoder(Workflow)
+_ANSWER = msgspec.json.Decoder(RequestAnswer)
+_LOSSES = msgspec.json.Decoder(dict[str, Loss])
+
+
+class Store:
+    """The state file, open."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        path: Path,
+        *,
+        open_files: OpenFiles | None = None,
+        set_aside: Path | None = None,
+    ) -> None:
+        """``open_files``: of the agent, which owns the file."""
+        self._connection = connection
+        self._open_files = open_files
+        self._is_damaged = False
+        self.path = path
+        self.wake_path = path.with_name("wake")
+        """Where the agent waits for ``host.wake``, to read a request at once."""
+        self.set_aside = set_aside
+        """Where a damaged file was moved to when this one was opened; None if all was well."""
+        self.is_writing = False
+        """Whether its thread waits for the disk; for any thread."""
+        self.recreations = 0
+        """How often the file was removed or replaced, and made anew."""
+        self.notices = Notices(connection, self._transaction, self._reading)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        now: datetime,
+        on_locked: Callable[[StoreError], None] = lambda _: None,
+        lock: IO[bytes] | None = None,
+    ) -> "Store":
+        """Open or make the state file in ``directory``, for the agent; see ``file.open_as_owner``.
+
+        ``lock``: of the directory; the store closes it.
+        """
+        connection, set_aside = file.open_as_owner(directory, now, on_locked)
+        path = directory / FILE_NAME
+        return cls(connection, path, open_files=OpenFiles(path, lock), set_aside=set_aside)
+
+    @classmethod
+    def join(cls, directory: Path) -> "Store":
+        """Open the file of an agent that may be running. Raises StoreError, also for a damaged file."""
+        path = directory / FILE_NAME
+        return cls(file.open_as_guest(path), path)
+
+    @classmethod
+    def look_into(cls, directory: Path) -> "Store":
+        """Open the file for reading only. Raises StoreError. Damage is found when the damaged part is read."""
+        path = directory / FILE_NAME
+        return cls(file.open_to_read(path), path)
+
+    def close(self) -> None:
+        """Close the file; the store cannot be used any more."""
+        # What was removed is not this agent's any more: the log at the path may be that of another one.
+        is_in_place = self._open_files is not None and not self._open_files.loss()
+        has_ended_well = is_in_place and not self._is_damaged and self._end_well()
+        file.close(self._connection, self.path)
+        if has_ended_well:
+            with contextlib.suppress(OSError):
+                file.make_log_void(self.path)
+        if self._open_files is not None:
+            self._open_files.close()
+
+    def recreate_if_removed(self) -> str:
+        """If file, lock or directory were removed or replaced, make them anew from what is open.
+
+        Returns what was removed or replaced, "" if nothing was. Raises StoreError if that fails; try it again.
+        """
+        loss = self._open_files.loss() if self._open_files is not None else ""
+        if self._open_files is None or not loss:
+            return ""
+        self.is_writing = True
+        try:
+            connection = self._open_files.restore(self._connection)
+        except (AgentError, OSError, sqlite3.Error) as error:
+            raise StoreError(f"{loss}, and cannot be made anew: {error}", kind="removed") from error
+        finally:
+            self.is_writing = False
+        if connection is not self._connection:
+            self._connection.close()
+            self._connection = self.notices.connection = connection
+        self.recreations += 1
+        return loss
+
+    def _end_well(self) -> bool:
+        """Move all that is in the log into the file; whether that was possible."""
+        try:
+            with self._transaction():
+                self._connection.execute("DELETE FROM fact WHERE name = 'in_use'")
+            is_busy, length, moved = self._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
+        except (StoreError, sqlite3.Error):
+            return False
+        return not is_busy and length == moved
+
+    def load_workflows(self) -> list[Workflow]:
+        """The open workflows, oldest first."""
+        with self._reading():
+            # With the index named, SQLite does not read all closed workflows for the order.
+            rows = self._fetch("SELECT body FROM workflow INDEXED BY workflow_open WHERE is_open ORDER BY rowid")
+            return [_to_workflow(body) for (body,) in rows]
+
+    def commit(
+        self,
+        steps: Sequence[Step],
+        at: datetime,
+        answers: Mapping[int, RequestAnswer] | None = None,
+        notices: Sequence[tuple[str, str]] = (),
+        remembered: RememberedChanges = NO_CHANGES,
+    ) -> CommitResult:
+        """Put workflows, their notes, answers to operators' requests, notices and what is remembered on the disk.
+
+        The notes have their messages. ``notices``: target and body of each; if the disk is full, all else is
+        written without them. Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing
+        is written.
+        """
+        if not (steps or answers or remembered):
+            return CommitResult()
+        try:
+            lost = self._write_commit(steps, at, answers or {}, notices, remembered)
+        except StoreError as error:
+            if not notices or error.kind != "full":
+                raise
+            # Notices must not take the room that events need.
+            self._write_commit(steps, at, answers or {}, (), remembered)
+            return CommitResult(dropped=tuple(notices), reason="no_room")
+        return CommitResult(dropped=tuple(lost), reason="too_many") if lost else CommitResult()
+
+    def _write_commit(
+        self,
+        steps: Sequence[Step],
+        at: datetime,
+        answers: Mapping[int, RequestAnswer],
+        notices: Sequence[tuple[str, str]],
+        remembered: RememberedChanges,
+    ) -> list[tuple[str, str]]:
+        """One transaction. Returns the older notices of which a target had too many."""
+        latest = {step.workflow.id: step.workflow for step in steps}
+        stamp = _stamp(at)
+        rows = [(w.id, w.event.id, w.is_open, stamp, msgspec.json.encode(w).decode()) for w in latest.values()]
+        with self._transaction():
+            self._connection.executemany(
+                "INSERT INTO workflow (id, event_id, is_open, updated_at, body) VALUES (?, ?, ?, ?, ?)"
+                " ON CONFLICT (id) DO UPDATE SET event_id = excluded.event_id, is_open = excluded.is_open,"
+                " updated_at = excluded.updated_at, body = excluded.body",
+                rows,
+            )
+            self._write_journal([(stamp, step.workflow, note) for step in steps for note in step.notes])
+            self._write_remembered(remembered)
+            for request_id, answer in answers.items():
+                if not self._write_answer(request_id, answer):
+                    raise WithdrawnError
+            return self.notices.add(stamp, notices)
+
+    def record(self, kind: str, text: str, at: datetime, detail: str = "") -> None:
+        """Put an entry about the agent itself into the journal."""
+        with self._transaction():
+            self._insert_entries([(_stamp(at), "", "", kind, "", "", "", text, detail)])
+
+    def record_all(self, records: Iterable[tuple[str, str, datetime]]) -> None:
+        """Put entries about the agent itself into the journal: kind, text and time of each."""
+        with self._transaction():
+            self._write_records(records)
+
+    def _write_records(self, records: Iterable[tuple[str, str, datetime]]) -> None:
+        self._insert_entries((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
+
+    def load_remembered(self) -> dict[str, RememberedEvent]:
+        """The remembered events by their keys, the oldest first."""
+        query = "SELECT event_key, reason, user, at, last_seen_at FROM remembered_event ORDER BY at"
+        with self._reading():
+            return {
+                key: msgspec.convert(
+                    {"reason": reason, "user": user, "at": at, "last_seen_at": last_seen_at}, RememberedEvent
+                )
+                for key, reason, user, at, last_seen_at in self._fetch(query)
+            }
+
+    def change_remembered(self, changes: RememberedChanges) -> None:
+        """Write what has changed in the remembered events."""
+        with self._transaction():
+            self._write_remembered(changes)
+
+    def _write_remembered(self, changes: RememberedChanges) -> None:
+        self._connection.executemany(
+            "DELETE FROM remembered_event WHERE event_key = ?", [(key,) for key in changes.removed]
+        )
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO remembered_event (event_key, reason, user, at, last_seen_at)"
+            " VALUES (?, ?, ?, ?, ?)",
+            [
+                (key, one.reason, _storable(one.user), _stamp(one.at), _stamp(one.last_seen_at))
+                for key, one in changes.put.items()
+            ],
+        )
+
+    def disown_workflows(self, at: datetime, reason: str) -> None:
+        """Close all open workflows without recovery: they belong to another machine."""
+        note = Note(kind="closed", text=reason)
+        with self._transaction():
+            rows = self._fetch("SELECT body FROM workflow WHERE is_open")
+            self._write_journal([(_stamp(at), _to_workflow(body), note) for (body,) in rows])
+            self._connection.execute("UPDATE workflow SET is_open = 0 WHERE is_open")
+            self._connection.execute("DELETE FROM remembered_event")
+
+    def load_journal(self) -> list[JournalEntry]:
+        """All entries, oldest first."""
+        return self._load_entries("ORDER BY id")
+
+    def load_notes(
+        self, *, kind: str | None = None, since: datetime | None = None, limit: int = -1
+    ) -> list[JournalEntry]:
+        """The latest entries about the agent itself, oldest first."""
+        newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
+        return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
+
+    def load_starts_and_stops(self, since: datetime) -> list[JournalEntry]:
+        """Of the agent, oldest first: those since then, and the last one before."""
+        kinds = "workflow_id = '' AND kind IN ('agent_started', 'agent_stopped')"
+        first = f"SELECT ifnull(max(id), 0) FROM journal WHERE {kinds} AND at < ?"  # noqa: S608 - our own words
+        return self._load_entries(f"WHERE {kinds} AND id >= ({first}) ORDER BY id", _stamp(since))
+
+    def load_last_output(self, workflow_id: str, hook: str) -> str:
+        """The end of what this hook wrote when it last ran for the event."""
+        query = "SELECT detail FROM journal WHERE workflow_id = ? AND kind = 'hook_finished' AND hook = ?"
+        with self._reading():
+            rows = self._fetch(f"{query} ORDER BY id DESC LIMIT 1", workflow_id, hook)
+        return str(rows[0][0]) if rows else ""
+
+    def load_life(self) -> list[JournalEntry]:
+        """When the agent last started and last stopped, in the order in which that was written."""
+        return self._load_entries(
+            "WHERE id IN (SELECT max(id) FROM journal WHERE workflow_id = '' AND kind IN (?, ?) GROUP BY kind)"
+            " ORDER BY id",
+            "agent_started",
+            "agent_stopped",
+        )
+
+    def find_workflows(
+        self, *, since: datetime | None = None, limit: int = -1, is_wanted: Callable[[Workflow], bool] = bool
+    ) -> list[Workflow]:
+        """The latest workflows that changed since then, open ones too, oldest first.
+
+        Only those that ``is_wanted`` accepts are returned, and count for the limit (-1: none).
+        """
+        query = "SELECT body FROM workflow WHERE updated_at >= ? ORDER BY rowid DESC"
+        with self._reading():
+            rows = self._connection.execute(query, (_stamp(since) if since else "",))
+            wanted = filter(is_wanted, (_to_workflow(body) for (body,) in rows))
+            workflows = list(itertools.islice(wanted, None if limit < 0 else limit))
+            rows.close()
+        return workflows[::-1]
+
+    def load_histories(
+        self, *, since: datetime | None = None, limit: int = -1, is_wanted: Callable[[Workflow], bool] = bool
+    ) -> list[History]:
+        """What ``find_workflows`` finds, each with its journal."""
+        which = "WHERE workflow_id = ? ORDER BY id"
+        return [
+            History(workflow=workflow, entries=tuple(self._load_entries(which, workflow.id)))
+            for workflow in self.find_workflows(since=since, limit=limit, is_wanted=is_wanted)
+        ]
+
+    def _load_entries(self, which: str, *values: str | int | None) -> list[JournalEntry]:
+        with self._reading():
+            rows = self._fetch(_SELECT_ENTRIES + which, *values)
+            return [msgspec.convert(dict(zip(_ENTRY, row, strict=True)), JournalEntry) for row in rows]
+
+    def load_fact(self, name: FactName) -> str:
+        """A remembered fact; "" if there is none."""
+        with self._reading():
+            row = self._connection.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
+        return str(row[0]) if row else ""
+
+    def save_facts(self, facts: dict[FactName, str]) -> None:
+        """Remember facts, each under its name."""
+        with self._transaction():
+            self._write_facts(facts)
+
+    def _write_facts(self, facts: dict[FactName, str]) -> None:
+        self._connection.executemany(
+            "INSERT INTO fact (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            list(facts.items()),
+        )
+
+    def load_losses(self) -> dict[str, Loss]:
+        """What targets of notices have lost."""
+        return _LOSSES.decode(self.load_fact("lost_notices") or "{}")
+
+    def end_notices(
+        self,
+        ids: Iterable[int],
+        records: Iterable[tuple[str, str, datetime]] = (),
+        losses: Mapping[str, Loss] | None = None,
+    ) -> None:
+        """These were delivered or are lost. ``records``: as for ``record_all``. ``losses``: of all targets."""
+        with self._transaction():
+            self._connection.executemany("DELETE FROM notice WHERE id = ?", [(one,) for one in ids])
+            self._write_records(records)
+            if losses is not None:
+                self._write_facts({"lost_notices": msgspec.json.encode(losses).decode()})
+
+    def add_request(self, workflow_id: str, action: OperatorAction, user: str, at: datetime) -> int:
+        """Ask the running agent to act on an event, and wake it; returns the request's number."""
+        return self._add_request(at, workflow_id, action, user)
+
+    def add_status_request(self, at: datetime) -> int:
+        """Ask the running agent for its status, and wake it; returns the request's number."""
+        return self._add_request(at, "", None, "")
+
+    def _add_request(self, at: datetime, workflow_id: str, action: OperatorAction | None, user: str) -> int:
+        """``action``: None for a question for the status."""
+        with self._transaction():
+            cursor = self._connection.execute(
+                "INSERT INTO request (at, workflow_id, action, user) VALUES (?, ?, ?, ?)",
+                (_stamp(at), workflow_id, action, _storable(user)),
+            )
+        host.wake(self.wake_path)
+        return cursor.lastrowid or 0
+
+    def load_answer(self, request_id: int) -> RequestAnswer | None:
+        """The agent's answer to a request; None if there is none yet."""
+        with self._reading():
+            return _to_answer(self._fetch(_SELECT_ANSWER, request_id))
+
+    def withdraw_request(self, request_id: int) -> RequestAnswer | None:
+        """Delete a request and its answer; returns the answer if there was one already."""
+        with self._transaction():
+            rows = self._fetch(_SELECT_ANSWER, request_id)
+            self._connection.execute("DELETE FROM request WHERE id = ?", (request_id,))
+        with self._reading():
+            return _to_answer(rows)
+
+    def load_requests(self, now: datetime) -> list[Request | StatusRequest]:
+        """Requests that wait for an answer."""
+        with self._reading():
+            rows = self._fetch(
+                "SELECT id, workflow_id, action, user FROM request WHERE answer IS NULL AND at > ? ORDER BY id",
+                _stamp(now - timedelta(seconds=REQUEST_VALID_SECONDS)),
+            )
+        return [
+            StatusRequest(id=id_)
+            if action is None
+            else Request(id=id_, workflow_id=workflow, action=action, user=user)
+            for id_, workflow, action, user in rows
+        ]
+
+    def answer_request(self, request_id: int, answer: RequestAnswer) -> None:
+        """Answer the operator."""
+        with self._transaction():
+            self._write_answer(request_id, answer)
+
+    def prune(self, before: datetime) -> bool:
+        """Delete a portion of what ended before that time or is above a limit; True if there may be more.
+
+        Open workflows stay, and the beginning and the end of their journals.
+        """
+        stamp = _stamp(before)
+        with self._transaction():
+            deleted = self._prune_events(stamp)
+            deleted += self._connection.execute(
+                "DELETE FROM journal WHERE at < ? AND id IN"
+                " (SELECT id FROM journal WHERE workflow_id = '' ORDER BY id LIMIT ?)",
+                (stamp, _PORTION_ROWS),
+            ).rowcount
+            deleted += self._prune_entries("", MAX_NOTES, 0)
+            for (workflow_id,) in self._fetch("SELECT id FROM workflow WHERE is_open"):
+                deleted += self._prune_entries(workflow_id, MAX_ENTRIES, _FIRST_ENTRIES)
+            self._connection.execute(
+                "DELETE FROM request WHERE at < ? OR id < (SELECT max(id) FROM request) - ?",
+                (stamp, _MAX_REQUESTS),
+            )
+        return deleted >= _PORTION_EVENTS
+
+    def _prune_events(self, stamp: str) -> int:
+        ((count,),) = self._fetch("SELECT count(*) FROM workflow")
+        surplus = max(count - MAX_EVENTS, _PORTION_EVENTS if self._size_bytes() > MAX_BYTES else 0)
+        oldest = "SELECT id, updated_at FROM workflow WHERE NOT is_open ORDER BY rowid LIMIT ?"
+        over = [
+            (workflow_id,)
+            for number, (workflow_id, updated_at) in enumerate(self._fetch(oldest, _PORTION_EVENTS))
+            if updated_at < stamp or number < surplus
+        ]
+        self._connection.executemany("DELETE FROM journal WHERE workflow_id = ?", over)
+        self._connection.executemany("DELETE FROM workflow WHERE id = ?", over)
+        return len(over)
+
+    def _prune_entries(self, workflow_id: str, most: int, first: int) -> int:
+        """Keep ``most`` entries of a workflow, ``first`` of them the oldest; deletes a portion at a time."""
+        ((count,),) = self._fetch("SELECT count(*) FROM journal WHERE workflow_id = ?", workflow_id)
+        surplus = min(max(0, count - most), _PORTION_ROWS)
+        return self._connection.execute(
+            "DELETE FROM journal WHERE id IN"
+            " (SELECT id FROM journal WHERE workflow_id = ? ORDER BY id LIMIT ? OFFSET ?)",
+            (workflow_id, surplus, first),
+        ).rowcount
+
+    def _fetch(self, query: str, *values: str | int | None) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query, values).fetchall()
+
+    def _size_bytes(self, *, is_free: bool = False) -> int:
+        """How much of the file is in use, or free."""
+        names = ("page_count", "freelist_count", "page_size")
+        pages, free, page_bytes = (self._fetch(f"PRAGMA {name}")[0][0] for name in names)
+        return int((free if is_free else pages - free) * page_bytes)
+
+    def reserve_bytes(self) -> int:
+        """How much can still be written while the disk is full."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        with self._reading():
+            try:
+                return min(self._size_bytes(is_free=True), log.stat().st_size)
+            except OSError:
+                return 0
+
+    def keep_reserve(self) -> str:
+        """Fill the reserve up if it has become small. Returns why that is not possible, "" if all is well."""
+        left = self.reserve_bytes()
+        if left >= RESERVE_BYTES * 3 // 4:
+            return ""
+        try:
+            free = shutil.disk_usage(self.path.parent).free
+        except OSError as error:
+            raise StoreError(f"cannot look at the disk of {self.path}: {error.strerror}", kind="write") from error
+        if free < 3 * RESERVE_BYTES:
+            return (
+                f"the disk of {self.path} has {free >> 10} KiB left; of the {RESERVE_BYTES >> 10} KiB that the "
+                f"file keeps for a full disk, {left >> 10} KiB are left"
+            )
+        filler = [(f"filler {number}", _FILLER_BYTES // 2) for number in range(RESERVE_BYTES // _FILLER_BYTES)]
+        forget = "DELETE FROM fact WHERE name LIKE 'filler %'"
+        with self._transaction():
+            self._connection.execute(forget)
+            # Random bytes: some file systems do not store zeros.
+            self._connection.executemany("INSERT INTO fact (name, value) VALUES (?, hex(randomblob(?)))", filler)
+        with self._transaction():
+            self._connection.execute(forget)
+        with self._reading():
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        return ""
+
+    def _write_answer(self, request_id: int, answer: RequestAnswer) -> bool:
+        """Whether the request is still there."""
+        body = msgspec.json.encode(answer).decode()
+        cursor = self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (body, request_id))
+        return cursor.rowcount == 1
+
+    def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
+        self._insert_entries(
+            (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, n.text, n.detail) for at, w, n in entries
+        )
+
+    def _insert_entries(self, rows: Iterable[tuple[str, ...]]) -> None:
+        self._connection.executemany(
+            "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [[_storable(value)[:_MAX_TEXT] for value in row] for row in rows],
+        )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self.is_writing = True
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise self._error("write", error) from error
+        finally:
+            self.is_writing = False
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            raise self._error("read", error) from error
+
+    def _error(self, purpose: Literal["read", "write"], error: Exception) -> StoreError:
+        kind = file.error_kind(error, purpose)
+        self._is_damaged = self._is_damaged or kind == "damaged"
+        return StoreError(f"cannot {purpose} {self.path}: {error}", kind=kind)
+
+
+def _to_workflow(body: str) -> Workflow:
+    return _WORKFLOW.decode(body)
+
+
+def _to_answer(rows: list[tuple[Any, ...]]) -> RequestAnswer | None:
+    return _ANSWER.decode(rows[0][0]) if rows else None
+
+
+def _storable(text: str) -> str:
+    """Bytes in it that are not UTF-8, from a path or the environment, become question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _stamp(at: datetime) -> str:
+    """In UTC, so that stamps sort as texts."""
+    return at.astimezone(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,226 @@
+"""What the web server answers at each path, and the server itself.
+
+Asks functions for what it shows, and changes nothing. The one invariant: clients cost a bounded amount of work,
+however many and however slow they are, and none of it is the engine's.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
+from datetime import UTC, datetime
+from http import HTTPStatus
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from scheduled_events_agent.engine import Snapshot
+from scheduled_events_agent.status import History, HistoryItem, Journal, JournalEntry, Status, WebConfigRejected
+from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.telemetry.log import get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.web.server import Page, WebError, WebServer
+from scheduled_events_agent.web.static import FILES
+from scheduled_events_agent.web.tls import Tls, TlsError
+from scheduled_events_agent.workflow import Workflow
+
+# What /history shows: this many events and pauses, and entries of each event. The page shows one entry less.
+_RECENT = 20
+_ENTRIES = 41
+# The journal is read once in this time at most, and a client waits this long for a disk that hangs.
+_PAGE_SECONDS = 1.0
+_PAGE_PATIENCE_SECONDS = 1.0
+# Metrics and /status are made once in this time at most: clients that ask together share one answer.
+_METRICS_SECONDS = 0.1
+_STATUS_SECONDS = 0.5
+# Longer JSON is for programs alone, and not indented.
+_READABLE_BYTES = 256 * 1024
+# The agent starts without its pages if their port is taken.
+_WEB_RETRY_SECONDS = 3.0
+
+
+class WebState(NamedTuple):
+    """How the web server is, for the status."""
+
+    failure: str
+    """Why the web server that the policy asks for is not there."""
+    config_rejected: WebConfigRejected | None
+
+
+class Pages:
+    """The pages and their server. For any thread."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        *,
+        status: Callable[[], Status],
+        status_basis: Callable[[], object],
+        health_problems: Callable[[], Sequence[str]],
+        metrics: Callable[[], bytes],
+        state_dir: Path,
+        stop_requested: threading.Event,
+    ) -> None:
+        """``status_basis``: returns something else when another status is to be shown at once.
+
+        ``stop_requested``: when it is set, ``serve`` tries no longer.
+        """
+        self._snapshot = snapshot
+        self._status = status
+        self._status_basis = status_basis
+        self._health_problems = health_problems
+        self._metrics = metrics
+        self._state_dir = state_dir
+        self._stop_requested = stop_requested
+        self._web_config_rejected: WebConfigRejected | None = None
+        self._log = get_logger()
+        self.web: WebServer | None = None
+        """The web server while there is one; None as long as it cannot listen."""
+        self.tls: Tls | None = None
+        """None if there is no agent.web_config, or it could not be read yet."""
+        self.failure = ""
+        """See ``WebState``."""
+        self.has_tried = threading.Event()
+        """Set when the first attempt to open it has ended."""
+
+    def state(self) -> WebState:
+        return WebState(self.failure, self._web_config_rejected)
+
+    def serve(self) -> None:
+        """Open the web server, and try until that works. Blocks until then, or until the agent stops."""
+        agent = self._snapshot().settings.agent
+        while not self._stop_requested.is_set():
+            failure = ""
+            try:
+                if agent.web_config and not self.tls:
+                    self.tls = Tls(Path(agent.web_config), self._tell_tls)
+                self.web = WebServer(agent.listen, self._makers(), tls=self.tls, names=agent.listen_names)
+            except (TlsError, WebError) as error:
+                failure = str(error)
+            if failure and failure != self.failure:
+                text = "the pages cannot be shown; this is tried again"
+                self._log.error(text, log_id=LogId.PAGES_FAILED, reason=failure)
+            elif self.web and self.failure:
+                self._log.info("the pages are shown now", log_id=LogId.PAGES_WORK, listen=self.web.address)
+            self.failure = failure
+            self.has_tried.set()
+            if self.web:
+                return
+            self._stop_requested.wait(_WEB_RETRY_SECONDS)
+
+    def _tell_tls(self, refused: str) -> None:
+        self._web_config_rejected = WebConfigRejected(reason=refused, since=datetime.now(UTC)) if refused else None
+        if refused:
+            text = "agent.web_config was refused, what it said before is in force"
+            self._log.error(text, log_id=LogId.PAGES_FAILED, reason=refused)
+        else:
+            self._log.info("agent.web_config is in force as it is now", log_id=LogId.PAGES_WORK)
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self.web is not None:
+            self.web.close()
+
+    def _makers(self) -> dict[str, Callable[[], Page]]:
+        return {
+            **FILES,
+            "/healthz": self._health_page,
+            "/readyz": self._ready_page,
+            "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
+            "/status": _Shared(self._status_page, _STATUS_SECONDS, self._status_basis),
+            "/history": _Shared(self._history_page, _PAGE_SECONDS),
+        }
+
+    def _health_page(self) -> Page:
+        problems = self._health_problems()
+        if problems:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode())
+        return Page(HTTPStatus.OK, b"ok\n")
+
+    def _ready_page(self) -> Page:
+        busy = [workflow for workflow in self._snapshot().workflows.values() if workflow.is_prepared_for]
+        if not busy:
+            return Page(HTTPStatus.OK, b"ready\n")
+        lines = [f"not ready: {w.event.type} {w.event.id} is {w.phase.replace('_', ' ')}\n" for w in busy]
+        return Page(HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
+
+    def _metrics_page(self) -> Page:
+        return Page(HTTPStatus.OK, self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _status_page(self) -> Page:
+        status = self._status()
+        if self._snapshot().settings.agent.show_hook_output:
+            with suppress(StoreError):
+                status = replace(status, hook_output=output_of_pending(self._load_recent()[0], status.pending))
+        return _json_page(status)
+
+    def _history_page(self) -> Page:
+        try:
+            recent, pauses = self._load_recent()
+        except StoreError as error:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
+        events = [HistoryItem(workflow=as_shown(one.workflow), entries=self._shown(one.entries)) for one in recent]
+        notes = [HistoryItem(workflow=None, entries=(pause,)) for pause in pauses]
+        items = sorted(
+            (*events, *notes),
+            key=lambda item: item.workflow.first_seen_at if item.workflow else item.entries[0].at,
+        )
+        return _json_page(Journal(at=datetime.now(UTC), histories=tuple(items)))
+
+    def _shown(self, entries: Sequence[JournalEntry]) -> tuple[JournalEntry, ...]:
+        """The last entries, with hooks' output only where the policy shows it."""
+        if self._snapshot().settings.agent.show_hook_output:
+            return tuple(entries[-_ENTRIES:])
+        return tuple(replace(entry, detail="") for entry in entries[-_ENTRIES:])
+
+    def _load_recent(self) -> tuple[Sequence[History], Sequence[JournalEntry]]:
+        """The latest events and pauses. Raises StoreError."""
+        with closing(Store.look_into(self._state_dir)) as store:
+            return store.load_histories(limit=_RECENT), store.load_notes(kind="pause", limit=_RECENT)
+
+
+def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalEntry, ...]:
+    """The entries with what hooks of pending events wrote."""
+    open_ids = {workflow.id for workflow in pending}
+    entries = [entry for history in recent if history.workflow.id in open_ids for entry in history.entries]
+    return tuple([entry for entry in entries if entry.hook and entry.detail])
+
+
+def _json_page(answer: Status | Journal) -> Page:
+    body = msgspec.json.encode(answer)
+    if len(body) < _READABLE_BYTES:
+        body = msgspec.json.format(body)
+    return Page(HTTPStatus.OK, body + b"\n", "application/json")
+
+
+class _Shared:
+    """A page that takes some work, made once for all clients within ``seconds``. For any thread."""
+
+    def __init__(self, make: Callable[[], Page], seconds: float, basis: Callable[[], object] = tuple) -> None:
+        """``basis``: what the page shows; when that has changed, the page is made anew at once."""
+        self._make = make
+        self._seconds = seconds
+        self._basis = basis
+        self._shown: object = None
+        self._making = threading.Lock()
+        self._made_at = -inf
+        self._page = Page(
+            HTTPStatus.SERVICE_UNAVAILABLE, b"this takes long to read; try again, or ask for /status\n"
+        )
+
+    def __call__(self) -> Page:
+        # Another client's thread may be making it just now. If that hangs, the last one must do.
+        if self._making.acquire(timeout=_PAGE_PATIENCE_SECONDS):
+            try:
+                basis = self._basis()
+                if time.monotonic() - self._made_at >= self._seconds or basis != self._shown:
+                    self._page = self._make()
+                    self._made_at = time.monotonic()
+                    self._shown = basis
+            finally:
+                self._making.release()
+        return self._page
