@@ -1,6 +1,6 @@
 """``python -m benchmarks``: measures, then prints the table.
 
-The invariant: all sides meet the same noise. They poll a third of an interval apart, or take turns.
+Invariant: all sides meet the same noise. They poll a third of an interval apart, or take turns.
 """
 
 import argparse
@@ -33,14 +33,14 @@ OWN = 100  # of the events, as many as the agent follows; the others are of vm-2
 
 
 def start(sides: Sequence[Side]) -> None:
-    """So that their polls come a third of an interval apart."""
+    """Start all sides; their polls come a third of an interval apart."""
     for side in sides:
         time.sleep(side.interval / 3)
         side.start_polling()
 
 
 def per_poll(sides: Sequence[Side], seconds: float) -> list[tuple[float, float]]:
-    """Of each side in this time: CPU in ms, and how often a thread went to sleep."""
+    """Measure each side in this time: CPU in ms, and how often a thread went to sleep."""
     before = [side.readings() for side in sides]
     time.sleep(seconds)
     after = [side.readings() for side in sides]
@@ -152,7 +152,7 @@ def measure_memory(is_quick: bool) -> None:
 
 
 def resident_mib(sides: Sequence[Side]) -> list[float]:
-    """Of each side, when nothing has happened for a while."""
+    """Resident memory of each side, when nothing has happened for a while."""
     for side in [*sides, *sides]:  # a second change of the document gives back what the first one freed
         side.simulator.reset_incarnation()
         side.simulator.wait_polls(5)

@@ -1,4 +1,4 @@
-"""What is measured: the agent at any pace, or a bare loop; and how a figure is shown."""
+"""The subjects of the measurement: the agent at any pace, or a bare loop; and how a figure is shown."""
 
 import math
 import os
@@ -24,7 +24,7 @@ LINE = "{:<57}{:>6}{:>10}{:>10}{:>12}  {}"
 OTHERS = ["vm-2", *(f"production-web_{number:06}" for number in range(99))]
 # A shell's own kill: no program is started beside the shell.
 HOOK = ["/bin/sh", "-c", f"kill -USR1 {os.getpid()}"]
-# What a user asked for is approved at once, a redeployment has a hook, anything else is watched.
+# Events that a user asked for are approved at once, a redeployment has a hook, anything else is watched.
 RULES: list[dict[str, Any]] = [
     {"name": "user", "when": {"source": "User"}, "approve": "immediately", "shared": "any"},
     {"name": "drain", "when": {"type": "Redeploy"}, "prepare": ["drain"], "approve": "when-prepared"},
@@ -131,7 +131,7 @@ class Side(Agent):
         if act == "hook":
             assert signal.sigtimedwait([signal.SIGUSR1], 60), "no hook was started"
             hook_at = datetime.now(UTC)
-        if act == "approval" or self.kind == "agent":  # what the agent approves too late would be refused
+        if act == "approval" or self.kind == "agent":  # what the agent approves too late would be rejected
             self.simulator.wait_approved(event)
         at = {happening.kind: happening.at for happening in self.simulator.happenings()[happenings:]}
         self.simulator.end(event)

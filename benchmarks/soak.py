@@ -24,7 +24,7 @@ from scheduled_events_agent.simulator import Simulator, SimulatorError
 from scheduled_events_agent.store import FILE_NAME
 
 TURN_SECONDS = 0.5
-REFUSED = "the policy file is refused; the old policy stays in force"
+REFUSED = "the policy file is rejected; the old policy stays in force"
 IN_STATE_FILE = """SELECT (page_count - freelist_count) * page_size / 1024.0,
     (SELECT count(*) FROM workflow), (SELECT count(*) FROM journal)
     FROM pragma_page_count, pragma_freelist_count, pragma_page_size"""
@@ -40,7 +40,7 @@ RULES: list[dict[str, Any]] = [
     {"name": "slow", "when": {"type": "Redeploy"}, **PREPARED, "prepare": ["slow"]},
     {"name": "rest", **PREPARED, "prepare": ["quick"]},
 ]
-# What has not started after two turns is canceled; the operator approves a Preempt after one.
+# An event that has not started after two turns is canceled; the operator approves a Preempt after one.
 STORIES: list[dict[str, Any]] = [
     {"type_": "Reboot", "source": "User"},
     {"type_": "Preempt"},
@@ -53,7 +53,7 @@ STORIES: list[dict[str, Any]] = [
 ]
 # Real seconds; at a hundredfold pace half a second is most of a minute.
 TIMES: dict[str, Any] = {"notice_seconds": 900, "start_delay_seconds": 0.05, "lasts_seconds": 0.3}
-# Those that pass without a pause of their own, so that the load stays steady; 429 and 400 ask for one.
+# Faults that add no pause of their own, so that the load stays steady; 429 and 400 ask for one.
 FAULTS: Sequence[Any] = ("reset", "truncated", "stall", "html", "empty", "endless", "redirect")
 # By how much each measure may grow, and what is too much even if it does not.
 LIMITS = {
@@ -122,7 +122,7 @@ def cancel(simulator: Simulator, events: Sequence[str]) -> None:
 
 
 def sample(agent: Side, turns: int) -> tuple[float, ...]:
-    """What ``LIMITS`` names."""
+    """Measure the values that ``LIMITS`` bounds."""
     process = psutil.Process(agent.process.pid)
     with contextlib.closing(sqlite3.connect(agent.state_dir / FILE_NAME, timeout=10)) as connection:
         in_use, events, rows = connection.execute(IN_STATE_FILE).fetchone()
@@ -138,7 +138,7 @@ def sample(agent: Side, turns: int) -> tuple[float, ...]:
 
 
 def account(agent: Side) -> tuple[dict[str, float], dict[str, float]]:
-    """What must not be left over at the end, and what must have happened."""
+    """Count what must be gone at the end, and what must have happened."""
     metric = agent.metric
     told = [line for line in agent.history if '"level":"error"' in line and REFUSED not in line]
     print(*told, sep="", end="", file=sys.stderr)

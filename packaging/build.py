@@ -1,8 +1,8 @@
 """Builds the packages for Linux: ``build.py deb|rpm`` writes them to dist/, for both architectures.
 
-Owns what is in a package and where: one tree is staged per architecture, and both formats pack that tree. Decides
-nothing about how the agent runs. The one invariant: the same sources and tools (Python, dpkg, rpm) give the same
-bytes, whatever the place, the hour or the umask.
+One tree is staged per architecture, and both formats pack that tree. How the agent runs is not decided here.
+Invariant: the same sources and tools (Python, dpkg, rpm) give the same bytes, whatever the place, the hour or the
+umask.
 
     packaging/build.py deb                       dist/scheduled-events-agent_VERSION-1_{amd64,arm64}.deb
     packaging/build.py rpm                       dist/scheduled-events-agent-VERSION-1.{x86_64,aarch64}.rpm
@@ -50,7 +50,7 @@ _TOOLS = ("shtab",)  # makes the completions
 # Unattended upgrades may hold apt's locks for minutes.
 _LOCK_PATIENCE_SECONDS = 300.0
 _LOCK_RETRY_SECONDS = 1.0
-# What packs a format: the program, and the package that has it on Debian and on Fedora.
+# Programs that pack a format: the program, and the package that has it on Debian and on Fedora.
 _PROGRAMS = {
     "deb": (("dpkg-deb", "dpkg", "dpkg"),),
     "rpm": (("rpmbuild", "rpm", "rpm-build"),),
@@ -70,7 +70,7 @@ _UNNEEDED = (
     ".dist-info/LICENSE",
     ".dist-info/top_level.txt",
 )
-# What httpx imports besides httpcore. (It also names anyio, which only asynchronous clients need.)
+# Libraries that httpx imports besides httpcore. (It also names anyio, which only asynchronous clients need.)
 IMPORTED_BY_HTTPX = ("certifi", "h11", "idna")
 # Folders of the sources, and their places in a package.
 _FOLDERS = {
@@ -97,7 +97,7 @@ _PLACES = {
 }
 # Directories that an rpm knows and does not bring, with mode, owner and group: systemd makes them.
 _GHOSTS = {f"/etc/{NAME}/credentials": f"0750,root,{NAME}", f"/var/lib/{NAME}": "0700,root,root"}
-# What links in documents may point to besides the folders.
+# Files that links in documents may point to besides the folders.
 _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
     "README.md": f"/{_DOC}/README.md",
     "config/hooks/README.md": f"/etc/{NAME}/hooks/README.md",
@@ -106,7 +106,7 @@ _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
 
 
 class BuildError(Exception):
-    """What is missing or went wrong, and the way out."""
+    """The build cannot go on: what is missing or went wrong, and what to do."""
 
 
 # Debian's names of the processors, and those of rpm and of wheels.
@@ -263,7 +263,7 @@ def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
 
 
 def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
-    """What a wheel is, and those of its files that are needed to run."""
+    """Read a wheel: its name and version, and those of its files that are needed to run."""
     with zipfile.ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in sorted(archive.namelist()) if not name.endswith("/")}
     (about,) = (content for name, content in contents.items() if name.endswith(".dist-info/METADATA"))
@@ -491,7 +491,7 @@ def _tools() -> Path:
 
 
 def renew() -> None:
-    """Write requirements.txt and tools.txt anew, with the newest versions that pyproject.toml allows."""
+    """Write requirements.txt and tools.txt again, with the newest versions that pyproject.toml allows."""
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
     needed = [*(wish for wish in project["dependencies"] if "win32" not in wish), *IMPORTED_BY_HTTPX]
     with tempfile.TemporaryDirectory() as directory:

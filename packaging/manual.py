@@ -85,7 +85,7 @@ def _keys(properties: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(value: dict[str, Any]) -> str:
-    """What may stand there, as far as words or a list of them can tell."""
+    """Describe the allowed values, as far as words or a list of them can."""
     kinds = [_kind(choice) for choice in value.get("anyOf", ()) if choice.get("type") != "null"]
     if kinds:
         return " or ".join(kind for kind in dict.fromkeys(kinds) if kind)

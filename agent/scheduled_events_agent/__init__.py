@@ -1,6 +1,6 @@
 """scheduled-events-agent: prepares this VM for Azure Scheduled Events, approves and recovers.
 
-Decisions are values, and edges carry them out.
+Decisions are values. The edges carry them out.
 
     imds/           PURE+EDGE Azure's side: bytes -> Document, ScheduledEvent; the requests to the metadata service
     http/           EDGE      one bounded exchange, one list of what can go wrong with it, the pause after failures
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 
 class AgentError(Exception):
-    """What went wrong, told so that the reader knows the way out.
+    """An error whose message says what went wrong and what to do.
 
     ``kind`` is a word from a small closed set, safe as a metric label.
     """

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs the agent on this machine and starts it: for cloud-init, for Azure's Custom Script extension, or by hand.
+# Installs the agent on this machine and starts it: for cloud-init, for Azure's Custom Script extension, or to run it yourself.
 #
 #   install.sh PACKAGE [SHA256 [POLICY]]
 #

@@ -1,4 +1,4 @@
-"""What the installer does besides placing files: it runs this, as the system, with the Python that it carries.
+"""The installer's actions besides placing files: it runs this, as the system, with the Python that it carries.
 
     python.exe -I -B installation.py check "MSI" "POLICY"    this version is to be replaced by that of the MSI
     python.exe -I -B installation.py enter "POLICY"    files and service are there, and the service may start next
@@ -8,10 +8,10 @@
     python.exe -I -B installation.py leave "PURGE"     before the service and the files go
     python.exe -I -B installation.py return            what "halt" made way for failed; all is as it was before
 
-Owns what tables of an MSI cannot say. How the service is set up is not decided here but by the agent's own
-`service install`. The one invariant: a policy file that the agent would refuse replaces nothing.
+These are the actions that tables of an MSI cannot express. The agent's own `service install` decides how the
+service is set up. Invariant: a policy file that the agent would reject replaces nothing.
 
-An installer hears of a program nothing but its exit code: what went wrong is told in install.log beside this file.
+An installer gets nothing from a program but its exit code: errors are written to install.log beside this file.
 """  # noqa: INP001 - a script
 
 import compileall
@@ -70,7 +70,7 @@ class _RefusedError(Exception):
 def _check(msi: str, policy: str) -> None:
     """Have the version to come judge the policy while this one still runs; "" is the policy that is there.
 
-    What keeps that from being found out is no reason to refuse: "enter" looks once more.
+    If a failure keeps that from being found out, the upgrade goes on: "enter" checks again.
     """
     from scheduled_events_agent.host import default_config_path  # noqa: PLC0415 - see main
 

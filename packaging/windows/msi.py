@@ -1,8 +1,8 @@
 """Builds the package for Windows on Linux: ``msi.py build`` writes dist/scheduled-events-agent-VERSION-x64.msi.
 
-Owns what is in the MSI and the tables that say what becomes of it. What happens on the machine besides is in
-installation.py, which the MSI carries. Decides nothing about how the agent runs. The one invariant: the same
-sources, Python and msitools give the same bytes, whatever the place, the hour or the umask.
+This file has the contents of the MSI and its tables. The actions on the machine besides are in installation.py,
+which the MSI carries. How the agent runs is not decided here. Invariant: the same sources, Python and msitools
+give the same bytes, whatever the place, the hour or the umask.
 
     packaging/windows/msi.py build --python-embed FILE     python.toml says which file, and where it is from
     packaging/windows/msi.py build --python-embed FILE --sha256 HASH     another one, for tests
@@ -92,7 +92,7 @@ _ROLLBACK = 0x100
 _UNINSTALL = 'REMOVE="ALL"'
 _MAINTENANCE = 'REINSTALL OR REMOVE="ALL"'
 _REPLACES = "INSTALLED_AT AND OLDER_FOUND AND NOT REMOVE"
-# What is done in which order: the action, when, and its place. Those without a condition are done always.
+# Actions in their order: the action, when, and its place. Those without a condition are always done.
 _PREPARATION = (
     ("FindRelatedProducts", "", 25),
     ("AppSearch", "", 50),
@@ -325,7 +325,7 @@ def _target() -> list[str]:
 
 
 def renew() -> None:
-    """Write requirements.txt anew, with the newest versions that pyproject.toml allows."""
+    """Write requirements.txt again, with the newest versions that pyproject.toml allows."""
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
     # pip judges conditions by the system that it runs on.
     needed = [wish.partition(";")[0].strip() for wish in project["dependencies"] if "== 'linux'" not in wish]
@@ -344,7 +344,7 @@ def pack(root: Path, version: str, target: Path) -> None:
     identity = _identity(root, version)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
         source = Path(directory) / "product.wxs"
-        code = os.path.relpath(_zip_of_agent(root, Path(directory)), root)  # wixl takes no other
+        code = os.path.relpath(_zip_of_agent(root, Path(directory)), root)  # wixl accepts no other
         ET.ElementTree(_describe(root, version, identity, code)).write(source, "utf-8", xml_declaration=True)
         # The times within the cabinet are local ones.
         environment = {**os.environ, "TZ": "UTC", "LC_ALL": "C.UTF-8"}
@@ -393,7 +393,7 @@ def sign(command: str, unsigned: Path, target: Path) -> None:
 
 
 def _identity(root: Path, version: str) -> str:
-    """What tells one build from another, if anything in it differs."""
+    """An id that differs between two builds if anything in them differs."""
     digest = hashlib.sha256(f"{version}\n".encode())
     for path in (*_files(root), HERE / "msi.py"):
         digest.update(hashlib.sha256(path.name.encode() + b"\0" + path.read_bytes()).digest())
@@ -413,7 +413,7 @@ def _id(prefix: str, path: Path) -> str:
 
 
 def _name(name: str) -> str:
-    """A file's name as Windows Installer wants it: with a short one, if it is longer than those of DOS."""
+    """A file's name as Windows Installer needs it: with a short one, if it is longer than those of DOS."""
     stem, dot, suffix = name.rpartition(".")
     if re.fullmatch(r"[A-Za-z0-9_-]{1,8}(\.[A-Za-z0-9_-]{1,3})?", name):
         return name
@@ -522,14 +522,14 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         "ProductLanguage": "1033",
         "ProductName": PRODUCT,
         "ProductVersion": version,
-        # What is there counts for nothing: which files would be replaced is reckoned before the old ones are gone.
+        # Versions of the old files do not count: the installer plans what to replace before the old ones are gone.
         "REINSTALLMODE": "amus",
         # Without a window, the installer would end and start what uses the files, hooks too, by itself...
         "MSIRESTARTMANAGERCONTROL": "Disable",
         # ... and restart the machine, which is what this product is to keep from machines.
         "REBOOT": "ReallySuppress",
         "START": "1",
-        # What one part of the installer tells the other, which is elevated.
+        # Properties that one part of the installer passes to the other, which is elevated.
         "SecureCustomProperties": ";".join(
             (
                 *(name for name, _, _ in _SEARCHES),
@@ -595,7 +595,7 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         1,
         [
             ("Stay", _SET_PROPERTY, "INSTALLDIR", "[INSTALLED_AT]", ""),
-            # Nobody can set that property: its name is in small letters.
+            # No user can set that property: its name is in small letters.
             ("Keep", _SET_PROPERTY, "POLICY", "[nothing]", ""),
             ("Enter", _CUSTOM, program, f'{script} enter "[POLICY]"', ""),
             ("Shell", _SET_PROPERTY, "SHELL", "[System64Folder]cmd.exe", ""),

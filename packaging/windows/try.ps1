@@ -123,7 +123,7 @@ Step 'A directory that another account has made is not taken over'
 New-Item -ItemType Directory $data | Out-Null
 icacls.exe $data /setowner '*S-1-5-32-545' | Out-Null   # Users
 Invoke-Msi "/i `"$Msi`"" 1603
-Assert 'told why' ((Get-Content $installLog -Raw) -match 'expected a directory of an administrator')
+Assert 'said why' ((Get-Content $installLog -Raw) -match 'expected a directory of an administrator')
 Assert 'no service' ($null -eq (Get-Facts))
 Remove-Item -Recurse $data
 
@@ -155,7 +155,7 @@ Wait-Until 'another process runs' { $now = Get-Facts; $now.State -eq 'Running' -
 Step 'An upgrade with a bad policy does not even stop the old version'
 $before = (Get-Facts).ProcessId
 Invoke-Msi "/i `"$Newer`" POLICY=`"$work\bad.yaml`"" 1603
-Assert 'told why' ((Get-Content $installLog -Raw) -match 'unknown key "rulez"')
+Assert 'said why' ((Get-Content $installLog -Raw) -match 'unknown key "rulez"')
 Assert 'the same process runs' ((Get-Facts).ProcessId -eq $before)
 
 Step 'An upgrade that fails leaves all as it was'
@@ -176,7 +176,7 @@ $simulator = Start-Process (Join-Path $work 'copy\bin\scheduled-events-agent.cmd
 Wait-Until 'the hook runs for the second time' { @(Get-Notes).Count -eq 2 }
 $held = (Get-Service -Name $name).ServiceHandle   # as a console does that shows it, so that it could not be deleted
 $upgrade = Start-Msi "/i `"$Newer`""
-Wait-Until 'the service was told to stop' { (Get-Facts).State -eq 'Stop Pending' }
+Wait-Until 'the service got the command to stop' { (Get-Facts).State -eq 'Stop Pending' }
 Start-Sleep -Seconds 35
 Assert 'it waits for its hook' ((Get-Facts).State -eq 'Stop Pending' -and @(Get-Notes).Count -eq 2)
 Remove-Item $wait

@@ -134,7 +134,7 @@ class ServiceManager:
         self._end(name, psutil.Process.kill)
 
     def hang(self, name: str) -> None:
-        """Have a unit, if it runs, be as on a machine that is gone: it answers nothing, and refuses nothing."""
+        """Have a unit, if it runs, be as on a machine that is gone: it neither answers nor rejects."""
         with self._lock:
             if self._runs(name):
                 for process in self._tree(name):

@@ -58,7 +58,7 @@ if sys.platform == "linux":
 
 
 def installed_environment() -> dict[str, str]:
-    """What the systemd unit sets for the agent."""
+    """The environment that the systemd unit sets for the agent."""
     unit = (CHECKOUT / "systemd" / "scheduled-events-agent.service").read_text(encoding="utf-8").splitlines()
     words = [word for line in unit if line.startswith("Environment=") for word in line[12:].split()]
     return dict(word.split("=", 1) for word in words)
@@ -81,7 +81,7 @@ class Agent:
         self.state_dir = directory / "state"
         self.notes_file = directory / "hooks.jsonl"
         self.give_up_file = directory / "hooks-give-up"
-        # A copy, for a checkout may stand where anybody can write, whose hooks an agent with privileges refuses.
+        # A copy, since every account may write to a checkout: an agent with privileges rejects hooks there.
         self.hook_file = Path(shutil.copy(HOOK, directory))
         self.endpoint = endpoint
         self.environment: dict[str, str] = {}
@@ -149,7 +149,7 @@ class Agent:
         return [*self.prefix, *program, *arguments]
 
     def start(self, *options: str, is_awaited: bool = True) -> None:
-        """Start the command; returns when it has polled, or (if not awaited) at once."""
+        """Start the command; returns when it has polled, or at once if that is not waited for."""
         assert self._process is None
         arguments = ["run", "--config", str(self.config), "--state-dir", str(self.state_dir), *options]
         self.lines = []
@@ -181,7 +181,7 @@ class Agent:
         return self._process
 
     def interrupt(self) -> None:
-        """What Ctrl-C sends (POSIX only)."""
+        """Send the signal that Ctrl-C sends (POSIX only)."""
         self.process.send_signal(signal.SIGINT)
 
     def reload(self) -> None:
@@ -340,7 +340,7 @@ class Agent:
         return {workflow["event"]["id"]: workflow for workflow in self.status()["pending"]}
 
     def wait_phase(self, event_id: str, phase: str) -> dict[str, Any]:
-        """Wait until the event stands in this phase on the page /status."""
+        """Wait until the page /status shows the event in this phase."""
 
         def found() -> dict[str, Any]:
             workflow = self.pending().get(event_id, {})
@@ -386,7 +386,7 @@ class Agent:
         return [[kind for _, kind in group] for _, group in itertools.groupby(rows, key=lambda row: row[0])]
 
     def notes(self, *words: str) -> list[dict[str, Any]]:
-        """What the hooks noted (``start`` and ``end`` of each), oldest first."""
+        """All lines that the hooks noted (``start`` and ``end`` of each), oldest first."""
         if not self.notes_file.exists():
             return []
         # A line may be in the writing, or have been cut off with its hook.
@@ -446,7 +446,7 @@ MakeAgent = Callable[..., Agent]
 
 
 class Request(NamedTuple):
-    """What a ``Server`` is asked."""
+    """A request to a ``Server``."""
 
     method: str
     path: str
@@ -455,7 +455,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What it answers."""
+    """The answer of a ``Server``."""
 
     status: int
     body: bytes = b""

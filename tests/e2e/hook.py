@@ -28,7 +28,7 @@ given = {key.removeprefix(prefix): value for key, value in os.environ.items() if
 text = sys.stdin.buffer.read()
 note("start", given=given, event=json.loads(text) if text else None)
 print(f"{name} works")
-# One that waits does so for longer than any test: it hangs, if nobody ends it.
+# A hook that waits does so for longer than any test: it hangs unless it is ended.
 deadline = time.monotonic() + (float(seconds) or (300.0 if until else 0.0))
 while time.monotonic() < deadline and not (until and Path(until).exists()):
     if Path(give_up).exists():  # the test is over

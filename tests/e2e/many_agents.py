@@ -88,7 +88,7 @@ class Fleet:
             self.agents[vm].let_go("go")
 
     def runs(self, vm: str, event: str = "") -> list[HookRun]:
-        """Of one event or of all, oldest first."""
+        """Runs of hooks for one event, or for all, oldest first."""
         notes = self.agents[vm].notes()
         ended = {note["pid"]: note["monotonic"] for note in notes if note["what"] == "end"}
         runs = [
@@ -112,7 +112,7 @@ class Fleet:
         return any(self.runs(vm, event) for vm in self.azure.event(event).plan.vms)
 
     def wait(self, test: Callable[[], object], what: str, vms: Iterable[str] = ()) -> None:
-        """What the agents of ``vms`` have said last is told if it does not come."""
+        """Wait for ``test``; if it does not come true, fail with the last log lines of the agents of ``vms``."""
         deadline = time.monotonic() + self.patience
         while not test():
             last = [f"=== {vm}\n{''.join(self.agents[vm].history[-20:])}" for vm in vms]
@@ -138,12 +138,12 @@ class Fleet:
         return self.back_at(vm, event) < math.inf
 
     def resident_mib(self) -> list[float]:
-        """Of each agent."""
+        """Resident memory of each agent."""
         processes = [psutil.Process(agent.process.pid) for agent in self.agents.values()]
         return [process.memory_info().rss / 2**20 for process in processes]
 
     def measure_event(self) -> tuple[float, float]:
-        """Of an event of all: requests until its records are deleted, and milliseconds from the last one ready on.
+        """For an event of all VMs: requests until its records are deleted; milliseconds from the last VM ready.
 
         Each VM looks once more two minutes later.
         """
@@ -163,7 +163,7 @@ class Fleet:
 
 @contextmanager
 def open_fleet(count: int, *, has_table: bool = True) -> Iterator[Fleet]:
-    """So many agents; with a simulated table, over HTTP."""
+    """Run this number of agents, with a simulated table over HTTP."""
     vms = [f"web_{number}" for number in range(count)]
     with TemporaryDirectory() as name, SimulatedTable() as table, Simulator(vms=vms, rate_limit=None) as azure:
         sas_file = Path(name) / "sas"

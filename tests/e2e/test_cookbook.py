@@ -1,4 +1,4 @@
-"""What the cookbook tells its readers to try, done as they would: its files, its commands."""
+"""The commands and files of the cookbook's pages are tried as its readers would try them."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from ports import free_port
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hook is a script for a Unix shell")
 
 PAGE = (CHECKOUT / "docs/cookbook/README.md").read_text("utf-8")
-SIMULATOR_PAGE = (CHECKOUT / "docs/simulator.md").read_text("utf-8").partition("\n## By hand\n")[2]
+SIMULATOR_PAGE = (CHECKOUT / "docs/simulator.md").read_text("utf-8").partition("\n## Manual events\n")[2]
 
 
 def block(language: str, page: str = PAGE.partition("\n## Try it\n")[2]) -> str:

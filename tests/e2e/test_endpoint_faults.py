@@ -44,7 +44,7 @@ FAULTS: Mapping[str, tuple[FaultKind, dict[str, Any], str]] = {
 # Where the service asks for more than the interval: the seconds after the first failure.
 ASKS_FOR_MORE = {429: ("throttled", 2.0), 400: ("bad_request", 5.0)}
 
-needs_reload = pytest.mark.skipif(sys.platform == "win32", reason="a process is told to reload by SIGHUP")
+needs_reload = pytest.mark.skipif(sys.platform == "win32", reason="a reload is a SIGHUP")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Scene:
     journal: list[tuple[str, ...]]
 
     def journal_now(self) -> list[tuple[str, ...]]:
-        """What stands in the journal about events."""
+        """The journal's lines about events."""
         return [row for row in self.agent.journal("workflow_id", "kind", "hook", "text") if row[0]]
 
     def check_nothing_is_forgotten(self) -> None:
@@ -152,7 +152,7 @@ class Trouble:
         self.failures = self._failures(self._after) - self._failures(self._before)
 
     def check_pace(self) -> None:
-        """That each poll followed the one before after an interval, or at once if that was given up later.
+        """Check that each poll followed the one before after an interval, or at once if that was given up later.
 
         Polls without a pause between them would need next to none.
         """
@@ -213,9 +213,9 @@ def test_an_endpoint_that_is_not_there_is_never_taken_for_no_events(scene: Scene
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         endpoints = {
-            "refused": f"http://127.0.0.1:{bound.getsockname()[1]}",  # nobody listens there
+            "refused": f"http://127.0.0.1:{bound.getsockname()[1]}",  # no server listens there
             "unreachable": "http://255.255.255.255",  # TCP has no way to it, and no packet is sent
-            "timeout": f"http://127.0.0.1:{listener.getsockname()[1]}",  # taken by the system, and by nobody else
+            "timeout": f"http://127.0.0.1:{listener.getsockname()[1]}",  # accepted by the system alone
         }
         scene.write_policy(endpoints[where])
         agent.reload()

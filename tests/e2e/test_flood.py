@@ -60,7 +60,7 @@ FLOODS: dict[str, Callable[[], bytes]] = {
 
 
 class Cost:
-    """Of a process, from the making of this to the asking."""
+    """The cost of a process, from the creation of this object until it is asked for."""
 
     def __init__(self, pid: int) -> None:
         self._proc = Path(f"/proc/{pid}")

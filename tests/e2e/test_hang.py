@@ -1,4 +1,4 @@
-"""A process that hangs is ended by its own watchdog; one that stood still, or waits for its disk, is not."""
+"""A process that hangs is ended by its own watchdog; one that was paused, or waits for its disk, is not."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ import psutil
 import pytest
 from harness import Agent, Simulator
 
-# The agent, but it waits as long as a file is there: its engine between two turns or in a commit, or its poller.
+# The agent, but it waits as long as a file is there: its engine between two cycles or in a commit, or its poller.
 PROGRAM = """
 import os, sys, time
 from scheduled_events_agent.cli import main

@@ -1,4 +1,4 @@
-"""What the agent does when it cannot be sure: of who it is, of what was done, of what its policy still knows."""
+"""The agent cannot be sure which VM it is, what was done, or what its policy still has."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def pretend_reboot(agent: Agent) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    # Of a zombie that its parent has not looked at yet, only the number is left.
+    # A zombie whose parent has not collected it yet has nothing left but its number.
     with contextlib.suppress(OSError):
         return " Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2][:3]
     return False
@@ -72,7 +72,7 @@ def test_on_a_copied_disk_the_agent_sees_what_is_pending_for_its_own_vm(
         agent.wait_log("this VM is known")
         agent.kill()
     with Simulator(vms=(VirtualMachine(name="vm-2", vm_id="the-second"),), rate_limit=None) as second:
-        # The document comes first: under the remembered name the event is somebody else's.
+        # The document comes first: under the remembered name the event is another VM's.
         second.fault(None, "status", on="instance", status=500)
         event = second.schedule("Reboot")
         agent.endpoint = second.endpoint()

@@ -55,7 +55,7 @@ def is_over(agent: Agent, event: str) -> bool:
 
 
 def check(sim: Simulator, agent: Agent, event: str, kills: list[tuple[datetime, datetime]]) -> None:
-    """What must hold for an event that is over, seen from outside."""
+    """Check from outside what must hold for an event that is over."""
     starts = [note for note in agent.notes("start") if note["given"]["ID"] == event]
     pids = {note["pid"] for note in starts}
     ends = [note for note in agent.notes("end") if note["pid"] in pids]

@@ -1,4 +1,4 @@
-"""What needs a person, of a real agent: status, its exit code, metrics, log and notifications say the same."""
+"""States that need a person: status, exit code, metrics, log and notifications of a real agent say the same."""
 
 import json
 from datetime import datetime
@@ -28,7 +28,7 @@ def kinds(status: dict[str, Any]) -> list[str]:
 
 def wait_kind(agent: Agent, kind: str) -> dict[str, Any]:
     """Wait until it is there, and the same for all who ask; returns it."""
-    agent.wait_until(lambda: kind in kinds(agent.status()), f"{kind} was told")
+    agent.wait_until(lambda: kind in kinds(agent.status()), f"{kind} was reported")
     code, told = asked(agent)
     found: dict[str, Any] = next(one for one in told["attention"] if one["kind"] == kind)
     assert code == (3 if found["severity"] == "act" and found["event_id"] else 0)

@@ -20,7 +20,7 @@ def target(receiver: Receiver, name: str = "ops", **keys: Any) -> dict[str, Any]
 
 
 def told(receiver: Receiver, event: str) -> list[str]:
-    """What the service has taken about the event, without repetitions."""
+    """The notifications of the event that the service has accepted, without repetitions."""
     bodies = {body["id"]: body for body in receiver.taken if body.get("subject") == event}
     return [body["data"]["what"] for body in bodies.values()]
 
@@ -152,13 +152,13 @@ def test_a_reload_brings_targets_and_takes_them_away(sim: Simulator, agent: Agen
         event = sim.schedule("Freeze", notice_seconds=600)
         agent.wait_until(lambda: agent.metric("notices_waiting", target="away"), "a notice waited")
         agent.wait_log("notifying away fails")
-        agent.wait_until(lambda: agent.status()["notify"][0]["failure"], "/status told of it")
+        agent.wait_until(lambda: agent.status()["notify"][0]["failure"], "/status showed it")
         shown = agent.run("status", "--state-dir", str(agent.state_dir)).stdout
-        failing = r"notify +away has failed since [0-9:]+Z: it answers 503; notices waiting: 1\n"
+        failing = r"notify +away has failed since [0-9:]+Z: it answers 503; notifications waiting: 1\n"
         assert re.search(failing, shown), shown
         agent.write_policy(notify=[target(here, "here")])
         agent.reload()
-        agent.wait_log("notices are dropped", target="away", count=1)
+        agent.wait_log("notifications are dropped", target="away", count=1)
         agent.wait_until(lambda: "notices_waiting" in agent.metrics(), "there are targets")
         assert [labels for labels, _ in agent.metrics()["notices_waiting"]] == [{"target": "here"}]
         sim.cancel(event)
@@ -172,7 +172,7 @@ def test_a_lost_notification_is_shown_until_the_next_one_arrives_also_after_a_re
         agent.write_policy(notify=[target(receiver, on=["seen", "recovered"])])
         agent.start()
         event = sim.schedule("Freeze", notice_seconds=600)
-        agent.wait_until(lambda: agent.status()["notify"][0]["lost"] == 1, "/status told of it")
+        agent.wait_until(lambda: agent.status()["notify"][0]["lost"] == 1, "/status showed it")
         before = agent.status()["notify"][0]
         assert before["lost_reason"] == "it answers 400"
         agent.wait_log("a notification is lost", target="ops", what="seen", event_id=event)

@@ -1,4 +1,4 @@
-"""What an operator sees and says: status, explain, history, approve, hold and release against a real agent."""
+"""Commands of an operator: status, explain, history, approve, hold and release against a real agent."""
 
 import json
 import os
@@ -176,19 +176,19 @@ def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agen
     agent.wait_phase(event, "approved")
     said = ask(agent, "hold", event, "--json")
     told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
-    assert (said.returncode, told.is_done, told.answer[:8]) == (1, False, "refused:")
+    assert (said.returncode, told.is_done, told.answer[:9]) == (1, False, "rejected:")
     said = ask(agent, "hold", "no-such-id", "--json")
     told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
     assert (said.returncode, told.is_done, told.event_id) == (1, False, "")
-    assert told.answer.startswith('no pending event begins with "no-such-id"')
+    assert told.answer.startswith('no pending event id begins with "no-such-id"')
     said = agent.say("hold", event)
     assert (said.returncode, said.stdout) == (
         1,
-        "refused: Azure has taken the approval; it cannot be withdrawn\n",
+        "rejected: Azure has accepted the approval; it cannot be withdrawn\n",
     )
     sim.start_event(event)
     agent.wait_phase(event, "started")
-    assert agent.say("hold", event).stdout == "refused: the event has started\n"
+    assert agent.say("hold", event).stdout == "rejected: the event has started\n"
     assert agent.journal_times(kind="operator", text=f"{host.account_name()} says: held") == []
 
 
@@ -226,7 +226,7 @@ def test_a_hold_amid_an_approval_is_answered_when_that_is(sim: Simulator, agent:
     agent.wait_log("approving", event_id=event)
     done = ask(agent, "hold", event)
     if is_taken:
-        assert (done.returncode, done.stdout) == (1, "refused: Azure has taken the approval\n")
+        assert (done.returncode, done.stdout) == (1, "rejected: Azure has accepted the approval\n")
         assert agent.pending()[event]["operator_action"] == ""
         assert agent.pending()[event]["phase"] == "approved"
     else:
@@ -373,7 +373,7 @@ def test_explain_tells_what_the_agent_does_about_each_event_of_the_document(
         "Freeze AAAA1111-0000: not before 2h 30m from now (THEN)\n"
         '  event    Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
         "  names    this VM and 99 others: vm-100, vm-99, vm-98, vm-97, vm-96, vm-95, vm-94, vm-93 and 92 more\n"
-        "  rule     rule by-hand takes it: affects shared\n"
+        "  rule     rule by-hand matches it: affects shared\n"
         "  agent    waits: an operator must approve it; first seen THEN\n"
         "  approve  when an operator says so: scheduled-events-agent approve AAAA1111-0000 "
         f"--state-dir {agent.state_dir}\n"
@@ -382,7 +382,7 @@ def test_explain_tells_what_the_agent_does_about_each_event_of_the_document(
         "  event    Started, for an unknown time\n"
         "  names    not this VM: vm-2\n"
         "  rule     not by-hand: it affects others, not self\n"
-        "           it does not name this VM and no rule takes it: observe\n"
+        "           it does not name this VM and no rule matches it: observe\n"
         "  agent    only counts it: it names other VMs only\n"
         "  approve  not approved: only a scheduled event can be approved, and its status is Started\n"
     )
@@ -414,14 +414,14 @@ def test_explain_agrees_with_the_agent_that_saw_the_event_earlier(endpoint_agent
     agent.wait_until(lambda: datetime.now(UTC) > not_before - timedelta(minutes=6), "its notice was short")
     shown = ask(agent, "explain").stdout
     assert "  rule     not short-notice: notice was 6m" in shown
-    assert "           rule drain takes it: affects self\n" in shown
+    assert "           rule drain matches it: affects self\n" in shown
     assert re.search(r"  agent +runs the prepare hook drain, \d+s so far; first seen ", shown)
     assert re.search(r"  prepare  run drain, until \d\d:\d\d:\d\dZ at the latest\n", shown)
     assert "  approve  as soon as hook drain has succeeded; a failed hook holds it\n" in shown
     assert "  begins " not in shown
     rehearsed = ask(agent, "explain", "--vm", "vm-1").stdout
     assert rehearsed.startswith("rehearsal: no agent was asked\n")
-    assert "rule short-notice takes it" in rehearsed
+    assert "rule short-notice matches it" in rehearsed
     assert "  agent" not in rehearsed
     assert agent.say("hold", "A").returncode == 0
     agent.let_go("go")

@@ -1,4 +1,4 @@
-"""What other tools for Scheduled Events get wrong, and what this agent does instead: one test for each."""
+"""Mistakes of other tools for Scheduled Events that this agent does not make: one test for each."""
 
 import contextlib
 import json
@@ -83,7 +83,7 @@ def test_an_event_for_another_vm_is_observed(sim: Simulator, agent: Agent) -> No
     agent.start()
     event = sim.schedule("Reboot", vms=["vm-2"])
     decided = agent.wait_log("decided", event_id=event)
-    assert "it does not name this VM, so it is not approved from here" in decided["reason"]
+    assert "it does not name this VM, so this VM does not approve it" in decided["reason"]
     wait_some_polls(sim)
     assert posts(sim) == []
     assert agent.is_ready()
@@ -429,7 +429,7 @@ def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agen
 # --- Hooks, recovery and restarts
 
 
-# The longer, the better is a pause in the polling told from a slow machine.
+# The longer the limit, the more clearly a pause in the polling differs from a slow machine.
 @pytest.mark.parametrize("limit", [3.0, pytest.param(6.0, marks=pytest.mark.nightly)])
 def test_a_hook_that_hangs_is_killed_at_its_limit_and_polling_never_stops(
     sim: Simulator, agent: Agent, limit: float
@@ -467,7 +467,7 @@ def test_a_preempt_that_arrives_during_a_long_drain_is_acted_on_before_that_ends
     agent.wait_hook("drain", "start")
     preempt = sim.schedule("Preempt", notice_seconds=30, lasts_seconds=None)
     sim.wait_approved(preempt)
-    # Each in the very turn in which the agent heard of it.
+    # Each in the very cycle in which the agent received it.
     assert agent.commits(preempt)[:2] == [
         ["seen", "decided", "preparing", "hook_started"],
         ["hook_finished", "prepared", "approving"],
@@ -510,7 +510,7 @@ def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_appro
     agent.start()
     agent.let_go("drained")
     alarm = agent.wait_log(
-        "the state file was damaged and has been set aside; what was done before is not known, so no event that "
+        "the state file was damaged and has been quarantined; what was done before is not known, so no event that "
         "is pending now will be approved unless an operator does"
     )
     assert alarm["level"] == "error"
@@ -520,7 +520,7 @@ def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_appro
     why = held["reason"].partition(" UTC: ")[2]
     assert why == "the state file was lost, and what was done before is not known"
     agent.kill()
-    agent.start()  # once more: what is in doubt stays in doubt
+    agent.start()  # once more: an event that is not approved for that reason stays so
     wait_some_polls(sim)
     assert posts(sim) == []
     sim.cancel(event)
@@ -620,7 +620,7 @@ def test_with_observe_neither_hooks_nor_approvals_happen(sim: Simulator, agent: 
     refused = agent.say("approve", user)
     assert (refused.returncode, refused.stdout) == (
         1,
-        "refused: the agent only observes (agent.mode, --observe)\n",
+        "rejected: the agent only observes (agent.mode, --observe)\n",
     )
     assert agent.ran() == []
     assert posts(sim) == []
@@ -696,18 +696,18 @@ def test_a_machine_that_stood_still_is_measured_in_log_metric_and_journal(agent:
     began = time.monotonic()
     agent.freeze()
     frozen_at = time.monotonic()
-    assert agent.get("/healthz", timeout=1.0)[0] == 0  # nobody says ok for a loop that does not turn
+    assert agent.get("/healthz", timeout=1.0)[0] == 0  # no thread answers ok for a loop that hangs
     assert agent.get("/healthz", timeout=1.0)[0] == 0
     lasted = time.monotonic() - frozen_at
     agent.thaw()
-    measured = agent.wait_log("this machine stood still")
+    measured = agent.wait_log("this machine was paused")
     told_after = time.monotonic() - began
     assert measured["level"] == "warning"
     assert lasted - 0.5 < measured["seconds"] < told_after + 0.1
     assert agent.metric("pause_seconds_count") == 1
     assert agent.metric("last_pause_seconds") == pytest.approx(measured["seconds"], abs=0.1)
     agent.wait_until(
-        lambda: ("pause", f"stood still for {measured['seconds']}s") in agent.journal("kind", "text"), ""
+        lambda: ("pause", f"was paused for {measured['seconds']}s") in agent.journal("kind", "text"), ""
     )
     agent.wait_until(lambda: agent.get("/healthz")[0] == 200, "it was healthy again")
 

@@ -16,7 +16,7 @@ from scheduled_events_agent.cli import _COMMANDS
 
 RULE = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 PRINTED = re.compile(rf"scheduled-events-agent ((?:{'|'.join(_COMMANDS)})\b.*)")
-# What follows a command line in a sentence or a table.
+# The end of a command line in a sentence or a table.
 END = re.compile(r"  |; |, and its log| says why|$", re.MULTILINE)
 LOOKS = (
     ("status",), ("status", "--json"), ("history",), ("explain",), ("explain", "--json"), ("doctor",),
@@ -135,7 +135,7 @@ def reject_policy(sim: Simulator, agent: Agent) -> None:
         pytest.param(
             reject_policy,
             {"retry", "approve", "check"},
-            marks=pytest.mark.skipif(sys.platform == "win32", reason="a process is told by SIGHUP"),
+            marks=pytest.mark.skipif(sys.platform == "win32", reason="it sends SIGHUP"),
         ),
     ],
 )

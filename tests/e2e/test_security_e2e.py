@@ -1,4 +1,4 @@
-"""The agent as a process among strangers: what hooks get, what it leaves behind, what hostile texts do to it."""
+"""The agent beside untrusted processes: the input of hooks, the agent's files, and the effect of hostile texts."""
 
 import http.client
 import json
@@ -69,7 +69,7 @@ def test_a_hook_gets_nothing_of_the_agents_environment_nor_of_its_open_files(
     environment, files, signals = json.loads(seen.read_text())
     events = {name for name in environment if name.startswith("SCHEDULED_EVENT_")}
     assert len(events) == 13
-    # What this test run itself has of the language and the like is passed on.
+    # Variables of this test run about language and the like are passed on.
     passed_on = {name for name in os.environ if name.startswith(("LANG", "LC_", "TMPDIR"))}
     account = {"HOME", "USER", "LOGNAME", "SHELL"}
     assert environment.keys() - events - passed_on - account == {
@@ -83,7 +83,7 @@ def test_a_hook_gets_nothing_of_the_agents_environment_nor_of_its_open_files(
     assert opened[1].startswith("pipe:")
     blocked, ignored = (int(value, 16) for _, value in signals)
     assert blocked == 0
-    # What Python itself ignores (SIGPIPE, SIGXFSZ), and what this test run was started to.
+    # Python itself ignores SIGPIPE and SIGXFSZ; this test run may have been started with others ignored.
     assert ignored & ~(1 << 12 | 1 << 24 | ignored_here()) == 0
 
 
@@ -91,7 +91,7 @@ def test_a_hook_gets_nothing_of_the_agents_environment_nor_of_its_open_files(
 
 
 def table_of_modes() -> dict[str, int]:
-    """Of docs/security.md: a pattern of names in the state directory, and their mode."""
+    """The table in docs/security.md: a pattern of names in the state directory, and their mode."""
     text = (CHECKOUT / "docs" / "security.md").read_text(encoding="utf-8")
     return {name: int(mode, 8) for name, mode in re.findall(r"^\| `(STATE\S*)` \| (\d{4}) \|", text, re.MULTILINE)}
 

@@ -1,4 +1,4 @@
-"""What the agent tells the service manager that started it, over the socket that systemd would give it."""
+"""Messages of the agent to the service manager that started it, over the socket that systemd would give it."""
 
 import os
 import re

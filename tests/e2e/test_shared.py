@@ -1,4 +1,4 @@
-"""Two VMs in one event, each with an agent of its own: nobody is out of service longer than need be."""
+"""Two VMs in one event, each with an agent of its own: neither is out of service longer than necessary."""
 
 import sys
 from collections.abc import Iterator

@@ -63,7 +63,7 @@ ELSEWHERE = {
     "mv --backup": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
     "env PGDATA=": ("tests/system/database_stage.py", "POSTGRESQL_BIN"),
 }
-# The same -> why it is run nowhere.
+# Command -> why no test runs it.
 NOT_RUN = {
     "az ": "needs an Azure subscription; the real command line read each of them once, see docs/azure.md",
     "tdnf install": "Azure Linux cannot be had here, see docs/install-linux.md",
@@ -129,7 +129,7 @@ RECORDING = (
     '{"at": "2026-01-01T00:00:00Z", "document": {"DocumentIncarnation": 1, "Events": []}}\n'
     '{"at": "2026-01-01T00:00:09Z", "document": {"DocumentIncarnation": 2, "Events": []}}\n'
 )
-# What goes on until it is told to stop; whether it has begun is told by its first words.
+# Commands that run until they are stopped; their first words show whether they have begun.
 LASTING = re.compile(r"^(run|demo|simulate (?!--list|--check))")
 
 
@@ -141,7 +141,7 @@ class Scene(NamedTuple):
     event: str
 
 
-# What changes something of the scene; it gets one of its own.
+# Commands that change the scene; each gets a scene of its own.
 CHANGES = re.compile(r"^(run|approve|hold|release|retry|resolve)\b")
 
 

@@ -24,7 +24,7 @@ def test_a_restart_that_a_user_asked_for_is_approved_at_once(sim: Simulator, age
     agent.start()
     event = sim.schedule("Reboot", source="User", lasts_seconds=None)
     sim.wait_approved(event)
-    # In the turn in which the agent heard of it.
+    # In the very cycle in which the agent received it.
     assert agent.commits(event)[0] == ["seen", "decided", "prepared", "approving"]
     agent.wait_log("started", event_id=event)
     sim.end(event)
@@ -253,14 +253,14 @@ def test_an_operator_may_give_the_beginning_of_an_id(sim: Simulator, agent: Agen
     ambiguous = agent.say("approve", "aaaa")
     assert (ambiguous.returncode, ambiguous.stdout) == (1, "")
     assert ambiguous.stderr == (
-        'scheduled-events-agent: "aaaa" fits 2 pending events; give more of the id:\n'
+        'scheduled-events-agent: "aaaa" matches 2 pending events; give more of the id:\n'
         "  AAAA1111-0000  Reboot  prepared\n"
         "  AAAA2222-0000  Freeze  prepared\n"
     )
     unknown = agent.say("approve", "bbbb")
     assert unknown.returncode == 1
     assert unknown.stderr.startswith(
-        'scheduled-events-agent: no pending event begins with "bbbb"; pending are:\n  AAAA1111-0000  Reboot'
+        'scheduled-events-agent: no pending event id begins with "bbbb"; pending are:\n  AAAA1111-0000  Reboot'
     )
     assert agent.say("approve", "aaaa2").returncode == 0
     sim.wait_approved(two)
@@ -328,7 +328,7 @@ def test_what_cannot_be_approved_is_refused_with_the_reason(sim: Simulator, agen
         (started, "only a scheduled event can be approved, and its status is Started"),
     ):
         said = agent.say("approve", event)
-        assert (said.returncode, said.stdout) == (1, f"refused: {reason}\n")
+        assert (said.returncode, said.stdout) == (1, f"rejected: {reason}\n")
     assert agent.ran() == []
     assert approved_ids(sim.requests()) == []
 
@@ -359,7 +359,7 @@ def test_a_bad_policy_is_refused_and_the_old_one_stays_in_force(sim: Simulator, 
     agent.start()
     agent.config.write_text("rules:\n  - name: bad\n    approve: yes\n    prepar: [drain]\n", encoding="utf-8")
     agent.reload()
-    refused = agent.wait_log("the policy file is refused; the old policy stays in force")
+    refused = agent.wait_log("the policy file is rejected; the old policy stays in force")
     assert refused["level"] == "error"
     assert refused["reason"] == (
         f"{agent.config}:3: rules[0].approve: expected one of immediately, when-prepared, manual, never; "

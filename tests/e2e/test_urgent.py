@@ -1,4 +1,4 @@
-"""What is urgent does not wait: hooks of which only one run goes on at a time, and an eviction among them."""
+"""Urgent events do not wait: hooks of which only one run goes on at a time, and an eviction among them."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ RULE = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "
 
 
 def begin_reboots(sim: Simulator, agent: Agent, count: int) -> list[str]:
-    """So many Reboots, the first of which is drained for, with a drain that SIGTERM does not end."""
+    """Begin ``count`` Reboots; the first one has a drain, and a hook that SIGTERM does not end."""
     drain = agent.hook("drain", until="drained", ignores_sigterm=True, serialize=True)
     agent.write_policy(rules=[RULE], hooks={"drain": drain, "resume": agent.hook("resume")})
     agent.start()

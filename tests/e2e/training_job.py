@@ -49,7 +49,7 @@ class Job:
         agent.config.write_text(policy, encoding="utf-8")
 
     def numbers(self, pattern: str) -> list[int]:
-        """What stands in the job's log where the pattern has its group."""
+        """Numbers in the job's log, where the pattern has its group."""
         log = self.manager.log.read_text(encoding="utf-8") if self.manager.log.exists() else ""
         return [int(found) for found in re.findall(rf"^{pattern}$", log, re.MULTILINE)]
 

@@ -52,7 +52,7 @@ def test_when_the_clock_is_set_by_an_hour_a_hook_that_runs_and_all_that_waits_go
     assert len(sim.approvals(event)) == 1
     assert longest_gap_seconds(sim, began) < 60
     # Nor is the hour taken for a pause; a busy machine may have made a short one.
-    assert [line for line in agent.log("this machine stood still") if line["seconds"] > 60] == []
+    assert [line for line in agent.log("this machine was paused") if line["seconds"] > 60] == []
     kinds = [kind for (kind,) in agent.journal("kind")]
     assert kinds.index("preparing") < kinds.index("approved") < kinds.index("closed")
 
@@ -96,13 +96,13 @@ def test_after_an_hour_of_sleep_it_polls_at_once_and_what_is_due_by_then_begins(
     sim.wait_approved(event)
     first = min(one.monotonic for one in sim.requests() if one.monotonic > woken)
     assert first - woken < 60
-    assert agent.wait_log("this machine stood still")["seconds"] < 60  # by the clock that does not count a sleep
+    assert agent.wait_log("this machine was paused")["seconds"] < 60  # by the clock that does not count a sleep
 
 
 def test_stopped_while_an_event_goes_by_it_recovers_once_when_it_goes_on(sim: Simulator, agent: Agent) -> None:
     # Five seconds stand for a minute. What a stop does to the agent, it does from the first second on: threads are
-    # late by it. Of the limits between the two only /healthz speaks (healthy_within, and the 15 s in which the
-    # engine should have turned): the one is set so that it is passed here, the other is judged anew at each turn.
+    # late by it. Of the limits between the two only /healthz reports (healthy_within, and the 15 s in which the
+    # engine should have run a cycle): the one is set low enough to pass here, the other is checked in each cycle.
     agent.write_policy(agent={"healthy_within": "3s"}, rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Freeze", start_delay_seconds=0.2, lasts_seconds=1.0)
@@ -117,7 +117,7 @@ def test_stopped_while_an_event_goes_by_it_recovers_once_when_it_goes_on(sim: Si
     agent.wait_until(agent.is_ready, "it was ready")
     assert agent.ran() == ["drain", "resume"]
     assert len(sim.approvals(event)) == 1
-    assert agent.wait_log("this machine stood still")["seconds"] > 4
+    assert agent.wait_log("this machine was paused")["seconds"] > 4
 
 
 def test_a_hook_that_ended_in_time_while_the_agent_was_stopped_has_succeeded(sim: Simulator, agent: Agent) -> None:

@@ -1,4 +1,4 @@
-"""Nobody reads what the agent writes: its outputs are closed, full or gone. The work is the same."""
+"""The agent's outputs are closed, full, or their reader has gone. Its work is the same."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ if sys.platform == "win32":
     pytest.skip("descriptors are redirected as a shell of Unix does it", allow_module_level=True)
 
 
-# Becomes the command whose standard error is a socket, as to the journal, that has nobody at its other end.
+# Becomes the command whose standard error is a socket, like the journal's, without a reader at its other end.
 GONE_JOURNAL = """
 import os, socket, sys
 ours, theirs = socket.socketpair()
@@ -57,7 +57,7 @@ def check_life(sim: Simulator, agent: Agent, then: Callable[[], object] = lambda
     agent.stop()
     assert agent.ran() == ["drain", "resume"]
     assert len(sim.approvals(event)) == 1
-    # What hooks write is read and kept nevertheless.
+    # The output of hooks is read and kept nevertheless.
     tails = [row for row in agent.journal("hook", "detail") if all(row)]
     assert tails == [("drain", "drain works\n"), ("resume", "resume works\n")]
     assert longest_gap_seconds(sim) < 60

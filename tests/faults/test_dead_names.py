@@ -1,4 +1,4 @@
-"""The name service does not answer: an address needs none, and what waits for a name holds up nobody else."""
+"""The name server does not answer: an address needs none, and what waits for a name delays nothing else."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ pytestmark = needs_root
 
 @pytest.fixture
 def questions(agent: Agent, tmp_path: Path) -> Iterator[socket.socket]:
-    """What the agent asks of its only name server, which never answers, comes in here."""
+    """Queries of the agent to its only name server, which never answers."""
     address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind((address, 53))
@@ -58,7 +58,7 @@ def test_an_endpoint_that_is_an_address_needs_no_name_service(
     see_through(sim, agent, event)
     agent.stop()
     with pytest.raises(BlockingIOError):
-        questions.recv(4096)  # nobody has asked for anything
+        questions.recv(4096)  # no query has come
 
 
 def test_while_the_poller_waits_for_a_name_nothing_else_does(
@@ -79,7 +79,7 @@ def test_while_the_poller_waits_for_a_name_nothing_else_does(
     said = agent.say("hold", event)
     # Only the answer waits for that of the approval, which waits for the name.
     assert said.returncode == 1
-    assert said.stderr.endswith("held, unless Azure takes the approval that is under way; see status\n")
+    assert said.stderr.endswith("held, unless Azure accepts the approval that is under way; see status\n")
     assert agent.pending()[event]["phase"] == "held"
     assert agent.get("/healthz") == (200, "ok\n")
     agent.write_policy(rules=[DRAIN], hooks=hooks)

@@ -100,7 +100,7 @@ def check_stuck(agent: Agent, sim: Simulator, kind: str, reason: str) -> None:
     failures = agent.metric("store_errors_total", kind=kind)
     agent.wait_until(lambda: agent.metric("store_errors_total", kind=kind) > failures, "it tried again")
     sim.wait_polls(4)
-    assert len(agent.log("writing the state file fails")) == 1  # told once
+    assert len(agent.log("writing the state file fails")) == 1  # logged once
 
 
 def check_at_work(agent: Agent) -> None:
@@ -312,7 +312,7 @@ def test_damage_found_at_work_ends_the_agent_and_the_next_sets_the_file_aside(
     assert agent.why_not() == [reason]
     agent.start()
     agent.wait_log(
-        "the state file was damaged and has been set aside; what was done before is not known, so no "
+        "the state file was damaged and has been quarantined; what was done before is not known, so no "
         "event that is pending now will be approved unless an operator does"
     )
     agent.wait_log("held", event_id=event)

@@ -1,6 +1,6 @@
 """The process may open no more files, start no more processes, have no more memory for a thread.
 
-Nothing of that ends the agent. What cannot be done is told, counts as failed, and is done when it can be.
+Nothing of that ends the agent. It reports what it cannot do, counts it as failed, and does it when it can.
 """
 
 import os
@@ -24,7 +24,7 @@ if sys.platform == "win32":
 # As a limit of descriptors: what is open stays so, and nothing more can be opened. (With 0 nothing could be waited
 # for either.)
 NOTHING = 3
-# Of an account that nobody has, so that every process of it is the test's.
+# User ids of no account, so that every process with one belongs to the test.
 UIDS = count(54321 + 100 * (os.getpid() % 1000))
 
 
@@ -64,7 +64,7 @@ def test_without_descriptors_polls_and_pages_fail_nothing_ends_and_all_comes_bac
     soon = {**DRAIN, "lead": "30m"}
     agent.write_policy(agent={"healthy_within": "1s"}, rules=[soon], hooks=agent.hooks("drain", "resume"))
     agent.start()
-    sim.schedule("Reboot", notice_seconds=7200.0)  # as long as something is pending, a turn comes each second
+    sim.schedule("Reboot", notice_seconds=7200.0)  # as long as something is pending, a cycle runs each second
     first = sim.schedule("Reboot", start_delay_seconds=0, lasts_seconds=None)
     see_through(sim, agent, first)
     sim.wait_polls(2)
@@ -123,7 +123,7 @@ def test_a_hook_that_ends_while_there_are_no_descriptors_has_ended_as_it_did(sim
 def nobody(agent: Agent) -> Agent:
     """The agent, run by an account that has no other process: root's are not counted."""
     uid = str(next(UIDS))
-    # What it needs of root is to read the interpreter and this checkout, wherever they are.
+    # Root's permission is needed only to read the interpreter and this checkout, wherever they are.
     needed = "+dac_read_search,+dac_override"
     agent.prefix = ["setpriv", "--reuid", uid, "--regid", uid, "--clear-groups"]
     agent.prefix += ["--inh-caps", needed, "--ambient-caps", needed]
@@ -133,7 +133,7 @@ def nobody(agent: Agent) -> Agent:
 
 
 def processes(agent: Agent) -> int:
-    """What the system counts for the account of the agent: its threads, as long as no hook runs."""
+    """The processes that the system counts for the agent's account: its threads, as long as no hook runs."""
     return psutil.Process(agent.process.pid).num_threads()
 
 

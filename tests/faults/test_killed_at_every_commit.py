@@ -24,7 +24,7 @@ HOOKS = ("one", "two", "back", "up")
 RULE = {"name": "all", "prepare": ["one", "two"], "recover": ["back", "up"], "approve": "when-prepared"}
 # Lives at a time: they mostly wait.
 AT_A_TIME = 4
-# What the journal tells of such a life.
+# The journal's records of such a life.
 STORY = [
     ("seen", ""),
     ("decided", ""),
@@ -53,7 +53,7 @@ When = Literal["before", "after"]
 
 @dataclass(frozen=True)
 class Life:
-    """What is known of a life when it is over."""
+    """The facts about a life when it is over."""
 
     kills: int
     story: list[tuple[str, str]]
@@ -90,7 +90,7 @@ def live(agent: Agent, sim: Simulator, position: int, when: When, *, is_rebooted
             killed += 1
             start()
         elif is_over:
-            agent.wait_log("agent started")  # whoever started just now does not listen to signals yet
+            agent.wait_log("agent started")  # an agent that has only just started does not handle signals yet
             agent.process.terminate()
             agent.process.wait(PATIENCE)
         else:
@@ -164,7 +164,7 @@ def test_killed_at_any_commit_the_agent_ends_where_it_would_have_without_that(
     prepared_again = [life for life in lives if life.ran.count("one") > 1 and ("prepared", "") in life.story]
     assert bool(prepared_again) or not is_rebooted
     kills = [life.kills for life in lives]
-    # The schema, the start, the VM's name, eleven steps of the workflow, the stop: a turn may take two of them.
+    # The schema, the start, the VM's name, eleven steps of the workflow, the stop: a cycle may commit two of them.
     assert sum(kills) >= 12
     assert kills == sorted(kills, reverse=True)
 

@@ -100,7 +100,7 @@ def try_lock(make_agent: MakeAgent, commit: Commit, seconds: float) -> tuple[flo
         def taken() -> list[str]:
             return list({body["id"]: body["data"]["what"] for body in receiver.taken}.values())
 
-        agent.wait_until(lambda: len(taken()) >= len(WHATS), f"all was told, {where}")
+        agent.wait_until(lambda: len(taken()) >= len(WHATS), f"all notifications had arrived, {where}")
         assert taken() == WHATS, where
         assert agent.metric("notices_dropped_total") == 0, where
         assert agent.ran() == ["drain", "check", "resume"], where

@@ -1,4 +1,4 @@
-"""The disk is full, and somebody asks how the agent is: what can be read is shown."""
+"""The disk is full, and an operator asks for the status: all that can be read is shown."""
 
 import re
 import sys

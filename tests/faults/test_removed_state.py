@@ -1,6 +1,6 @@
 """The state directory, or the files in it, are removed or replaced under an agent that has prepared an event.
 
-It makes them anew from what it has open, and goes on. Where it cannot, nothing is begun and nothing approved.
+It creates them again from what it has open, and goes on. Where it cannot, nothing is begun and nothing approved.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def prepare(sim: Simulator, agent: Agent) -> str:
 
 def wait_recreated(agent: Agent) -> None:
     told = agent.wait_log(
-        "the state file was removed or replaced and has been made anew; nothing that was in it is lost"
+        "the state file was removed or replaced and has been created again; nothing that was in it is lost"
     )
     assert told["level"] == "error"
     agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy")
@@ -72,7 +72,7 @@ def test_the_agent_goes_on_and_after_a_kill_recovers_once(
     event = prepare(sim, agent)
     lose(agent.state_dir)
     wait_recreated(agent)
-    other = make_agent(sim.endpoint(), "other")  # the lock is there again: a second agent is refused
+    other = make_agent(sim.endpoint(), "other")  # the lock is there again: a second agent is rejected
     other.write_policy(rules=RULES, hooks=other.hooks("drain", "resume"))
     other.state_dir = agent.state_dir
     other.start(is_awaited=False)
@@ -85,7 +85,7 @@ def test_the_agent_goes_on_and_after_a_kill_recovers_once(
     agent.wait_log("closed", event_id=event)
     assert agent.ran() == ["drain", "resume"]
     assert len(agent.journal_times(kind="prepared")) == 1  # what was written before is there too
-    assert agent.log("the state file was damaged and has been set aside") == []
+    assert agent.log("the state file was damaged and has been quarantined") == []
 
 
 @pytest.mark.parametrize("lose", [remove_directory, remove_files, replace_file])

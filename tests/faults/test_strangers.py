@@ -17,13 +17,13 @@ LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 @contextlib.contextmanager
 def stranger(pid: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of nobody's with this number, which another one had before."""
+    """A process without an owner that has this number, which another process had before."""
     for _ in range(200):
         LAST_PID.write_text(str(pid - 1))
         process = subprocess.Popen(["sleep", "300"], start_new_session=True)
         if process.pid == pid:
             break
-        process.kill()  # somebody else was faster
+        process.kill()  # another process was faster
         process.wait()
     else:
         pytest.skip(f"the system does not give the number {pid} again")
@@ -36,7 +36,7 @@ def stranger(pid: int) -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.fixture
 def heir() -> Iterator[None]:
-    """What loses its parent becomes a child of this process, whatever the machine's first process does of it."""
+    """Make orphaned processes children of this process, whatever the machine's first process does with them."""
     libc, subreaper = ctypes.CDLL(None), 36
     libc.prctl(subreaper, 1)
     yield
@@ -45,7 +45,7 @@ def heir() -> Iterator[None]:
 
 @needs_root
 @pytest.mark.usefixtures("heir")
-@pytest.mark.skipif(not LAST_PID.exists(), reason="the kernel cannot be told which number comes next")
+@pytest.mark.skipif(not LAST_PID.exists(), reason="the kernel does not let a test choose the next number")
 def test_a_process_that_has_the_number_of_a_hook_of_a_killed_agent_is_left_alone(
     sim: Simulator, agent: Agent
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_lock_that_names_a_process_that_is_no_agent_does_not_stop_a_start(sim:
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.start()
     sim.wait_approved(event)
-    if sys.platform != "win32":  # where nobody else may read what is locked
+    if sys.platform != "win32":  # on Windows no other process can read what is locked
         assert lock.read_text() == f"{agent.process.pid}\n"
 
 
@@ -96,7 +96,7 @@ def test_a_second_agent_on_the_same_state_ends_and_disturbs_nothing(
     second.start(is_awaited=False)
     assert second.wait_exit() == 1
     way_out = "stop it, or give this one another state_dir"
-    holder = f"another agent (pid {agent.process.pid}) is at work here"
+    holder = f"another agent (pid {agent.process.pid}) has locked it"
     assert second.why_not() == [f"{agent.state_dir / 'lock'}: {holder}; {way_out}"]
     assert agent.journal() == before
     assert agent.pending()[event]["phase"] == "preparing"

@@ -1,8 +1,8 @@
-"""``python tests/fuzz/fuzz.py``: gives every reader of foreign bytes a million inputs, and tells what they did.
+"""``python tests/fuzz/fuzz.py``: gives every reader of foreign bytes a million inputs, and reports what they did.
 
-Each target runs in a process of its own, whose address space is bounded and whose resident memory must not grow;
-this one watches them, so that an input which hangs or kills the process is found as well. The one invariant: a
-fault is told with the seed that makes its input again.
+Each target runs in a process of its own, whose address space is bounded and whose resident memory must not grow.
+This one watches them: an input that hangs or kills the process is found as well. Invariant: a fault is reported
+with the seed that makes its input again.
 
     python tests/fuzz/fuzz.py                            a million inputs
     python tests/fuzz/fuzz.py --seed 7000000             a million others
@@ -55,7 +55,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one target's inputs."""
+    """The results of one target's inputs."""
 
     target: str
     inputs: int
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 if every input was survived."""
     parser = argparse.ArgumentParser(
         prog="python tests/fuzz/fuzz.py",
-        description="Give every reader of foreign bytes inputs that nobody would send.",
+        description="Give every reader of foreign bytes inputs that no sane sender makes.",
     )
     parser.add_argument("--inputs", type=int, default=1_000_000, metavar="N", help="how many in all (a million)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed (0)")

@@ -1,7 +1,7 @@
-"""Inputs that nobody would send: made from a grammar, or by mutating real texts.
+"""Inputs that no sane sender makes: from a grammar, or by mutating real texts.
 
-Owns what the inputs of each target look like; knows nothing of what is done with them. The one invariant: a
-target's name and a seed make one input, the same on every machine and in every run.
+The inputs of each target are made here and used elsewhere. Invariant: a target's name and a seed make one input,
+the same on every machine and in every run.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""What is done with each input, and what must hold afterwards.
+"""Runs each input through one reader of foreign bytes, and checks the result.
 
-Owns one function per reader of foreign bytes: it returns if the agent did right, whatever the bytes were, and
+There is one function per reader of foreign bytes. It returns if the agent did right, whatever the bytes were, and
 raises if not. Only the agent's own error types are an answer; anything else that is raised is a fault.
 """
 
@@ -92,7 +92,7 @@ class Target:
 
 
 def check_document(data: bytes) -> None:
-    """A document is read into clean values, or refused with a message of one short line."""
+    """A document is read into clean values, or rejected with a message of one short line."""
     for parse in (parse_document, _parse_one):
         try:
             document = parse(data)
@@ -128,7 +128,7 @@ def _check_event(event: ScheduledEvent) -> None:
     assert all("\0" not in value and len(value) <= 8192 for value in environment.values())
 
 
-# --- stories: documents that follow each other, taken in as the engine takes them in
+# --- stories: documents that follow each other, read as the engine reads them
 
 
 @cache
@@ -311,7 +311,7 @@ def check_tls(data: bytes) -> None:
     try:
         Tls(file, lambda _: None).context()
     except TlsError as error:
-        # What concerns the whole file has no line.
+        # An error about the whole file has no line.
         text = str(error).replace(f"{file}: ", "f.yaml:1: ").replace(str(file), "f.yaml")
         _check_problems(tuple(re.split(r"\n(?=f\.yaml:)", text)))
 
@@ -414,7 +414,7 @@ _MAX_REFUSAL = 200_000
 
 
 def check_control(data: bytes) -> None:
-    """Each request is carried out or refused, and what is refused changes nothing; all can be shown afterwards."""
+    """Each request is carried out or rejected. A rejected one changes nothing; all can be shown afterwards."""
     now = NOW.timestamp()
     with (
         closing(Simulator(("vm-1", "vm-2"), others=("vm-3",), rate_limit=None, clock=lambda: now)) as simulator,
@@ -445,7 +445,7 @@ def check_control(data: bytes) -> None:
 
 
 def request_of(text: bytes) -> Request:
-    """Of words, headers and a body, whatever they are."""
+    """Build a request from words, headers and a body, whatever they are."""
     head, _, body = text.replace(b"\r\n", b"\n").partition(b"\n\n")
     first, *lines = head.decode("latin-1").split("\n")
     words = [*first.split(), "", ""]
@@ -463,7 +463,7 @@ _PAGES = {
 _PHRASES = {status: f"{HTTPStatus(status).phrase}\n".encode() for status in (400, 408, 414, 431, 505)}
 _BODIES = frozenset(page.body for page in _PAGES.values()) | {
     b"no such page; there are: /healthz /metrics /status\n",
-    b"asked by a name that is not this server's: use its address, or add the name to agent.listen_names\n",
+    b"the Host header is not a name of this server: use its address, or add the name to agent.listen_names\n",
     b"only GET and HEAD: nothing can be changed here\n",
     b"no\n",
     b"",

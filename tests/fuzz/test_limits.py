@@ -1,7 +1,7 @@
-"""Inputs at the limits: what is nested, repeated, huge or takes long costs little, and is told in a few lines.
+"""Inputs at the limits: nested, repeated, huge or slow inputs cost little and are reported in a few lines.
 
-Times are of the processor, and limits are what a machine under load keeps: before these were mended, each of them
-took minutes, or all the memory there was.
+Times are of the processor, and limits are what a machine under load keeps. Before these faults were
+corrected, each of them took minutes, or all the memory there was.
 """
 
 import json

@@ -97,7 +97,7 @@ class Told:
         }
 
     def event(self) -> ScheduledEvent:
-        """The same in the agent's words, put together without its parser."""
+        """The event as the agent has it, built without its parser."""
         return ScheduledEvent(
             id=self.id,
             type=self.type,
@@ -166,7 +166,7 @@ RULES = st.lists(ANY_RULE, max_size=4).map(
 
 
 def expected_rule(rules: tuple[Rule, ...], told: Told, noticed_at: datetime) -> str | None:
-    """The name of the first rule whose conditions hold, told a second time and as simply as can be."""
+    """The name of the first rule whose conditions hold, computed a second time and as simply as possible."""
     mine = {name.lower() for name in NAMES}
     named = [resource.lower().removeprefix("_") in mine for resource in told.resources]
     affects = "unknown"
@@ -225,7 +225,7 @@ class Documents(RuleBasedStateMachine):
     def begin(self, rules: tuple[Rule, ...]) -> None:
         self.policy = rules
 
-    # What happens in Azure.
+    # Changes in Azure.
 
     @rule(
         id_=IDS, type_=TYPES, source=SOURCES, resources=RESOURCES, notice=NOTICES, seconds=SECONDS,
@@ -282,7 +282,7 @@ class Documents(RuleBasedStateMachine):
     def service_is_switched_on_again(self) -> None:
         self.incarnation = 1
 
-    # What happens to the agent.
+    # Changes to the agent.
 
     @rule(seconds=st.sampled_from([-3600, -1, 1, 60, 3600]))
     def time_passes(self, seconds: int) -> None:
@@ -331,11 +331,11 @@ class Documents(RuleBasedStateMachine):
 
     @rule()
     def document_is_read_again(self) -> None:
-        """The same text as last time: nothing of it is news."""
+        """Read the same text as last time: none of it is new."""
         document = self._document([told for key, told in self.known.items() if key not in self.missing])
         assert compare(known_events(self.board), document, dict.fromkeys(self.missing, False)) == []
 
-    # What must be true.
+    # Invariants.
 
     @invariant()
     def what_is_known_is_what_the_last_documents_said(self) -> None:
@@ -373,7 +373,7 @@ class Documents(RuleBasedStateMachine):
         return parse_document(json.dumps({"DocumentIncarnation": self.incarnation, "Events": objects}).encode())
 
     def _check(self, changes: Changes, order: list[str], *, is_apart: bool) -> None:
-        """What must have been seen and what must be gone, from two sets and nothing else."""
+        """Check which events were seen and which are gone, from two sets and nothing else."""
         new = [self.azure[key] for key in order if key not in self.known]
         missing = {key: told for key, told in self.known.items() if key not in self.azure}
         back = self.missing & self.azure.keys()
@@ -490,12 +490,13 @@ def canceled(answer: Signal, effect: CancelHook) -> Signal:
 
 
 def walk(*phases: Phase) -> None:
-    """As many lives as the profile has examples: each fault below shows in those of ``make test``."""
+    """As many walks as the profile has examples; more to find a planted fault, which ends the search."""
     run_state_machine_as_test(
         Documents,
         settings=settings(
             stateful_step_count=30,
             database=None,
+            max_examples=1000 if phases else settings().max_examples,  # a planted fault shows long before
             report_multiple_bugs=False,
             phases=phases or (Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),

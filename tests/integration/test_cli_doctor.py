@@ -379,9 +379,7 @@ def test_pages_that_would_not_be_shown_are_a_warning(
     (told,) = [
         one for one in json.loads(run("--config", str(file), "--json")[1])["checks"] if one["check"] == "policy"
     ]
-    text = (
-        f"{file}:2: agent.web_config: without it the pages are not shown: {tmp_path / 'web.yml'}: cannot be read: "
-    )
+    text = f"{file}:2: agent.web_config: without it no pages are served: {tmp_path / 'web.yml'}: cannot be read: "
     assert told["state"] == "warning"
     assert told["finding"].startswith(text)
     assert told["advice"] == "correct it, or remove the key"
@@ -816,7 +814,7 @@ def test_another_agent_on_the_machine_is_a_warning_of_both_and_no_other_process_
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     def others(report: Report) -> list[str]:
-        """Those of this test: there may be more agents on the machine."""
+        """Other agents that this test started: there may be more on the machine."""
         mine = [found for found in report.checks["others"] if str(tmp_path) in found.finding]
         assert all((one.state, one.advice) == ("warning", STOP_ONE) for one in mine)
         return [one.finding for one in mine]

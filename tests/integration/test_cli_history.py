@@ -22,7 +22,7 @@ HALF_A_DAY_LATER = f"{int((datetime.now(UTC) - BEGAN).total_seconds() // 3600) -
 REBOOT = Workflow(
     id="602d9444-aaaa@1",
     event=ScheduledEvent(id="602D9444-AAAA", type="Reboot", status="Scheduled", resources=("web-1",)),
-    decision=Decision(rule="impactful", reason="rule impactful takes it", affects="self", prepare=("drain",)),
+    decision=Decision(rule="impactful", reason="rule impactful matches it", affects="self", prepare=("drain",)),
     first_seen_at=BEGAN,
     noticed_at=BEGAN,
     boot_id="boot",
@@ -55,13 +55,18 @@ def state_dir(tmp_path: Path) -> Path:
     store = Store.open(directory, BEGAN)
     store.record("agent_started", "version 0.1.0, mode act", BEGAN - timedelta(hours=1))
     commit(
-        store, REBOOT, 0, "preparing", note("seen", "Reboot Scheduled"), note("decided", "rule impactful takes it")
+        store,
+        REBOOT,
+        0,
+        "preparing",
+        note("seen", "Reboot Scheduled"),
+        note("decided", "rule impactful matches it"),
     )
     failed = note(
         "hook_finished", "hook drain: exit code 3", outcome="failed", detail="one\n\x1b[2J\x1b]0;two\x07"
     )
     commit(store, REBOOT, 61, "held", failed, note("held", "held, Azure starts it at 10:20:00 UTC"))
-    store.record("pause", "stood still for 6.2s", BEGAN + timedelta(seconds=70))
+    store.record("pause", "was paused for 6.2s", BEGAN + timedelta(seconds=70))
     commit(store, REBOOT, 3700, "closed", note("closed", "is over: completed"))
     store.record("reloaded", "rules: impactful", BEGAN + timedelta(hours=2))
     commit(store, FREEZE, 0, "held", note("seen", "Freeze Scheduled"))
@@ -92,12 +97,12 @@ def test_an_event_is_told_from_first_sight_to_its_end_with_what_hooks_wrote(run:
         "Reboot 602D9444-AAAA is over: completed\n"
         f"  rule impactful; seen from {DAY} 10:00:00Z until 11:01:40Z, for 1h 1m\n"
         "  10:00:00Z      +0s  seen           Reboot Scheduled\n"
-        "  10:00:00Z      +0s  decided        rule impactful takes it\n"
+        "  10:00:00Z      +0s  decided        rule impactful matches it\n"
         "  10:01:01Z   +1m 1s  hook finished  hook drain: exit code 3\n"
         "                                     | one\n"
         "                                     | \\x1b[2J\\x1b]0;two\\x07\n"
         "  10:01:01Z   +1m 1s  held           held, Azure starts it at 10:20:00 UTC\n"
-        "  10:01:10Z  +1m 10s  pause          stood still for 6.2s\n"
+        "  10:01:10Z  +1m 10s  pause          was paused for 6.2s\n"
         "  11:01:40Z   +1h 1m  closed         is over: completed\n"
     )
 
@@ -111,7 +116,7 @@ def test_what_concerns_the_agent_stands_in_its_place(run: Run) -> None:
         f"{DAY} 12:00:00Z  reloaded: rules: impactful",
         "Freeze 602D9444-BBBB is pending: held",
     ]
-    assert sum("stood still" in line for line in lines) == 1
+    assert sum("was paused for" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,10 +158,10 @@ def test_a_clock_that_was_set_back_changes_no_order(run: Run, state_dir: Path) -
 
 def test_what_befell_the_agent_while_an_event_is_pending_stands_in_its_timeline(run: Run, state_dir: Path) -> None:
     store = Store.join(state_dir)
-    store.record("pause", "stood still for 7.1s", FREEZE.first_seen_at + timedelta(seconds=5))
+    store.record("pause", "was paused for 7.1s", FREEZE.first_seen_at + timedelta(seconds=5))
     store.close()
     lines = run("--event", "602d9444-b")[1].splitlines()
-    assert lines[-1] == "  10:00:05Z  +5s  pause  stood still for 7.1s"
+    assert lines[-1] == "  10:00:05Z  +5s  pause  was paused for 7.1s"
 
 
 def test_a_whole_id_is_meant_although_another_begins_with_it(run: Run, state_dir: Path) -> None:
@@ -169,19 +174,19 @@ def test_a_whole_id_is_meant_although_another_begins_with_it(run: Run, state_dir
 
 
 def test_where_nothing_fits_that_is_said(run: Run) -> None:
-    assert run("--since", "2999-01-01") == (0, "Nothing of that kind is in the journal.\n", "")
+    assert run("--since", "2999-01-01") == (0, "The journal has no matching entries.\n", "")
 
 
 def test_a_prefix_that_fits_two_events_or_none_is_answered_with_a_list(run: Run) -> None:
     code, out, err = run("--event", "602D")
     assert (code, out) == (1, "")
     assert err == (
-        'scheduled-events-agent: "602D" fits 2 events; give more of the id:\n'
+        'scheduled-events-agent: "602D" matches 2 events; give more of the id:\n'
         "  602D9444-AAAA  Reboot  closed\n"
         "  602D9444-BBBB  Freeze  held\n"
     )
     assert run("--event", "7")[2] == (
-        'scheduled-events-agent: no event begins with "7"; known are:\n'
+        'scheduled-events-agent: no event id begins with "7"; known are:\n'
         "  602D9444-AAAA  Reboot  closed\n"
         "  602D9444-BBBB  Freeze  held\n"
     )

@@ -1,4 +1,4 @@
-"""What each command prints with ``--json``: objects of the kinds that docs/json.md lists."""
+"""The output of each command with ``--json``: objects of the kinds that docs/json.md lists."""
 
 import argparse
 import json
@@ -71,7 +71,7 @@ def commands_with_json(parser: argparse.ArgumentParser, words: tuple[str, ...] =
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
-    """Those of one document of JSON, or of lines of it."""
+    """All objects in one JSON document, or in lines of JSON."""
     try:
         return [json.loads(text)]
     except ValueError:
@@ -80,7 +80,7 @@ def objects_in(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """What the commands read. No agent runs; the metadata service and the fleet's table are simulated."""
+    """Files that the commands read. No agent runs; the metadata service and the fleet's table are simulated."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("scheduled_events_agent.fleet.plan._FRESH_INTERVALS", -1.0)  # each VM has been silent
     secret = tmp_path / "sas"

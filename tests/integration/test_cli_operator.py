@@ -19,7 +19,7 @@ NOW = datetime.now(UTC)
 OVER = Workflow(
     id="aaaa@1",
     event=ScheduledEvent(id="AAAA", type="Reboot", status="Scheduled", resources=("web-1",)),
-    decision=Decision(rule="impactful", reason="rule impactful takes it", affects="self"),
+    decision=Decision(rule="impactful", reason="rule impactful matches it", affects="self"),
     first_seen_at=NOW,
     noticed_at=NOW,
     boot_id="boot",
@@ -87,7 +87,7 @@ def test_a_hold_that_gets_no_answer_amid_an_approval_says_that_it_counts(
     held = replace(PENDING, operator_action="hold", approval=Approval(state="requested"))
     keep(state_dir, held)
     with contextlib.closing(host.hold_lock(state_dir / "lock")):  # as an agent that runs has it
-        told = "scheduled-events-agent: held, unless Azure takes the approval that is under way; see status\n"
+        told = "scheduled-events-agent: held, unless Azure accepts the approval that is under way; see status\n"
         assert run("hold", "bbbb") == (1, told)
         assert "has not answered within 0.1 s" in run("release", "bbbb")[1]
         keep(state_dir, replace(held, operator_action=""))
@@ -95,7 +95,7 @@ def test_a_hold_that_gets_no_answer_amid_an_approval_says_that_it_counts(
 
 
 def test_an_event_that_was_never_seen_is_not_found_among_the_pending(run: Run) -> None:
-    assert run("approve", "dddd")[1].startswith('scheduled-events-agent: no pending event begins with "dddd"')
+    assert run("approve", "dddd")[1].startswith('scheduled-events-agent: no pending event id begins with "dddd"')
 
 
 @pytest.mark.parametrize("succeeded", [True, False])

@@ -1,4 +1,4 @@
-"""What a command does if its output cannot be written, or its reader has gone: the same for all of them."""
+"""Commands whose output cannot be written, or whose reader has gone: all of them do the same."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What the commands read: a policy, a document, a scenario, and the state of an agent that has run."""
+    """Files that the commands read: a policy, a document, a scenario, and the state of an agent that has run."""
     (tmp_path / "policy.yaml").write_text("agent: {mode: observe}\n", encoding="utf-8")
     (tmp_path / "document.json").write_text('{"DocumentIncarnation": 1, "Events": []}', encoding="utf-8")
     (tmp_path / "scenario.yaml").write_text("{timeline: [{at: 0s, event: {type: Reboot}}], ends: 1s}\n", "utf-8")

@@ -71,7 +71,7 @@ def test_check_of_a_valid_policy_tells_what_it_says(run: Run, policy: str) -> No
         f"""\
 {policy}: valid
 
-The first rule that matches takes the event:
+The first rule that matches an event applies:
 
 user-initiated
   when     Any event from User
@@ -90,7 +90,7 @@ a Preempt 20s
   recover      once it is over: run resume
   several VMs  begins 15m before NotBefore; not approved
 
-Any other event is observed: logged and counted, nothing more.
+Any other event is only observed: logged and counted.
 If an event names other VMs too, a rule that approves when prepared does not approve it, and begins as late as \
 its hooks allow; one that approves at once does so for all of them, 10s later for each VM listed before this one.
 
@@ -334,7 +334,7 @@ def test_check_tells_what_becomes_of_events_while_the_table_is_unavailable(
     assert f"It acts with the VMs of group web through {table}, 2 events at a time.\n" in out
     unavailable = f"While the table is unavailable, events {do}, and what names several VMs is not approved."
     assert f"{unavailable}\n" in out
-    assert f"{policy}:1: fleet.members: members does not match this VM, web_0: all VMs are awaited\n" in out
+    assert f"{policy}:1: fleet.members: members does not match this VM, web_0: all VMs are waited for\n" in out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
@@ -481,7 +481,7 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:
   names    this VM and 1 other: WestNO_0, WestNO_1
   rule     not user-initiated: source is Platform, not User
            not short-freeze: duration is unknown, not below 9s
-           rule impactful takes it: affects shared, type Freeze
+           rule impactful matches it: affects shared, type Freeze
   begins   at 22:11:58Z (lead 15m)
   prepare  not ready for 5s, then run drain, checkpoint, until 22:26:53Z at the latest
   approve  not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold
@@ -547,13 +547,13 @@ def test_check_and_explain_say_what_becomes_of_a_recommendation(run: Run, tmp_pa
     explained = " ".join(run("explain", str(event), "--config", str(policy), "--vm", "vm_1")[1].split())
     if rules != SPOT:
         assert "(api-version 2020-07-01)" in told
-        assert "not rest: only a rule whose type names SpotRebalanceRecommendation takes one" in explained
-        assert "no rule takes it: observe" in explained
+        assert "not rest: only a rule whose type names SpotRebalanceRecommendation matches it" in explained
+        assert "no rule matches it: observe" in explained
         return
     assert "(api-version 2024-07-09, else 2020-07-01)" in told
     assert "a failed hook holds it; a recommendation is not approved" in told
     assert "recover once it is over (a recommendation after 30m): run drain" in told
-    assert "rule advice takes it: affects self, type SpotRebalanceRecommendation; " in explained
+    assert "rule advice matches it: affects self, type SpotRebalanceRecommendation; " in explained
     assert "begins now prepare run drain" in explained
     assert "recover once it is over, at the latest after 30m: run drain" in explained
     assert "not approved: an approval of a recommendation has no effect" in explained
@@ -613,7 +613,7 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
     assert (decision["rule"], decision["affects"], decision["reason"]) == (
         "impactful",
         "self",
-        "rule impactful takes it: affects self, type Preempt",
+        "rule impactful matches it: affects self, type Preempt",
     )
     assert (decision["drain_for"], decision["prepare"]) == (5.0, ["drain", "checkpoint"])
     assert event == {
@@ -720,7 +720,7 @@ This VM: flatcar-vm1. Time: 2021-07-22 04:36:08Z. Document: 2.
 Reboot 4CAEA225-A741-474D-A72E-428C86FCD853: not before 14m 9s from now (04:50:17Z)
   event    Scheduled, from User, for an unknown time
   names    this VM only
-  rule     rule user-initiated takes it: affects self, source User
+  rule     rule user-initiated matches it: affects self, source User
   approve  at once
 """
     )

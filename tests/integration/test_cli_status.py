@@ -44,7 +44,7 @@ EVENT = ScheduledEvent(
 )
 DECISION = Decision(
     rule="impactful",
-    reason="rule impactful takes it: type Redeploy",
+    reason="rule impactful matches it: type Redeploy",
     affects="self",
     prepare=("drain",),
     approve="when-prepared",
@@ -109,7 +109,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 @contextmanager
 def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
-    """Somebody who holds the lock, as an agent does, and gives this answer to every request."""
+    """A process that holds the lock, as an agent does, and gives this answer to every request."""
     is_over = threading.Event()
 
     def answer_requests() -> None:
@@ -132,7 +132,7 @@ def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
 
 
 def answered(state_dir: Path, status: Status, run: Run, *options: str) -> tuple[int, str, str]:
-    """What the command says of an agent that answers this."""
+    """The output of the command for an agent that answers this."""
     with an_agent(state_dir, msgspec.json.encode(with_words(status))):
         return run("status", "--state-dir", str(state_dir), *options)
 
@@ -187,7 +187,7 @@ def test_the_fleet_has_a_line_with_what_it_waits_for(
 
 
 def test_what_is_not_set_up_right_in_the_fleet_has_a_line_of_its_own(state_dir: Path, run: Run) -> None:
-    warning = "members does not match this VM, web-1: all VMs are awaited"
+    warning = "members does not match this VM, web-1: all VMs are waited for"
     fleet = FleetState(group="web", error="", unavailable_since=None, not_ready=(), warnings=(warning,))
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
     assert out.splitlines()[-2:] == ["  fleet      group web", f"  fleet      {warning}"]
@@ -213,7 +213,7 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
     assert f"{card}\n" == (
         "Redeploy 602D9444: not before 14m 12s from now (22:26:12Z)\n"
         "  now       runs the prepare hook drain, 12s so far\n"
-        "  reason    rule impactful takes it: type Redeploy\n"
+        "  reason    rule impactful matches it: type Redeploy\n"
         '  event     Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
         "  names     this VM only\n"
         "  overrule  scheduled-events-agent hold 602D9444 --state-dir /its/own\n"
@@ -293,8 +293,8 @@ def test_without_an_agent_the_notifications_that_wait_are_told(state_dir: Path, 
     store.commit([step], NOW, {}, [("ops", "{}"), ("ops", "{}"), ("chat", "{}")])
     store.close()
     out = run("status", "--state-dir", str(state_dir))[1]
-    assert "  notify  ops: notifications that wait: 2\n" in out
-    assert "  notify  chat: notifications that wait: 1\n" in out
+    assert "  notify  ops: notifications waiting: 2\n" in out
+    assert "  notify  chat: notifications waiting: 1\n" in out
 
 
 def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_shown(
@@ -342,7 +342,7 @@ def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: 
     assert code == 1
     assert out == (
         "ACT  No poll has succeeded for 61s: timed out.\n"
-        "     scheduled-events-agent doctor  look for what is wrong\n"
+        "     scheduled-events-agent doctor  find the problem\n"
         "\n"
         "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. "
         "The policy that was read at 20:12:00 UTC is in force.\n"
@@ -381,16 +381,16 @@ def test_without_an_agent_it_is_told_what_the_state_file_says(state_dir: Path, r
     assert without_ages(out) == (
         "ACT  No agent runs. Until one does, no event is prepared for, approved or recovered from.\n"
         f"     {start.ljust(len(doctor))}  start it\n"
-        f"     {doctor}  look for what is wrong\n"
+        f"     {doctor}  find the problem\n"
         "\n"
         "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12Z)\n"
         "  now     preparing\n"
-        "  reason  rule impactful takes it: type Redeploy\n"
+        "  reason  rule impactful matches it: type Redeploy\n"
         '  event   Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
         "  names   this VM only\n"
         "\n"
         "  vm      web-1\n"
-        f"  source  all but the first lines is what {state_dir / 'state.db'} says\n"
+        f"  source  everything but the first lines is from {state_dir / 'state.db'}\n"
         "  agent   started AGO: version 0.1.0, mode act\n"
         "          and did not say that it stopped: it was killed, the machine went down, or its disk was full\n"
     )
@@ -447,7 +447,7 @@ def test_what_a_newer_agent_says_besides_is_left_out(state_dir: Path, run: Run) 
     assert msgspec.json.decode(out, type=Status) == status
 
 
-@pytest.mark.parametrize("answer", [b'{"version":"9.9.9"}', b"refused: the event is not pending any more"])
+@pytest.mark.parametrize("answer", [b'{"version":"9.9.9"}', b"rejected: the event is not pending any more"])
 def test_an_agent_of_another_version_is_told_from_one_that_hangs(state_dir: Path, run: Run, answer: bytes) -> None:
     with an_agent(state_dir, answer):
         code, out, _ = run("status", "--state-dir", str(state_dir))
@@ -620,7 +620,7 @@ def test_a_request_that_cannot_be_withdrawn_is_not_said_to_be(
         store.close()
     assert str(caught.value) == (
         f"cannot write {state_dir / 'state.db'}: attempt to write a readonly database, so the request could not "
-        "be withdrawn, and the agent may still take it within 30 s"
+        "be withdrawn, and the agent may still carry it out within 30 s"
     )
 
 

@@ -40,7 +40,7 @@ def running(
     directory: Path,
     endpoint: str,
     rules: tuple[Rule, ...] = RULES,
-    hooks: dict[str, Hook] = {},  # noqa: B006 - nobody changes it
+    hooks: dict[str, Hook] = {},  # noqa: B006 - no test changes it
     agent: AgentSettings = AGENT,
 ) -> Iterator[Daemon]:
     imds = ImdsSettings(endpoint=endpoint, poll_interval=0.25)
@@ -60,7 +60,7 @@ def running(
 
 
 def open_pages(daemon: Daemon) -> WebServer:
-    """What serves them; they open while the first poll is under way."""
+    """Serve the pages; they open while the first poll is under way."""
     assert daemon._pages.has_tried.wait(60.0)
     assert daemon.web is not None, daemon._pages.failure
     return daemon.web
@@ -100,7 +100,7 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
         threading.Event().wait(2.0)
         status, text = get(daemon, "/healthz")
         assert status == 503
-        assert re.match(r"the engine has not turned for \d+s", text)
+        assert re.match(r"the engine has run no cycle for \d+s", text)
         azure.wait_polls(2)  # polling waits for nothing
         monkeypatch.undo()
         may_go_on.set()
@@ -152,7 +152,7 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
 
 
 class Told(host.ServiceManager):
-    """A service manager that keeps what it was told."""
+    """A service manager that keeps the messages it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> No
                 daemon.reload()
             azure.wait_until(lambda: manager.words == ["ready", *["reloading"] * 4], "all were heard")
             may_go_on.release()
-            # What was read before the last request is not put in force: the file may have changed since.
+            # A file read before the last request is not put in force: it may have changed since.
             assert reads.acquire(timeout=60.0)
             assert daemon._engine.settings.rules == RULES
             may_go_on.release()
@@ -214,7 +214,7 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
         daemon = Daemon(loaded(Settings()), Given(Settings), store)
-        # Disowning has emptied the board while the on_clear hook was being ended.
+        # The workflows were discarded while the on_clear hook was being ended.
         daemon._engine._hook_runs._delayed = [
             RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)
         ]

@@ -165,7 +165,7 @@ def test_no_operators_word_is_lost_because_one_answer_could_not_be_written(
         assert not engine.run_cycle(datetime.now(UTC))
     assert engine.run_cycle(datetime.now(UTC))
     assert operator.load_answer(late) == RequestAnswer(
-        succeeded=False, message="refused: the event is not pending any more"
+        succeeded=False, message="rejected: the event is not pending any more"
     )
     assert operator.load_answer(request) == RequestAnswer(
         succeeded=True, message="approved: the event is prepared, approval requested"
@@ -189,7 +189,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
 
     monkeypatch.setattr(engine._store, "commit", commit_late)
     assert engine.run_cycle(datetime.now(UTC))
-    assert withdrawn == [None]  # so whoever asked was told that it is withdrawn
+    assert withdrawn == [None]  # so its operator was informed that it is withdrawn
     assert executor.sent == []
     assert operator.load_answer(patient) == RequestAnswer(succeeded=True, message="hold: set; the event is held")
     said = [entry.text for entry in operator.load_journal() if entry.kind == "operator"]
@@ -221,12 +221,12 @@ def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
     assert engine.run_cycle(datetime.now(UTC))
     assert executor.sent == []
     assert operator.load_answer(request) == RequestAnswer(
-        succeeded=False, message="refused: the event has just changed, or another operator was faster"
+        succeeded=False, message="rejected: the event has just changed, or another operator was faster"
     )
 
 
 class Clearing(Approvals):
-    """An executor whose on_clear hook runs until it is told otherwise, and what it was to report."""
+    """An executor whose on_clear hook runs until it is stopped, and what it was to report."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ def test_a_reload_keeps_the_hooks_with_which_what_has_begun_goes_on_and_is_undon
 
 
 class Recovering(Approvals):
-    """An executor that keeps what hooks were told."""
+    """An executor that keeps the commands to hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -604,7 +604,8 @@ def test_of_very_many_reloads_the_log_tells_of_some_and_the_journal_of_all(
         engine.refuse_settings("policy.yaml:1: it is bad")
     structlog.reset_defaults()
     lines = Counter(json.loads(line)["message"] for line in capsys.readouterr().err.splitlines())
-    for message in ("the policy file was read again", "the policy file is refused; the old policy stays in force"):
+    read, kept = "the policy file was read again", "the policy file is rejected; the old policy stays in force"
+    for message in (read, kept):
         assert 20 <= lines[message] <= 22  # as long as this takes less than two minutes
     for kind in ("reloaded", "reload_refused"):
         assert len(operator.load_notes(kind=kind, limit=100)) == 50

@@ -1,4 +1,4 @@
-"""The thread that asks the fleet's store: what log, metrics and the engine hear of how the store answers."""
+"""The thread that asks the fleet's store, and its reports of the store's answers to log, metrics and engine."""
 
 import queue
 import threading
@@ -154,7 +154,7 @@ def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_store() -> None:
         assert until(updates, lambda update: update.error).error.startswith("the group is not known")
         assert "scheduled_events_fleet_unavailable 1.0" in metrics.expose().decode()
         thread.publish((), (), "", "web")
-        text = "the metadata service has not told the vmId of this VM yet"
+        text = "the metadata service has not reported the vmId of this VM yet"
         update = until(updates, lambda update: update.error == text)
         assert update.unavailable_since is not None
         thread.publish((REQUEST,), ("web_1",), "id", "web")
@@ -180,7 +180,7 @@ def test_what_is_not_set_up_right_is_an_error_in_the_log_once() -> None:
         two.publish((replace(REQUEST, seen_at=1.0),), ("web_1",), "id-2", "web")
         time.sleep(0.2)
     assert [(int(entry["log_id"]), entry["reason"], entry["log_level"]) for entry in entries] == [
-        (343, "members does not match this VM, web_1: all VMs are awaited", "error"),
+        (343, "members does not match this VM, web_1: all VMs are waited for", "error"),
         (342, "another VM uses the name of this one: vmId id, this one has id-2", "error"),
     ]
 

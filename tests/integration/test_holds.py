@@ -185,7 +185,7 @@ def test_an_absent_event_can_be_released_and_nothing_else(agent: Agent) -> None:
     agent.ask("hold")
     agent.vanish()
     agent.end("resume")
-    assert agent.ask("approve", "e1") == "refused: the event is not in the document; its hold can be released"
+    assert agent.ask("approve", "e1") == "rejected: the event is not in the document; its hold can be released"
     assert agent.ask("release", "e1") == "released; the event is not in the document"
     assert agent.store.load_remembered() == {}
     agent.read(EVENT)

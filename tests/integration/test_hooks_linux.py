@@ -57,7 +57,7 @@ def _children(*, recursive: bool = True) -> set[int]:
 
 
 def _left_over(pids: Iterable[int]) -> list[str]:
-    """Which of them are still there, though released as the agent does at each of its turns; none may run."""
+    """Which of them are still there, although zombies are reaped as in each cycle of the agent; none may run."""
     deadline = time.monotonic() + 60.0
     while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
         assert all(_has_ended(pid) for pid in left), [_describe(pid) for pid in left]
@@ -67,7 +67,7 @@ def _left_over(pids: Iterable[int]) -> list[str]:
 
 
 def _describe(pid: int) -> str:
-    """What it is, what has become of it, and whose session it is in: this process releases none of its own."""
+    """The process's command, state and session, for a message: this process releases none of its own."""
     try:
         process = psutil.Process(pid)
         command = " ".join(process.cmdline()) or process.name()
@@ -267,7 +267,7 @@ def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Pat
     deadline = time.monotonic() + 30
     while not ready.exists() or len(_children(recursive=False) - before) > 1:  # the hook itself
         assert time.monotonic() < deadline
-        executor.reap()  # as the daemon does at each turn
+        executor.reap()  # as the daemon does in each cycle
         time.sleep(0.02)
     executor.cancel_all(1.0)
     ended.get(timeout=60)
@@ -313,7 +313,7 @@ except BlockingIOError:
     run = HookRun("test", hook, environment={}, on_line=take)
     thread = threading.Thread(target=lambda: results.append(run.run()))
     thread.start()
-    thread.join(1.0)  # the pipe is full long since, and nobody reads
+    thread.join(1.0)  # the pipe is full long since, and no process reads it
     may_read.set()
     thread.join(60.0)
     assert [(result.outcome, result.exit_code) for result in results] == [("succeeded", 0)]

@@ -40,7 +40,7 @@ def test_a_second_agent_on_the_same_state_is_refused_and_told_of_the_first(tmp_p
         holder.kill()
     assert caught.value.kind == "locked"
     assert str(caught.value) == (
-        f"{path}: another agent (pid {holder.pid}) is at work here; stop it, or give this one another state_dir"
+        f"{path}: another agent (pid {holder.pid}) has locked it; stop it, or give this one another state_dir"
     )
 
 
@@ -66,7 +66,7 @@ def test_the_holder_of_a_lock_is_seen_from_another_container(tmp_path: Path) -> 
 
 
 def _start_asking(path: Path) -> Callable[[], Any]:
-    """Have the lock as somebody has it who only asks who has it; returns what ends that."""
+    """Hold the lock like a process that only asks who has it; returns what ends that."""
     if sys.platform == "win32":
         import win32con
         import win32file

@@ -1,4 +1,4 @@
-"""What ``check`` and each start say of files that are not safe, and of hooks that this system would not start."""
+"""Findings of ``check`` and of each start about unsafe files, and about hooks that this system would not start."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What systemd hears from this process, and what it answers."""
+"""Messages from this process to systemd, and systemd's answers."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ def test_a_busy_service_manager_is_waited_for_until_it_hears_the_word(
         listener.settimeout(5.0)
         other.setblocking(False)
         with suppress(BlockingIOError):
-            while True:  # until it takes no more
+            while True:  # until it accepts no more
                 other.sendto(b"OTHER=1", str(tmp_path / "notify"))
         teller = threading.Thread(target=host.ServiceManager().tell, args=("ready", "up"))
         teller.start()
@@ -77,7 +77,7 @@ def put_program(place: Path, monkeypatch: pytest.MonkeyPatch, script: str, name:
         ("echo offline; exit 1", None),  # nor can the bus be reached
         ("exit 1", None),
         ("exec sleep 30", None),
-        ('echo "${NOTIFY_SOCKET-stopping}"', True),  # or it would speak for this process
+        ('echo "${NOTIFY_SOCKET-stopping}"', True),  # or its messages would count as this process's
     ],
 )
 def test_the_machine_goes_down_if_systemd_says_so_and_no_answer_says_nothing(
@@ -162,9 +162,9 @@ def test_credentials_that_systemd_has_loaded_are_seen(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo no bus >&2; echo here >&2; exit 1", "systemctl cannot tell about the agent's service: no bus here"),
-        ("exit 3", "systemctl cannot tell about the agent's service: exit code 3"),
-        ("echo LoadState=loaded", "systemctl cannot tell about the agent's service: exit code 0"),
+        ("echo no bus >&2; echo here >&2; exit 1", "systemctl cannot report on the agent's service: no bus here"),
+        ("exit 3", "systemctl cannot report on the agent's service: exit code 3"),
+        ("echo LoadState=loaded", "systemctl cannot report on the agent's service: exit code 0"),
         ("exec sleep 30", "systemctl did not answer within 0.5 s"),
     ],
 )
@@ -192,5 +192,5 @@ def test_units_that_systemd_does_not_know(tmp_path: Path, monkeypatch: pytest.Mo
     put_program(tmp_path, monkeypatch, f"[ \"$*\" = '{asked}' ] || exit 9\ncat <<'END'\n{shown}END\n")
     assert processes.unknown_units(["a.service", "b", "c.d", "d@.service", "*"]) == {"b", "c.d", "d@.service", "*"}
     put_program(tmp_path, monkeypatch, "echo Failed to connect to bus >&2; exit 1\n")
-    with pytest.raises(HostError, match="systemctl cannot tell about the units: Failed to connect to bus"):
+    with pytest.raises(HostError, match="systemctl cannot report on the units: Failed to connect to bus"):
         processes.unknown_units(["a.service"])

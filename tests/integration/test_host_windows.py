@@ -1,4 +1,4 @@
-"""What only Windows has: lists of who may do what, the Event Log's source, and a log file that others may hold."""
+"""Parts of Windows alone: access lists, the Event Log's source, and a log file that others may have open."""
 
 import ctypes
 import os
@@ -214,7 +214,7 @@ def test_the_source_is_registered_and_removed_and_both_may_be_done_again(monkeyp
 
 
 def test_an_entry_is_written_with_its_id_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Wine takes entries and shows them to nobody: so what it is given is looked at.
+    # Wine accepts entries but shows none: the test looks at what it is given.
     given: list[tuple[Any, ...]] = []
     report = win32evtlog.ReportEvent
 
@@ -266,7 +266,7 @@ def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size(
     monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 20)
     log = open_log_file(tmp_path)
     log.write("a line\n")
-    with (tmp_path / "agent.log").open() as reader:  # which lets nobody rename it
+    with (tmp_path / "agent.log").open() as reader:  # while it is open so, it cannot be renamed
         for _ in range(12):
             log.write("a line\n")
             assert (tmp_path / "agent.log").stat().st_size <= 2 * 20 + 7

@@ -1,4 +1,4 @@
-"""What all HTTP clients share: the kinds of their errors, and how a connection is made."""
+"""Behaviour that all HTTP clients share: the kinds of their errors, and how a connection is made."""
 
 import socket
 import sys

@@ -88,7 +88,7 @@ class Service:
 
 
 class Run:
-    """What a poller did between the beginning and the end."""
+    """The actions of a poller between the beginning and the end."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ def test_an_approval_whose_endpoint_cannot_be_found_out_is_a_failed_one_and_no_b
 
 
 class Preview(Service):
-    """It refuses the newest api-version for a time, and takes it after that."""
+    """A service that rejects the newest api-version for a time, and accepts it after that."""
 
     refused_until = 0.0
     kind: HttpErrorKind = "not_found"

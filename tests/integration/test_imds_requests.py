@@ -1,4 +1,4 @@
-"""What is asked of the metadata service, and what each status and body is taken for; no socket is opened."""
+"""Requests to the metadata service, and how each status and body is understood; no socket is opened."""
 
 import json
 from collections.abc import Iterator

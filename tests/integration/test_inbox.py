@@ -1,4 +1,4 @@
-"""What comes while the agent stops, in every order: the real inbox and engine, on a real state file."""
+"""Messages that come while the agent stops, in every order: the real inbox and engine, on a real state file."""
 
 import itertools
 import queue
@@ -137,7 +137,7 @@ class Agent:
             operator.close()
 
     def live(self, items: Items) -> None:
-        """Turns until it is told to stop, as the daemon does, and stops."""
+        """Runs cycles until it is stopped, as the daemon does."""
         inbox = Inbox(cast("Any", items), self.engine, cast("Any", self.executor), fail, monotonic=items.monotonic)
         while inbox.take(1.0):
             assert self.engine.run_cycle(datetime.now(UTC))
@@ -209,7 +209,7 @@ def test_what_comes_before_the_end_of_a_stop_is_kept(
         # Where its hook has ended before, the approval is under way.
         answer = agent.store.load_answer(1)
         assert answer is not None, order
-        begins = "hold: set; the event is " if answer.succeeded else "held, unless Azure takes the approval"
+        begins = "hold: set; the event is " if answer.succeeded else "held, unless Azure accepts the approval"
         assert answer.message.startswith(begins), order
         last = agent.store.load_notes()[-1]
         assert last.kind == "agent_stopped"

@@ -1,4 +1,4 @@
-"""What lines of the log look like, when failures are told, and that the log never hurts who writes to it."""
+"""Log lines: their format, when failures are logged; and that the log never harms the thread that writes to it."""
 
 import io
 import json
@@ -200,7 +200,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
 
 
 def fields_of(entry: bytes) -> dict[str, str]:
-    """What journald reads: NAME=value, or NAME, the length in eight bytes and a value that may have lines."""
+    """The format that journald reads: NAME=value, or NAME, the length in eight bytes and a value of any lines."""
     fields = {}
     while entry:
         name, _, rest = entry.partition(b"\n")
@@ -383,7 +383,7 @@ get_logger().info("again")
         while part := os.read(reader, 1 << 20).decode():
             text += part
     os.close(reader)
-    assert seconds < 60  # with patience for each line it would be five minutes
+    assert seconds < 60  # with a time limit for each line it would be five minutes
     messages = [json.loads(line) for line in text.splitlines()]  # every line that came is whole
     assert [message["number"] for message in messages[:-1]] == list(range(len(messages) - 1))
     assert 100 < len(messages) < 5000
@@ -492,7 +492,7 @@ def test_a_reload_changes_what_is_logged(tmp_path: Path) -> None:
             process.terminate()
             process.wait(60)
     messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
-    # Who the VM is may be known before the reload or after it.
+    # The VM's name may be known before the reload or after it.
     messages = [message for message in messages if message != "this VM is known"]
     assert messages == ["the policy file was read again", "agent stopped"]
 
@@ -501,7 +501,7 @@ def test_a_reload_changes_what_is_logged(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Monotonic seconds that pass when told."""
+    """Monotonic seconds that pass only when the test lets them."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -568,7 +568,7 @@ def test_a_failure_that_comes_and_goes_is_told_at_most_once_a_minute(
     assert 55 <= len(lines) <= 66
     assert [line["message"] for line in lines] == ["polling fails", "polling works again"] * (len(lines) // 2)
     counted = sum(line["failures"] for line in lines if line["message"] == "polling works again")
-    assert counted == 1800  # what was not told one by one is counted
+    assert counted == 1800  # failures without a line of their own are counted
 
 
 # --- floods

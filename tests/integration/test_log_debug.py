@@ -1,4 +1,4 @@
-"""What the log has at level debug, and only there: why the agent does what it does, without secrets."""
+"""Lines that the log has only at level debug: why the agent does what it does, without secrets."""
 
 import json
 import subprocess
@@ -96,7 +96,7 @@ def test_the_story_of_a_reboot_has_each_kind_of_debug_line_and_no_secret(tmp_pat
     assert document["incarnation"] != document["incarnation_before"]
     assert (document["count"], document["milliseconds"] >= 0) == (1, True)
     assert document["api_version"]
-    (passed,) = told("rule user is passed over")
+    (passed,) = told("rule user does not match")
     assert (passed["event_id"], passed["reason"]) == (event, "source is Platform, not User")
     gates = {line["message"].removeprefix("gate ") for line in debug if line["message"].startswith("gate ")}
     assert gates == GATES
@@ -128,7 +128,7 @@ def test_at_level_info_there_are_none_of_them(tmp_path: Path) -> None:
 
 
 def test_at_level_info_nothing_of_them_is_worked_out() -> None:
-    unread: Any = None  # neither steps nor board nor context are looked at
+    unread: Any = None  # neither steps nor workflows nor context are looked at
     set_up("info", "json")
     try:
         DebugTeller(unread).tell(unread, unread, unread)

@@ -1,4 +1,4 @@
-"""What operators write into hooks, and may be secret, stays out of the log, the pages and the journal."""
+"""Texts in hooks that may be secret stay out of the log, the pages and the journal."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Notices: their bodies, and one exchange with a service that may do anything."""
+"""Notifications: their formats, and one exchange with a service that may do anything."""
 
 import contextlib
 import json

@@ -132,7 +132,7 @@ def test_a_failed_recovery_is_resolved_and_the_journal_says_by_whom(failed: Agen
     assert failed.engine.board == {}
     assert failed.told()[-2:] == [
         "kim says: resolve",
-        "is over: unknown, an operator has put its recovery right by hand",
+        "is over: unknown, an operator has repaired its recovery manually",
     ]
 
 
@@ -151,9 +151,9 @@ def test_a_failed_recovery_and_a_retry_outlive_the_agent(failed: Agent, tmp_path
 
 def test_a_recovery_is_neither_retried_nor_resolved_while_its_hook_runs(failed: Agent) -> None:
     failed.say("retry")
-    assert failed.say("retry") == "refused: its recovery has not failed"
-    assert failed.say("resolve") == "refused: its hook load runs"
-    assert failed.say("hold") == "refused: the event is over"
+    assert failed.say("retry") == "rejected: its recovery has not failed"
+    assert failed.say("resolve") == "rejected: its hook load runs"
+    assert failed.say("hold") == "rejected: the event is over"
 
 
 def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp
 
 
 def test_a_failed_preparation_is_retried(agent: Agent) -> None:
-    assert agent.say("retry") == "refused: no hook of it has failed"
-    assert agent.say("resolve") == "refused: the event is not over; resolve is for a recovery that failed"
+    assert agent.say("retry") == "rejected: no hook of it has failed"
+    assert agent.say("resolve") == "rejected: the event is not over; resolve is for a recovery that failed"
     agent.end("drain", "failed")
     assert agent.phase == "held"
     assert agent.say("retry") == "retry: the event is preparing, hook drain runs"
@@ -184,12 +184,12 @@ def test_a_failed_preparation_is_retried(agent: Agent) -> None:
 def test_a_failed_preparation_is_not_retried_under_a_hold(agent: Agent) -> None:
     agent.say("hold")
     agent.end("drain", "failed")
-    assert agent.say("retry") == "refused: an operator holds it; release it first"
+    assert agent.say("retry") == "rejected: an operator holds it; release it first"
 
 
 def test_an_agent_that_only_observes_retries_nothing(failed: Agent) -> None:
     failed.engine.settings = Settings(rules=(RULE,), hooks=HOOKS, agent=AgentSettings(mode="observe"))
-    assert failed.say("retry") == "refused: the agent only observes (agent.mode, --observe)"
+    assert failed.say("retry") == "rejected: the agent only observes (agent.mode, --observe)"
     assert failed.say("resolve") == "resolve: the event is closed"
 
 
@@ -226,6 +226,6 @@ def test_a_release_takes_back_the_hold_that_was_asked_for_just_before_it(agent: 
         agent.turn()
         answers = list(filter(None, map(operator.load_answer, asked)))
     assert [(answer.succeeded, answer.message.partition(":")[0]) for answer in answers] == [
-        (False, "refused"), (True, "released"), (True, "nothing to release"),
+        (False, "rejected"), (True, "released"), (True, "nothing to release"),
     ]  # fmt: skip
     assert [text for text in agent.told() if "kim" in text] == ["kim says: held", "kim says: released"]

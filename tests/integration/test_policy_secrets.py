@@ -27,7 +27,7 @@ BESIDES = {
     "hooks": {"run": "[/bin/true]"},
     "fleet": {"table": "https://acme.table.core.windows.net/vms", "group": "g"},
 }
-# Conditions are told in words if they are valid.
+# Conditions are printed if they are valid.
 TOLD = ("notify.0.when.resource", "notify.0.when.description")
 
 

@@ -1,4 +1,4 @@
-"""Whom the agent trusts with what it runs, and what it keeps to itself: see docs/security.md."""
+"""Files that the agent trusts because it runs them, and data that it keeps private: see docs/security.md."""
 
 import json
 import os
@@ -458,7 +458,7 @@ def test_a_hook_that_others_can_change_since_the_policy_was_read_is_not_started(
 
 
 def state_refusal(path: Path) -> str | None:
-    """What root is told of the state directory; None if it takes it."""
+    """The error that root gets for the state directory; None if it is accepted."""
     try:
         host.create_private_dir(path)
     except host.HostError as error:

@@ -1,4 +1,4 @@
-"""Senders: each notice of a state file arrives at least once and in order, whatever the service does."""
+"""Each notification of a state file arrives at least once and in order, whatever the service does."""
 
 import queue
 import random

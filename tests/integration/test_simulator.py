@@ -1,4 +1,4 @@
-"""What the simulated endpoint puts on the wire, seen by a bare http.client."""
+"""Answers of the simulated endpoint as a bare http.client sees them."""
 
 import base64
 import http.client
@@ -73,7 +73,7 @@ def client(simulator: Simulator) -> Iterator[Client]:
     client.close()
 
 
-# Requests that the service refuses
+# Requests that the service rejects
 
 
 def test_a_request_without_the_metadata_header_gets_the_real_refusal(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""The simulator's control port: what it lets happen, for which clients, and what it refuses."""
+"""The simulator's control port: what it allows, for which clients, and what it rejects."""
 
 import http.client
 import json
@@ -218,7 +218,7 @@ def test_a_port_open_to_the_network_is_warned_of(simulator: Simulator, capsys: p
     _warn_if_open(simulator, has_control=True)
     warning = "warning: clients on other machines can read and approve the simulated events"
     assert capsys.readouterr().err == (
-        f"{warning}\n{warning}; through the control port they can let anything happen\n"
+        f"{warning}\n{warning}; through the control port they can schedule events and faults\n"
     )
 
 
@@ -228,7 +228,7 @@ def test_a_page_of_another_site_can_do_nothing(simulator: Simulator, port: int) 
         post(port, "/schedule", event, Origin="https://evil.example")[0],
         post(port, "/schedule", event, Origin="null")[0],
         post(port, "/schedule", event, Origin=f"http://127.0.0.1:{port + 1}")[0],
-        # What a form, or a script that does not ask first, may send anywhere.
+        # A request that a form, or a script that does not ask first, may send to any host.
         ask(port, "/schedule", b'{"type": "Reboot"}', {"Content-Type": "text/plain"})[0],
         ask(port, "/schedule", b'{"type": "Reboot"}', {"Content-Type": "application/x-www-form-urlencoded"})[0],
         ask(port, "/schedule", b'{"type": "Reboot"}')[0],

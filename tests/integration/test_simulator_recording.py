@@ -44,7 +44,7 @@ def get(simulator: Simulator, path: str = EVENTS) -> bytes:
 
 
 class Told:
-    """What the recorder has said, to be waited for."""
+    """The lines of the recorder, for tests that wait for one."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -156,7 +156,7 @@ def test_trouble_is_told_and_the_endpoint_asked_again(
 ) -> None:
     path = tmp_path / "mine.jsonl"
     monkeypatch.setattr(recorder, "_FIRST_TIMEOUT_SECONDS", 2.0)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # no proxy is there
     with Simulator(rate_limit=None) as azure:
         azure.fault(None, fault, on="poll", count=1, **options)
         with recording_of(azure.endpoint(), path) as told:
@@ -230,7 +230,7 @@ def test_documents_are_served_when_they_were_with_not_before_as_far_ahead(speed:
     [
         ("Sun, 28 Jun 2026 12:00:10 GMT", "Tue, 01 Jan 2030 00:00:10 GMT"),
         ("2026-06-28T12:00:10Z", "2030-01-01T00:00:10Z"),
-        ("2026-06-28T12:00:10.250Z", "2030-01-01T00:00:11Z"),  # nobody gets less notice
+        ("2026-06-28T12:00:10.250Z", "2030-01-01T00:00:11Z"),  # no VM gets less notice
         ("Mon, 28 Jun 2026 12:00:10 GMT", "Tue, 01 Jan 2030 00:00:10 GMT"),  # with the wrong weekday
         ("", ""),
         (None, None),
@@ -274,7 +274,7 @@ def test_approvals_are_counted_and_change_nothing() -> None:
         assert [(one.kind, one.text) for one in replay.happenings()] == [
             ("began", ""),
             ("document", "Reboot A-1 Scheduled"),
-            ("approved", "a-1; the recording goes on as it is"),
+            ("approved", "a-1; the recording does not change"),
         ]
 
 
@@ -320,7 +320,7 @@ def test_the_name_of_a_vm_has_no_line_break() -> None:
 
 
 def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """What the command prints and returns, without a process of its own."""
+    """Run the command without a process of its own; returns its exit code and output."""
     with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
         code = main(["simulate", *arguments])
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
@@ -351,7 +351,7 @@ def test_the_command_records_and_plays_what_it_has_recorded(
     assert [line.split("  ")[-1].strip() for line in played[2:]] == [
         "begins",
         "Reboot 602d9444 Scheduled",
-        "the scenario is at its end",
+        "the scenario is finished",
     ]
 
 

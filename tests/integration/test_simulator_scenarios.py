@@ -155,7 +155,7 @@ def test_the_python_in_the_guide_does_what_it_says() -> None:
 
 
 def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """What the command prints and returns, without a process of its own."""
+    """Run the command without a process of its own; returns its exit code and output."""
     with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
         code = main(["simulate", *arguments])
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
@@ -220,7 +220,7 @@ def test_the_command_serves_a_scenario_from_the_first_request_to_its_end(tmp_pat
         ["polled", "Redeploy"],
         ["gone", "Redeploy"],
     ]
-    assert lines[-1] == ["the", "scenario", "is", "at", "its", "end"]
+    assert lines[-1] == ["the", "scenario", "is", "finished"]
     assert json.loads(record.read_text())["status"] == 200
 
 

@@ -20,7 +20,7 @@ from scheduled_events_agent.simulator.table import SimulatedTable
 
 @pytest.fixture
 def backends(tmp_path: Path) -> Iterator[tuple[Backend, Backend]]:
-    """Of two groups in one table."""
+    """Backends of two groups in one table."""
     sas_file = tmp_path / "sas"
     sas_file.touch(mode=0o600)
     sas_file.write_text(SimulatedTable.SAS)

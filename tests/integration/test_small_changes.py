@@ -37,7 +37,7 @@ def test_six_hundred_descriptions_are_eleven_records_and_the_rule_sees_each(agen
     written = [call for call in commits.call_args_list if call.args[1]]
     changed = [entry for entry in agent.store.load_journal() if entry.kind == "changed"]
     assert len(changed) <= 11
-    assert len(written) <= 11 + 2  # it is seen, and the rule takes it
+    assert len(written) <= 11 + 2  # it is seen, and the rule matches it
     assert any("number 300" in entry.text for entry in changed)
 
 

@@ -26,7 +26,7 @@ def pipe(tmp_path: Path) -> Path:
 
 
 def check(policy: Path) -> tuple[int, str]:
-    """What ``check`` says, in a process of its own: a thread that hangs could not be ended."""
+    """The output of ``check``, run in a process of its own: a thread that hangs could not be ended."""
     command = [sys.executable, "-m", "scheduled_events_agent", "check", "--config", str(policy)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stdout
@@ -70,7 +70,7 @@ def test_check_refuses_a_policy_that_is_a_named_pipe(pipe: Path) -> None:
         (TARGET + "headers: {X-Key: {file: 'PIPE'}}}]", "notify[0]: headers.X-Key"),
         (TARGET + "body: 'PIPE'}]", "notify[0]: body"),
         (TARGET + "ca_file: 'PIPE'}]", "notify[0]: ca_file"),
-        ("agent: {web_config: 'PIPE'}", "agent.web_config: without it the pages are not shown"),
+        ("agent: {web_config: 'PIPE'}", "agent.web_config: without it no pages are served"),
         ("hooks: {x: {run: ['PIPE']}}", "hooks.x.run"),
     ],
 )

@@ -104,10 +104,10 @@ def test_after_a_failure_the_next_try_waits_for_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_TICK_SECONDS", "_RESTLESS_TICK_SECONDS"):
-        monkeypatch.setattr(daemon_module, name, 20.0)  # less than the watchdog's patience
+        monkeypatch.setattr(daemon_module, name, 20.0)  # less than the watchdog's time limit
     monkeypatch.setattr(daemon_module, "_COMMIT_RETRY_SECONDS", 0.01)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
-        azure.wait_until(lambda: daemon._reporter.reported is not None, "it has told that it is ready", 60.0)
+        azure.wait_until(lambda: daemon._reporter.reported is not None, "it has said that it is ready", 60.0)
         daemon._store._connection.execute("PRAGMA busy_timeout = 0")
         with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")

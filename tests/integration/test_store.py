@@ -87,7 +87,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def second(store: Store) -> Iterator[Store]:
-    """The same file, as another process opens it."""
+    """A second store on the same file, as another process opens it."""
     second = Store.join(store.path.parent)
     yield second
     second.close()
@@ -753,7 +753,7 @@ def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(
     assert caught.value.kind == "locked"
     other.close()
     names = {file.name for file in tmp_path.iterdir()}
-    assert names <= {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}  # nothing was set aside
+    assert names <= {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}  # nothing was quarantined
 
 
 def test_a_directory_that_is_missing_is_told_with_the_way_out(tmp_path: Path) -> None:
@@ -828,7 +828,7 @@ def test_the_log_is_cut_back_when_somebody_who_has_read_for_long_is_gone(store: 
         reader.execute("SELECT count(*) FROM journal").fetchone()
         while log.stat().st_size < 8 * 2**20:
             store.record("note", "x" * 60_000, NOW)
-    for _ in range(100):  # one to move everything into the file, the next to begin the log anew
+    for _ in range(100):  # one to move everything into the file, the next to begin a new log
         store.record("note", "x" * 60_000, NOW)
     assert log.stat().st_size < 6 * 2**20
 

@@ -1,4 +1,4 @@
-"""A damaged state file: set aside whole and loudly, never a reason not to start, never trusted by halves."""
+"""A damaged state file is quarantined whole and reported. It never prevents a start, and is never half trusted."""
 
 import os
 import random
@@ -487,7 +487,7 @@ def test_a_damaged_file_that_cannot_be_moved_is_told_with_the_way_out(
     with pytest.raises(StoreError) as caught:
         Store.open(tmp_path, NOW)
     assert str(caught.value) == (
-        f"{path} is damaged (file is not a database) and cannot be set aside ([Errno 13] Permission denied): "
+        f"{path} is damaged (file is not a database) and cannot be quarantined ([Errno 13] Permission denied): "
         "move it away, then start again"
     )
     assert caught.value.kind == "unusable"
@@ -499,7 +499,7 @@ def test_who_joins_a_damaged_file_leaves_it_to_the_agent(tmp_path: Path) -> None
         Store.join(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path / FILE_NAME} is damaged (file is not a database): "
-        "the agent sets it aside when it is started again"
+        "the agent quarantines it when it is started again"
     )
     assert (tmp_path / FILE_NAME).read_bytes() == b"garbage"
 

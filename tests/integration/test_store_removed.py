@@ -161,7 +161,7 @@ def test_the_log_of_the_file_that_was_put_there_is_not_applied(store: Store, dir
 def test_a_removed_lock_is_taken_again(store: Store, directory: Path) -> None:
     (directory / LOCK_NAME).unlink()
     assert store.recreate_if_removed() == f"{directory / LOCK_NAME} was removed"
-    with pytest.raises(host.HostError, match="at work here"):
+    with pytest.raises(host.HostError, match="has locked it"):
         host.hold_lock(directory / LOCK_NAME)
     store.close()
     host.hold_lock(directory / LOCK_NAME).close()
@@ -193,7 +193,7 @@ def test_a_failed_try_is_repeated(store: Store, directory: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", fail)
-        with pytest.raises(StoreError, match=r"was removed, and cannot be made anew: .*No space left"):
+        with pytest.raises(StoreError, match=r"was removed, and cannot be created again: .*No space left"):
             store.recreate_if_removed()
     assert [path.name for path in directory.iterdir()] == [LOCK_NAME]
     assert store.recreate_if_removed()
@@ -227,7 +227,7 @@ def test_an_engine_begins_nothing_until_the_file_is_in_its_place(
     assert metrics.store_errors.labels("removed")._value.get() == 3
     assert [log["reason"] for log in logs if log["log_level"] == "error"] == [f"{directory} was removed"]
     records = [entry.text for entry in store.load_notes(kind="state_recreated")]
-    assert records == [f"{directory} was removed; made anew, nothing is lost"]
+    assert records == [f"{directory} was removed; created again, nothing is lost"]
     assert store.reserve_bytes() >= RESERVE_BYTES
 
 

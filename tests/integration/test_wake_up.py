@@ -26,7 +26,7 @@ NEVER = 3600.0
 
 @pytest.fixture(autouse=True)
 def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine turns for nothing but news and operators."""
+    """The engine runs a cycle only for news and for operators' commands."""
     monkeypatch.setattr(module, "_TICK_SECONDS", NEVER)
     monkeypatch.setattr(watchdog, "_TICK_SECONDS", NEVER)
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", PATIENCE)
@@ -34,7 +34,7 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wait_asleep(daemon: Daemon, azure: Simulator) -> None:
     """It waits for the hour to pass, or for news."""
-    azure.wait_until(lambda: daemon._reporter.reported is not None, "it has told that it is ready", PATIENCE)
+    azure.wait_until(lambda: daemon._reporter.reported is not None, "it has said that it is ready", PATIENCE)
     cycle_began_at = None
     while cycle_began_at != daemon._engine.cycle_began_at:
         cycle_began_at = daemon._engine.cycle_began_at
@@ -121,7 +121,7 @@ def test_an_agent_that_cannot_be_woken_looks_for_requests_by_itself(
     monkeypatch.setattr(host.WakeUp, "__init__", fail)
     monkeypatch.setattr(module, "_RESTLESS_TICK_SECONDS", 0.1)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
-        azure.wait_until(lambda: daemon._reporter.reported is not None, "it has told that it is ready", PATIENCE)
+        azure.wait_until(lambda: daemon._reporter.reported is not None, "it has said that it is ready", PATIENCE)
         with closing(Store.join(tmp_path)) as store:
             assert operator.wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
 
@@ -130,10 +130,10 @@ def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_p
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         wait_asleep(daemon, azure)
         azure.fault("vm-1", "status", status=500)
-        failing = "Nothing was pending at the last good poll"
-        azure.wait_until(lambda: daemon._reporter.reported == failing, "it is told", PATIENCE)
+        failing = "Nothing was pending at the last successful poll"
+        azure.wait_until(lambda: daemon._reporter.reported == failing, "it is sent", PATIENCE)
         azure.clear_faults()
-        azure.wait_until(lambda: daemon._reporter.reported == "Nothing is pending", "its end is told", PATIENCE)
+        azure.wait_until(lambda: daemon._reporter.reported == "Nothing is pending", "its end is sent", PATIENCE)
 
 
 def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_every_version(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_ever
     rules = (Rule(name="all", prepare=("drain",), approve="when-prepared"),)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules, hooks) as daemon:
         event = azure.schedule("Reboot", notice_seconds=NEVER)
-        azure.wait_until(lambda: (daemon._reporter.reported or "").startswith("runs hook"), "it is told", PATIENCE)
+        azure.wait_until(lambda: (daemon._reporter.reported or "").startswith("runs hook"), "it is sent", PATIENCE)
         azure.cancel(event)
 
 

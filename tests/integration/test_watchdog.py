@@ -24,7 +24,7 @@ if sys.platform == "win32":
 
 @contextmanager
 def watched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], bool]]:
-    """A service manager that watches; gives a question: was there a sign of life within so many seconds?"""
+    """A service manager that watches; gives a question: was there a heartbeat within so many seconds?"""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(directory / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(directory / "notify"))
@@ -90,7 +90,7 @@ def test_a_poller_that_hangs_ends_the_signs_of_life_and_is_named_on_the_health_p
         deadline = time.monotonic() + 60.0
         while is_alive(1.0):
             assert time.monotonic() < deadline
-        reason = r"the poller has given no sign of life for \d+s\n"
+        reason = r"the poller has sent no heartbeat for \d+s\n"
         assert re.search(reason, get(daemon, "/healthz")[1])
         monkeypatch.undo()
         may_go_on.set()

@@ -1,4 +1,4 @@
-"""The web server over real sockets: what it serves, what it refuses, and whom it does not wait for."""
+"""The web server over real sockets: what it serves, what it rejects, and which clients it does not wait for."""
 
 import http.client
 import socket
@@ -18,13 +18,13 @@ from scheduled_events_agent.web import server as web
 from scheduled_events_agent.web.server import Page, Pages, WebError, WebServer
 
 STRANGE_NAME = (
-    "asked by a name that is not this server's: use its address, or add the name to agent.listen_names\n"
+    "the Host header is not a name of this server: use its address, or add the name to agent.listen_names\n"
 )
 NOT_FOUND = "no such page; there are: /healthz /metrics /slow\n"
 
 
 class Slow:
-    """A page that answers when it is told to."""
+    """A page that answers when the test lets it."""
 
     def __init__(self) -> None:
         self.entered = threading.Semaphore(0)

@@ -40,7 +40,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="cert
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two authorities: a server's, and clients'; and the server's again, as it is after a renewal."""
+    """Certificates of two authorities: a server's, clients', and the server's again as it is after a renewal."""
     place = tmp_path_factory.mktemp("certificates")
 
     def openssl(*arguments: str) -> None:
@@ -382,7 +382,7 @@ def lines_of_web_config(loaded: Loaded) -> list[str]:
         ("0.0.0.0:9769", TLS + CLIENTS, []),
         ("0.0.0.0:9769", TLS, ["every client that reaches the pages may read them: ask for client certificates"]),
         ("off", "nonsense", []),
-        ("127.0.0.1:9769", "", [('without it the pages are not shown: DIR/web.yml:1: the key "tls_server_config" '
+        ("127.0.0.1:9769", "", [('without it no pages are served: DIR/web.yml:1: the key "tls_server_config" '
                                 "is missing")]),
     ],
 )  # fmt: skip

@@ -36,7 +36,7 @@ OUTPUT = "x" * 4096
 
 @pytest.fixture
 def lines() -> Iterator[list[Mapping[str, object]]]:
-    """What the log has said so far."""
+    """The log's lines so far."""
     said: list[Mapping[str, object]] = []
     log.set_up("info", "json", stream=io.StringIO(), on_entry=lambda _, entry: said.append(entry))
     yield said
@@ -73,17 +73,17 @@ def test_an_agent_whose_port_is_taken_works_says_so_and_shows_its_pages_later(
         failure = daemon._pages.failure
         assert failure.startswith(f"cannot listen on 127.0.0.1:{port}: ")
         assert failure.endswith("; set agent.listen to a free ADDRESS:PORT, or to off")
-        assert daemon._status.status().health == (f"the pages are not shown: {failure}",)
-        assert f"The pages are not shown: {failure}" in daemon._reporter.line()
+        assert daemon._status.status().health == (f"the web server is not listening: {failure}",)
+        assert f"The web server is not listening: {failure}" in daemon._reporter.line()
         wait_until(lambda: sum(line["message"] == "agent started" for line in lines))
-        said = [line for line in lines if "cannot be shown" in str(line["message"])]
+        said = [line for line in lines if "cannot be opened" in str(line["message"])]
         assert [(line["level"], line["reason"]) for line in said] == [
             ("error", failure)
         ]  # once, though tried often
         other.close()
         wait_until(lambda: daemon.web)
         assert get(port, "/healthz")[1] == "ok\n"
-        wait_until(lambda: any(line["message"] == "the pages are shown now" for line in lines))
+        wait_until(lambda: any(line["message"] == "the web server is listening" for line in lines))
         assert "not shown" not in daemon._reporter.line()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))

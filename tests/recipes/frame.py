@@ -24,12 +24,12 @@ CALM_SECONDS = 5.0
 """How long the load runs before the event is announced, and after everything is as it was."""
 
 UNREAD_NOTICE_SECONDS = 5.0
-"""How long before the event it is announced if nothing is done about it: nobody reads the announcement."""
+"""How long before the event it is announced in the run without the recipe, where no hook uses that time."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the load saw: how many of all its requests (or jobs) failed.
+    """The result of the load: how many of all its requests (or jobs) failed.
 
     ``outage_seconds``: the longest time without a success. ``lost``: what had succeeded, and was gone afterwards.
     """
@@ -70,7 +70,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def versions(self) -> str:
-        """Of the programs that run."""
+        """Versions of the programs that run."""
 
     @abstractmethod
     def write_policy(self, agent: Agent) -> None:
@@ -82,11 +82,11 @@ class Recipe(ABC):
 
     @abstractmethod
     def stop_service(self) -> None:
-        """What a naive hook does as soon as it sees the event; in its way only."""
+        """Stop the service as a naive hook does as soon as it sees the event."""
 
     @abstractmethod
     def go_down(self) -> None:
-        """What the event does to the machine: a power cut, or a pause if it is a Freeze."""
+        """Do to the machine what the event does: a power cut, or a pause if it is a Freeze."""
 
     @abstractmethod
     def come_back(self) -> None:

@@ -1,4 +1,4 @@
-"""What the recipes of the cookbook save, measured with load; printed as Markdown tables.
+"""Measures with load what the recipes of the cookbook save; prints Markdown tables.
 
 Installs what a recipe needs, which root on Debian or Ubuntu may do. recipe_NAME.py is for one page of the
 cookbook, and has a ``Recipe`` for each table on it.

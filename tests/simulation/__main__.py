@@ -3,9 +3,9 @@
     python tests/simulation --seeds 10000        seeds 0 to 9999, on all processors
     python tests/simulation --tell 4711          one seed, and every trouble left out that it does not need
     python tests/simulation --fleet --seeds 500  fleets of agents that share a store; with --tell as well
-    python tests/simulation --fleet --no-ages    the same with a store that tells no ages
+    python tests/simulation --fleet --no-ages    fleets with a store that reports no ages
 
-Exit code 1 if an invariant does not hold; then the shortest story of the first such seed is told.
+Exit code 1 if an invariant does not hold; then the shortest story of the first such seed is printed.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""What must hold in a fleet, judged from outside: by hooks, approvals, and what the store holds.
+"""Rules that must hold in a fleet, judged from outside: by hooks, approvals, and the contents of the store.
 
 (1) At most so many events as the limit are under way that began with a slot, and have a VM heard of within 30 min.
-(2) An event is approved only when all awaited VMs are prepared.
+(2) An event is approved only when all VMs that it waits for are prepared.
 (3) Evictions and terminations begin within a second of being seen.
 (4) Each event begins by its latest begin.
 (5) With room it begins soon; behind a VM that died with a slot, 31 minutes after its last write.
@@ -46,7 +46,7 @@ State = Literal["", "preparing", "prepared", "not prepared", "recovering"]
 
 @dataclass
 class Work:
-    """Of one VM for one event."""
+    """The work of one VM for one event."""
 
     state: State = ""
     has_begun: bool = False
@@ -219,7 +219,7 @@ class FleetJudge:
         self._look_at_kill(vm)
 
     def rebooted(self, vm: "Vm") -> None:
-        """What was prepared is undone."""
+        """Note that the VM rebooted: its preparation is undone."""
         for life in self.lives.values():
             work = life.works.get(vm.vm_id)
             if work is not None and work.state == "prepared":
@@ -617,7 +617,7 @@ class FleetJudge:
         others = [other for other in world.vms.values() if other is not vm]
         is_calm = max(vm.disturbed_until, self._trouble_until(others)) < killed_at - 60.0
         is_calm &= vm.killed_until < killed_at - 30.0
-        # What a silent VM said before lapses by its age alone.
+        # Earlier statements of a silent VM lapse by their age alone.
         kept = [one for life in self.lives.values() for one in life.records.values()]
         is_calm &= all(killed_at - one.written_at <= 2.0 * one.renew_seconds for one in kept)
         if self._changed_at > killed_at - 30.0 or not is_calm or vm.is_dead:

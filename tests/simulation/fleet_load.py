@@ -27,7 +27,7 @@ START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
 LATEST_BEGIN_SECONDS = 300.0
 _SEES_STARTED = (1.0, 2.0)
 Seconds = tuple[float, float]
-"""From, to; drawn anew each time."""
+"""From, to; drawn again each time."""
 
 
 @dataclass

@@ -130,7 +130,7 @@ class Vm(Machine):
         self.at(self.world.at + seconds, what)
 
     def at(self, at: float, what: Callable[[], None]) -> None:
-        """The same at this time."""
+        """Do it at this time, if the agent lives so long; if the VM stands still, when it goes on."""
         life = self.life
 
         def go() -> None:
@@ -255,7 +255,7 @@ class Vm(Machine):
             self.crash()
 
     def reboot(self, down_seconds: float) -> None:
-        """What was prepared is undone."""
+        """Reboot the machine: its preparation is undone."""
         if self.is_dead or self.is_frozen or self.engine is None:
             return
         self.world.tell(f"{self.vm_id} reboots, for {down_seconds:.0f} s")
@@ -281,7 +281,7 @@ class Vm(Machine):
         self._connection.close()
 
     def operator_says(self, action: OperatorAction) -> None:
-        """Of one of its events."""
+        """Send a command about one of the VM's events."""
         if self.engine is None or self.is_frozen or not self.engine.board:
             return
         workflow = self.chance("operator").choice([*self.engine.board.values()])
@@ -290,7 +290,7 @@ class Vm(Machine):
         Store(self._connection, _NO_PATH).add_request(workflow.id, action, "kim", self.now())
         self.turn_soon()
 
-    # --- documents and turns
+    # --- documents and cycles
 
     def poll_soon(self) -> None:
         at = self._poll_phase + floor(self.world.at - self._poll_phase + 0.001) + _POLL_SECONDS
@@ -341,7 +341,7 @@ class Vm(Machine):
             self.turn_soon(max(0.001, seconds))
 
     def _look_at_board(self, engine: Engine) -> None:
-        """What the judge must know of this turn."""
+        """Pass on what the judge must know of this cycle."""
         self._look_at_operators(engine)
         judge = self.world.judge
         known: dict[str, str] = {}
@@ -369,7 +369,7 @@ class Vm(Machine):
                 self.world.judge.operator_said(self, self.world.name_of(workflow.event.id), action)
 
     def needed_seconds(self) -> float:
-        """What the preparation may take, as the agent has it."""
+        """How long the preparation may take, as the agent has it."""
         assert self.engine is not None
         settings = self.engine.settings
         return self.engine._hook_runs.seconds(settings.hooks)["drain"] + settings.agent.reserve

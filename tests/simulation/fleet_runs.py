@@ -31,7 +31,7 @@ class FleetVerdict:
     """How often each invariant was looked at."""
 
     def text(self) -> str:
-        """The story and its end, with the way to hear it again."""
+        """The story and its end, with the command that repeats it."""
         end = f"BROKEN: {self.broken}" if self.broken else "all holds"
         again = f"again: python tests/simulation --fleet --tell {self.seed}"
         return "\n".join((*self.story, f"seed {self.seed}: {end}", again))

@@ -1,7 +1,7 @@
 """A fleet of VMs under a simulated Azure, with one store: whole engines, and the real client and ``plan``.
 
-Owns the clock, what goes wrong and when; ``fleet_judge`` knows what is right. One seed makes one world, always the
-same one. While a request of one VM is under way, all others go on.
+The world has the clock, and chooses what goes wrong and when; ``fleet_judge`` knows what is right. One seed makes
+one world, always the same one. While a request of one VM is under way, all others go on.
 """
 
 import heapq
@@ -222,7 +222,7 @@ class FleetWorld:
     # --- Azure
 
     def document(self) -> tuple[bytes, Document]:
-        """What all VMs read now: the same objects until something changes."""
+        """The document that all VMs read now: the same objects until something changes."""
         self._azure.advance(self.epoch())
         body = self._azure.document(_VERSION)
         if self._hidden:
@@ -390,7 +390,7 @@ class FleetWorld:
             self.after(max(0.0, self._azure.next_due - self.epoch()) + 1e-6, lambda: None)
 
     def _strike(self, name: str) -> None:
-        """What Azure does to the VMs of an event that starts."""
+        """Do what Azure does to the VMs of an event that starts."""
         type_ = self.type_of(name)
         for vm in (vm for one in self.resources(name) for vm in self.named(one)):
             chance = vm.chance("what events do")
@@ -458,7 +458,7 @@ class FleetWorld:
 
 
 class Network:
-    """What requests meet on their way to the store and back."""
+    """Delays and faults of requests on their way to the store and back."""
 
     def __init__(self, world: FleetWorld) -> None:
         self._world = world

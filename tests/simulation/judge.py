@@ -1,9 +1,9 @@
-"""What the agent may do and must do, worked out from the outside.
+"""Decides from the outside what the agent may do and must do.
 
-Owns the invariants. Knows what documents the agent has read, which hooks ran and how they ended, what was
-posted, what operators said, and which of that the agent can know after a crash; never looks into a workflow.
-The one invariant of its own: it forbids only what is certain to be wrong. Where a crash or a reload leaves open
-what the agent knows, both are right.
+The judge knows which documents the agent has read, which hooks ran and how they ended, what was posted, what
+operators sent, and which of that the agent can know after a crash. It never looks into a workflow. It forbids only
+what is certain to be wrong: where a crash or a reload leaves open what the agent knows, both are right. The
+invariants:
 
     1  no approval before every prepare hook has succeeded, unless the rule or an operator says otherwise
     2  no approval for an event of another VM, one that has started, is over, is missing or is held
@@ -18,15 +18,15 @@ what the agent knows, both are right.
        api-version that leaves it out says nothing about it
     5  all of this over restarts, with and without a reboot, for canceled and completed events
     6  an approval that was confirmed is not sent again; one that was not is, until it is
-    7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
-    8  an event is prepared for in the very turn in which it is first seen
+    7  nothing is approved before a document was read, without a name, or after the state was lost
+    8  an event is prepared for in the very cycle in which it is first seen
     9  after a restart the VM is as ready, or not, as before; and in the end nothing is left to do
     10 what this VM does not approve by itself is prepared for, and no earlier before NotBefore than it takes; both
        by this VM's clock, which may be wrong
     11 no drain and no prepare hook starts against an operator's hold
-    12 every notice whose happening is on disk arrives at its target, those of a target in order, or is counted as
-       given up; no other notice arrives. The counts of an agent that is killed and the notices of a state that is
-       lost are excused
+    12 every notification that is on disk arrives at its target, those of a target in order, or is counted as given
+       up; no other notification arrives. The counts of an agent that is killed and the notifications of a state
+       that is lost are excused
     13 of a hook of which only one run goes on at a time, a less urgent one gives way to an eviction within a
        second, and runs again later
 """
@@ -43,7 +43,7 @@ from scheduled_events_agent.workflow import HookOutcome
 VM = "vm_1"
 # Two answers that are closer to each other count as one.
 _POLLS_APART = 0.9
-# What is due in this very moment is begun in the next turn.
+# Work that is due at this very moment begins in the next cycle.
 _TURN_SECONDS = 1.0
 Key = tuple[str, str]
 """Event and hook."""
@@ -95,7 +95,7 @@ class Life:
     stuck_at: str = ""
     """The hook at which its recovery has failed."""
     last_stuck_at: str = ""
-    """The same; a word of an operator, which may never be taken, does not end it."""
+    """The hook of its last failed recovery; an operator's command, which may get lost, does not clear it."""
     is_confirmed: bool = False
     is_posted: bool = False
     """An approval is under way, as far as the agent knows."""
@@ -128,7 +128,7 @@ class Run:
 
 @dataclass
 class Notice:
-    """What a target must hear of."""
+    """A notification that must reach a target."""
 
     target: str
     news: News
@@ -140,7 +140,7 @@ class Notice:
 
 
 class Judge:
-    """Is told what happens, in order; raises BrokenError at the first thing that must not be."""
+    """Gets all that happens, in order; raises BrokenError at the first thing that must not be."""
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         """``now``: the VM's wall clock."""
@@ -259,7 +259,7 @@ class Judge:
             self._begin(life, is_certain=True)
 
     def expired(self, name: str) -> None:
-        """The agent takes it for over, and that is on disk."""
+        """The agent considers it over, and that is on disk."""
         life = self.lives[name]
         self._expect(life.type == RECOMMENDATION, f"(4) {name} expires")
         self._expect(not life.is_expired, f"(4) {name} expires twice")
@@ -269,12 +269,12 @@ class Judge:
         life.is_expired = True
 
     def ready(self, *, is_ready: bool) -> None:
-        """What the page /readyz tells."""
+        """Check the answer of the page /readyz."""
         stuck = [life.name for life in self.lives.values() if life.stuck_at]
         self._expect(not (is_ready and stuck), f"(4) the VM is ready though the recovery from {stuck} failed")
 
     def asked(self, name: str, word: str) -> None:
-        """An operator says retry or resolve, and may be refused."""
+        """An operator sends retry or resolve, which may be rejected."""
         life = self.lives.get(name)
         if life is not None and not life.is_over:
             life.is_resolved |= word == "resolve"
@@ -285,7 +285,7 @@ class Judge:
             self._used.discard((name, "prepare", life.failed_hook))
 
     def obeyed(self, name: str, word: str) -> None:
-        """The retry has been taken in, or the operator has put the recovery right by hand."""
+        """The agent has applied a retry, or a resolve: the operator has repaired the machine manually."""
         life = self.lives.get(name)
         if life is None:
             return
@@ -295,7 +295,7 @@ class Judge:
             life.has_failed, life.failed_hook = False, ""
 
     def turned(self, *, may_be_late: bool) -> None:
-        """The turn that brought the document has ended."""
+        """The cycle that received the document has ended."""
         fresh, self._fresh = self._fresh, []
         if may_be_late:
             return
@@ -309,7 +309,7 @@ class Judge:
             for run in in_the_way:
                 other = self.lives[run.event]
                 is_sure = other.plan is not None and not (other.is_unsure or other.may_have_more)
-                text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which nobody has told to end"
+                text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which has not been asked to end"
                 self._expect(run.is_told_to_end or not is_sure, text)
             is_held_up = self.on_clear_runs or in_the_way or self._is_taken(rule.prepare[0], life)
             is_begun = any((run.event, run.stage) == (life.name, "prepare") for run in self.runs)
@@ -413,7 +413,7 @@ class Judge:
                 life.words = life.words | {""}
 
     def spoke(self, name: str, words: Iterable[str]) -> None:
-        """What an operator may have the agent believe now."""
+        """Set the commands of an operator that the agent may know of now."""
         if name in self.lives:
             self.lives[name].words = frozenset(words)
 
@@ -467,7 +467,7 @@ class Judge:
         self._unwritten = []
 
     def notified(self, target: str, news: News, *, is_refused: bool) -> None:
-        """The target has heard of it, or refuses it for good."""
+        """The target has received it, or rejects it for good."""
         text = f"(12) {target} hears that {news[0]} is {news[1]}"
         all_ = [notice for notice in self._notices if notice.target == target]
         same = [index for index, notice in enumerate(all_) if notice.news == news]
@@ -482,14 +482,14 @@ class Judge:
         all_[index].is_settled, all_[index].has_arrived = True, not is_refused
 
     def dropped(self, target: str, count: int) -> None:
-        """The agent counts so many notices as dropped because the policy has no such target."""
+        """The agent counts these notifications as dropped because the policy has no such target."""
         gone = [notice for notice in self._notices if notice.target == target and not notice.is_settled]
         owed = [notice.news for notice in gone if notice.is_sure]
         self._expect(len(owed) <= count, f"(12) {count} notices of {target} are counted as dropped, not {owed}")
         self._excuse(gone)
 
     def lost_counts(self) -> None:
-        """The agent may have been killed after it dropped notices, and before it counted them."""
+        """The agent may have been killed after it dropped notifications, and before it counted them."""
         names = {target.name for target in self.targets}
         self._excuse(notice for notice in self._notices if notice.target not in names)
 

@@ -28,7 +28,7 @@ class Verdict:
     troubles: frozenset[Trouble]
 
     def text(self) -> str:
-        """The story and its end, with the way to hear it again."""
+        """The story and its end, with the command that repeats it."""
         end = f"BROKEN: {self.broken}" if self.broken else "all invariants hold"
         again = f"again: python tests/simulation --tell {self.seed}"
         return "\n".join((*self.story, f"seed {self.seed}: {end}", again))

@@ -68,7 +68,7 @@ def test_only_an_operator_may_approve_before_the_turn_of_this_vm() -> None:
 
 
 def a_failed_recovery(type_of_other: EventTypeName, *, is_reloaded: bool = False) -> Judge:
-    """Of E1: ``resume`` has succeeded and ``load`` has failed. E2 has been prepared for since, and is over.
+    """E1: ``resume`` has succeeded and ``load`` has failed. E2 has been prepared for since, and is over.
 
     ``is_reloaded``: between the first document and the preparation for E1; then its rule is not certain.
     """

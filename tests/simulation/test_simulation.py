@@ -208,7 +208,7 @@ def _begin_only_what_it_approves(workflow: Workflow, context: Context) -> Step |
 
 
 def _proceed_after_performing(engine: Engine, now: datetime) -> None:
-    """A turn whose effects are under way before they are on disk."""
+    """A cycle whose effects are under way before they are on disk."""
     commit = engine._store.commit
     late: list[Step] = []
     late_answers: dict[int, RequestAnswer] = {}
@@ -232,7 +232,7 @@ def _load_nothing(_: Store) -> list[Workflow]:
 
 
 def _proceed_that_loses_what_fails(board: Any, signals: Any, context: Context) -> Progression:
-    """What the store refuses is not decided on again."""
+    """A mutant that drops the ends of hooks if they come with other signals."""
     signals = list(signals)
     kept = [signal for signal in signals if not isinstance(signal, HookFinished)]
     return proceed(board, signals if len(signals) < 2 else kept, context)
@@ -278,7 +278,7 @@ def _expires_at_once(workflow: Workflow) -> datetime | None:
 
 
 def _commit_notices_later(self: CrashingStore, steps: Any, at: datetime, *rest: Any) -> CommitResult:
-    """Notices in a transaction of their own, after that of their steps."""
+    """Notifications in a transaction of their own, after that of their steps."""
     answers, notices, remembered = rest
     result = REAL_COMMIT(self, steps, at, answers, (), remembered)
     with self._transaction():
@@ -383,7 +383,7 @@ MUTANTS: dict[str, Mutant] = {
     "6: a failed approval is given up": Mutant(
         WORKFLOW, {"take_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
     ),
-    "7: no doubt after the state was lost": Mutant(
+    "7: approvals after the state was lost": Mutant(
         WORKFLOW, _open_gate("doubt_gate"), "(1, 2, 7)", frozenset({"lost state"})
     ),
     "7: acts before it has read a document": Mutant(Engine, {"run_cycle": _turn_that_acts_before_it_knows}, "(7)"),

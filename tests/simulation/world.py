@@ -1,8 +1,8 @@
 """A simulated machine under a simulated Azure, and in it the real engine on a real state file.
 
-Owns the clock, what goes wrong and when; the judge knows what is right. One seed makes one world, always the
-same one: every kind of trouble draws from a chance of its own, so that it can be left out without changing the
-others. Nothing here waits: time is what the next thing to happen says it is.
+The world has the clock, and chooses what goes wrong and when; the judge knows what is right. One seed makes one
+world, always the same one. Every kind of trouble draws from a chance of its own: it can be left out without
+changing the others. Nothing here waits: the clock jumps to the time of the next change.
 
 Real are the engine (with the parser, the comparison, the policy and the workflow behind it), its inbox and the
 store; simulated are threads, hooks, the network, the machine and its clocks.
@@ -81,7 +81,7 @@ START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 BUSY_SECONDS = 1500.0
 """Trouble ends here; what follows is a fair world."""
 _LIMIT_SECONDS = 40000.0
-# Polls and turns that change nothing are left out, but for one in so many seconds.
+# Polls and cycles that change nothing are left out, but for one in so many seconds.
 _QUIET_SECONDS = 60.0
 _VERSION, _PREVIEW = "2020-07-01", "2024-07-09"
 _TYPES: tuple[EventType, ...] = ("Freeze", "Reboot", "Redeploy")
@@ -91,7 +91,7 @@ _NEWS: dict[NoteKind, NoticeWord] = {
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
-# So long a run that is in the way of an eviction may take at most to end, and a little more.
+# The longest time that a run in the way of an eviction may take to end, and a little more.
 _URGENT_SECONDS = 1.5
 _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
 
@@ -413,7 +413,7 @@ class World(Machine):
                 self.after(max(0.0, self._azure.next_due - self._epoch()) + 1e-6, lambda: None)
 
     def _notice(self, kind: HappeningKind, event: SimulatedEvent) -> None:
-        """What follows for the machine from what Azure did to the event."""
+        """Do to the machine what Azure's change of the event brings about."""
         if kind in ("started", "gone"):
             since = self._scheduled_since.pop(event.ids[0], None)
             if since is not None and not event.approved_at:
@@ -515,7 +515,7 @@ class World(Machine):
         store.world = self
         self._store = store
         if store.set_aside is not None:
-            self.tell("the state file was damaged and is set aside")
+            self.tell("the state file was damaged and is quarantined")
             self.judge.lost()
             self._words = {}
             self._is_state_lost = True
@@ -611,7 +611,7 @@ class World(Machine):
             self.after(self.chance("restart").choice((0.1, 5.0, 30.0)), self._start_agent)
 
     def _ready_on_disk(self) -> bool | None:
-        """What the state file says, read by somebody else; None if nobody can tell."""
+        """Readiness by the state file, read as another process would; None if it cannot be read."""
         directory = self._directory / "look"
         directory.mkdir(parents=True)
         try:
@@ -633,7 +633,7 @@ class World(Machine):
         """A stop in good order: what runs may end first, for a moment."""
         if self.engine is None:
             return
-        self.tell("the agent is told to stop")
+        self.tell("the agent gets a command to stop")
         self._deliver(Command("stop"))
         if self._is_stopping:
             return
@@ -642,7 +642,7 @@ class World(Machine):
         try:
             if self._inbox.take(0.0):
                 raise BrokenError("(9) the agent does not hear that it is to stop")
-            # What a hook that fails now leaves undone is done again: it may have been made to fail.
+            # Work that a failing hook leaves undone is done again: the hook may have been made to fail.
             for ended in [ended for ended in self._results if ended[0].result.outcome != "succeeded"]:
                 self._results.remove(ended)
                 self._forget(ended[0])
@@ -827,7 +827,7 @@ class World(Machine):
                 self._poll_soon()
 
     def _see_readiness(self) -> None:
-        """What the page /readyz tells."""
+        """Give the judge the answer of the page /readyz."""
         assert self.engine is not None
         for workflow in self.engine.board.values():
             if workflow.is_prepared_for:
@@ -866,7 +866,7 @@ class World(Machine):
         )
 
     def committed(self, steps: Sequence[Step]) -> None:
-        """What the agent has taken in and decided is on the disk, and nothing of it is done yet."""
+        """The decisions of the agent are on disk, and none of them is carried out yet."""
         self.judge.has_written_news()
         for step in steps:
             self._names[step.workflow.id] = self._azure.event(step.workflow.event.id).ids[0]
@@ -1002,13 +1002,13 @@ class World(Machine):
         return self._store.notices.load_next(target, after_id)
 
     def notify(self, target: str, notice: StoredNotice, answer: Callable[[bool], None]) -> None:
-        """A notice is sent, and meets what it meets. ``answer``: whether it is settled."""
+        """A notification is sent, and may meet a fault. ``answer``: whether it is settled."""
         happening = msgspec.json.decode(notice.body, type=Happening)
         news: News = (happening.workflow_id, happening.what, happening.at)
         chance, fate, life = self.chance("receivers"), "", self._life
         if self.has("bad receivers"):
             fate = chance.choice(("", "", "refused", "not sent", "server error", "answer lost"))
-        # What it sends takes its time, also when the agent is dead by then.
+        # A request in flight takes its time, also when the agent is dead by then.
         arrives_after = chance.choice((0.01, 1.0, 10.0)) if "bad receivers" in self.troubles else 0.01
 
         def arrive() -> None:
@@ -1021,7 +1021,7 @@ class World(Machine):
         self.after(arrives_after, arrive)
 
     def end_notice(self, notice_id: int, target: str) -> None:
-        # The agent forgets several in one turn: that saves the simulation turns, and leaves time for a crash.
+        # The agent deletes several in one cycle: that saves the simulation cycles, and leaves time for a crash.
         self._mail.items.append(NoticeEnded(notice_id, target))
         self._wake_soon(5.0)
 
@@ -1219,7 +1219,7 @@ class Executor:
         self._waiting: dict[HookKey, Callable[[], None]] = {}
         """What begins the runs that wait for their turn."""
         self._patient: set[HookKey] = set()
-        """Runs that were told to end, and may take their time."""
+        """Runs that were asked to end, and may take their time."""
 
     def reconfigure(self, targets: Sequence[NotifyTarget]) -> None:
         """These targets are notified."""
@@ -1429,7 +1429,7 @@ _METRICS: list[Metrics] = []
 
 
 def _metrics() -> Metrics:
-    """One for all worlds of this process, for it is slow to make; nobody reads but the count of faults."""
+    """One for all worlds of this process, since it is slow to make; only the count of bugs is read."""
     if not _METRICS:
         log.set_up("error", "json", stream=io.StringIO())
         _METRICS.append(Metrics(dict))

@@ -1,8 +1,8 @@
-"""What tests need of the distribution's packages: installed on this machine, or only unpacked.
+"""Provides packages of the distribution for tests: installed on this machine, or only unpacked.
 
-Owns every call of apt-get that changes this machine (what runs inside a container has its own). Knows nothing of
-what is in the packages. The one invariant: one at a time. The two halves of the tests in this folder run beside
-each other, and of two apt-get at once the later one fails, whatever it was to do.
+Every call of apt-get that changes this machine is here (a container has its own). Invariant: one at a time.
+The two halves of the tests in this folder run beside each other, and the later one of two apt-get at once fails,
+whatever it was to do.
 """
 
 import sys
@@ -76,7 +76,7 @@ def unpack(into: Path, *packages: str, suite: str = "") -> None:
 
 
 def libraries(unpacked: Path) -> str:
-    """What programs that were unpacked there need as LD_LIBRARY_PATH."""
+    """The LD_LIBRARY_PATH that programs which were unpacked there need."""
     folders = [path for folder in ("lib", "usr/lib") for path in (unpacked / folder).glob("*-linux-gnu*")]
     return ":".join(str(path) for path in sorted(folders))
 

@@ -118,7 +118,7 @@ class Nginx:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells the hooks of this nginx, and of its service manager."""
+        """The environment that points the hooks to this nginx and its service manager."""
         return {
             "NGINX_PID_FILE": str(self.pid_file),
             "NGINX_MARK": str(self.mark),
@@ -228,7 +228,7 @@ class Load:
         return [result for result in self.results if result.fault]
 
     def of(self, server: str, kind: str = "", since: float = 0.0) -> list[Result]:
-        """What a server answered to requests that began since then."""
+        """Answers of a server to requests that began since then."""
         return [
             result
             for result in self.results
@@ -236,7 +236,7 @@ class Load:
         ]
 
     def wait(self, test: Callable[[], bool], what: str) -> None:
-        """Wait until it is so; asked anew after each result and each beginning of a download."""
+        """Wait until it is so; checked again after each result and each beginning of a download."""
         with self._news:
             assert self._news.wait_for(test, PATIENCE), f"gave up waiting until {what}"
 
@@ -320,8 +320,8 @@ class Web:
         return policy
 
     def policy_without_systemd(self, endpoint: str) -> dict[str, Any]:
-        """The same, with the hooks installed elsewhere and told of A."""
-        # A copy: an agent that is root refuses what others could change, as a checkout may be.
+        """The policy with the hooks in another place, and with the addresses of A."""
+        # A copy: an agent that is root rejects what others could change, as a checkout may be.
         hooks = Path(shutil.copytree(HOOKS, self.directory / "hooks"))
         policy = self.policy(endpoint)
         for hook in policy["hooks"].values():
@@ -388,7 +388,7 @@ frontend web
 
 
 def wait_answered(port: int, path: str = "/") -> None:
-    """Wait until somebody answers there with 200."""
+    """Wait until a server answers there with 200."""
     deadline = time.monotonic() + PATIENCE
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -400,5 +400,5 @@ def wait_answered(port: int, path: str = "/") -> None:
             pass
         finally:
             connection.close()
-        assert time.monotonic() < deadline, f"nobody answers on port {port}"
+        assert time.monotonic() < deadline, f"no server answers on port {port}"
         time.sleep(0.05)

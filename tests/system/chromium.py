@@ -1,7 +1,7 @@
 """A real browser without a window, spoken to through a pipe: no driver, no port, nothing to download but itself.
 
-Owns the process and the protocol. Knows nothing of the pages that are looked at. The one invariant: what the page
-could do is what it does for a user; only scripts of the test itself pass by the page's own policy.
+This file has the process and the protocol, and nothing about the pages that are looked at. Invariant: the page can
+do what it can do for a user, and no more; only scripts of the test itself bypass the page's own policy.
 """
 
 import sys
@@ -54,7 +54,7 @@ class Tab:
         self._browser.wait_event(self._session, "Page.lifecycleEvent", loaded)
 
     def look(self, width: int, height: int = 800, *, is_dark: bool = False, has_script: bool = True) -> None:
-        """What kind of screen and of user; before ``open``."""
+        """Choose the screen and the user's preferences; call it before ``open``."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -73,7 +73,7 @@ class Tab:
         return answer["result"].get("value")
 
     def click(self, selector: str) -> None:
-        """What a user's mouse does to the first such element."""
+        """Click on the first such element with the mouse."""
         box = f"document.querySelector({selector!r}).getBoundingClientRect()"
         x, y = self.ask(
             f"(() => {{ const {{x, y, width, height}} = {box}; return [x + width / 2, y + height / 2]; }})()"

@@ -2,11 +2,10 @@
 
     python tests/system/container.py [SUITE]   boot one, give it a shell, and throw it away afterwards
 
-Owns the root file systems in .cache/containers (made once by debootstrap, from the mirror that this machine's own
-apt uses or UBUNTU_MIRROR names, and never written to afterwards) and everything in ``_MACHINES`` while machines
-run. Knows nothing of the agent. What it must keep true: a machine's disk is a layer of its own in memory, over
-layers that nobody writes to, and of a machine that was closed, or whose owner is dead when the next one is made,
-nothing is left: no process, no mount, no control group, no file.
+The root file systems are in .cache/containers: debootstrap makes them once, from the mirror that this machine's
+apt uses or UBUNTU_MIRROR names. Files of running machines are in ``_MACHINES``. Invariants: a machine's disk is a
+layer of its own in memory, over layers that are not written to. A machine that was closed, or whose owner is dead
+when the next one is made, leaves nothing: no process, no mount, no control group, no file.
 """
 
 import contextlib
@@ -405,7 +404,7 @@ class Container:
         goal.chmod(mode)
 
     def boot_id(self) -> str:
-        """What the kernel calls this boot, as a process in the machine reads it."""
+        """The kernel's id of this boot, as a process in the machine reads it."""
         return self.run("cat", "/proc/sys/kernel/random/boot_id").stdout.strip()
 
     def journal(self, unit: str = "", *, boot: int | None = 0) -> list[dict[str, Any]]:
@@ -435,7 +434,7 @@ class Container:
         return result
 
     def account(self) -> str:
-        """What there is to see of it, for the message of a failure: the end of its journal, or of its console."""
+        """A description for the message of a failure: the end of its journal, or of its console."""
         if not self._leader:
             return f"{self.id} is not running; its console:\n{self.console()}"
         tail = self.run("journalctl", "--lines=60", "--no-pager", "--output=short-precise", check=False).stdout
@@ -452,7 +451,7 @@ class Container:
             raise ContainerError(f"{self.id} has no disk: it was not entered, was closed, or others lie on it")
 
     def _seal(self) -> None:
-        """Have nobody write to its layer any more, so that others can lie on it."""
+        """Write to its layer no more, so that others can lie on it."""
         if self._nspawn is not None:
             raise ContainerError(f"{self.id} is running; stop it before another machine is put on it")
         _unmount(self._root)
@@ -472,7 +471,7 @@ class Container:
         return [*launch, *fixed, f"--directory={self._root}", *self._options, *options]
 
 
-# No host's systemd is needed: it is neither told of the machine nor asked for a scope to put it in. Two things are
+# No host's systemd is needed: it gets neither the machine nor a request for a scope to put it in. Two things are
 # kept out of what nspawn sees, in a mount namespace of its own: where it would leave something behind, for it
 # clears that away only if /run is in memory; and the disks of other machines, which it would keep from going.
 _LAUNCH = f"""

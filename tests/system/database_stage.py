@@ -200,7 +200,7 @@ class Servers:
 
 
 class Stage(Servers):
-    """The same with an agent, on a simulated endpoint."""
+    """A stage with an agent, on a simulated endpoint."""
 
     def __init__(
         self, directory: Path, sim: Simulator, *, has_standby: bool, stop_signal: int, is_late: bool

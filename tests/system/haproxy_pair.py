@@ -132,7 +132,7 @@ class Network:
 
 
 class _Server(http.server.BaseHTTPRequestHandler):
-    """What HAProxy balances: small answers, and ones that take 1.3 s."""
+    """A server behind HAProxy: small answers, and ones that take 1.3 s."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True

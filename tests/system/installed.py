@@ -18,7 +18,7 @@ from service import POLICY, Service, build_deb
 
 from scheduled_events_agent.simulator import Simulator
 
-# Nothing listens there: an agent that no test has told of a simulator must not ask Azure's endpoint.
+# No server listens there: an agent that was given no simulator must not ask Azure's endpoint.
 # (And all machines have one loopback, so no port of it is to be taken.)
 NOWHERE = "{imds: {endpoint: 'http://127.0.0.1:9'}, agent: {listen: off}}\n"
 

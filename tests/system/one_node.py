@@ -98,7 +98,7 @@ class Slurm:
         self._daemons.pop(daemon).wait(PATIENCE)
 
     def reboot_node(self, agent: Agent) -> None:
-        """Let the controller see a node that was booted anew."""
+        """Let the controller see a node that was booted again."""
         self.stop("slurmd")
         self.boot_node(agent)
 
@@ -117,7 +117,7 @@ class Slurm:
                     process.kill()
 
     def boot_node(self, agent: Agent) -> None:
-        """Start slurmd, which says whenever it registers that the node was booted anew (-b), then without that."""
+        """Start slurmd, which says whenever it registers that the node has rebooted (-b), then without that."""
         self.start("slurmd", "-N", NODE, "-b")
         log = self.directory / "slurmctld.log"
         agent.wait_until(lambda: "unexpectedly rebooted" in log.read_text(), "the controller saw the reboot")

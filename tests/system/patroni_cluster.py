@@ -1,6 +1,6 @@
 """A real Patroni of two members and a witness (raft, no other service) on loopback: units of a ServiceManager.
 
-Owns the configuration of its processes and what can be asked of them. Knows nothing of the agent.
+This file has the configuration of its processes and the queries to them, and nothing about the agent.
 """
 
 import contextlib

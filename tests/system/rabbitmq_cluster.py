@@ -114,7 +114,7 @@ class Cluster:
         self.run("rabbitmqctl", "enable_feature_flag", "all")
 
     def run(self, program: str, *arguments: str, number: int = 0) -> str:
-        """What a program of RabbitMQ says; raises CalledProcessError."""
+        """The output of one of RabbitMQ's programs; raises CalledProcessError."""
         command = [*self._environment(self.nodes[number]), str(self._scripts / program), "-q", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
         return done.stdout.strip()
@@ -124,7 +124,7 @@ class Cluster:
         return self.run("rabbitmqctl", "eval", question) == "true"
 
     def hang(self) -> None:
-        """Let the machine's node be as one that is gone: it answers nothing, and refuses nothing."""
+        """Let the machine's node be as one that is gone: it neither answers nor rejects a connection."""
         node = self.nodes[0].name
         if self.manager.runs(self.unit()):
             psutil.Process(int((self.directory / node / "data" / f"{node}@{_HOST}.pid").read_text())).suspend()
@@ -204,7 +204,7 @@ class _Connection:
         self._socket.close()
 
     def cut_off(self) -> None:
-        """What waits for a frame gets an OSError; from any thread."""
+        """End the connection from any thread: a thread that waits for a frame gets an OSError."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -43,7 +43,7 @@ def install() -> Path:
 
 @dataclass(frozen=True)
 class Work:
-    """What the work has come to: tasks, starts of tasks that came to no end, the actor's longest silence."""
+    """The results of the work: tasks, starts of tasks that did not end, the actor's longest silence."""
 
     tasks: int
     lost: int
@@ -161,7 +161,7 @@ class Cluster:
         return [*self.results.glob(f"*.{what}*")]
 
     def answers(self) -> list[tuple[float, str]]:
-        """Of the actor: when, and from which node."""
+        """Answers of the actor: when, and from which node."""
         path = self.results / "actor"
         lines = path.read_text("utf-8").splitlines() if path.exists() else []
         return [(float(when), where) for when, _, where in (line.partition(" ") for line in lines) if where]

@@ -37,7 +37,7 @@ sentinel failover-timeout {name} 20000
 
 
 class RedisError(Exception):
-    """What a server answered with."""
+    """An error that a server answered with."""
 
 
 def ask(port: int, *words: str) -> list[str]:
@@ -201,7 +201,7 @@ class Writer:
         wait(lambda: len(self.written) >= goal, "numbers were written")
 
     def lost(self) -> set[int]:
-        """What was confirmed, and is not with the primary of now."""
+        """Writes that were confirmed and that the present primary does not have."""
         there = {int(word) for word in ask(self._servers.primary(), "LRANGE", "numbers", "0", "-1")}
         return {number for number, _ in self.written} - there
 

@@ -102,16 +102,16 @@ class Service:
         return self.machine.run("systemctl", "show", f"--property={name}", "--value", UNIT).stdout.strip()
 
     def pid(self) -> str:
-        """Of the agent, as the container numbers it."""
+        """The agent's process id, as the container numbers it."""
         return self.show("MainPID")
 
     def process_status(self, pid: str = "") -> dict[str, str]:
-        """What /proc says of the agent, or of another process."""
+        """Fields of /proc about the agent, or about another process."""
         text = self.machine.run("cat", f"/proc/{pid or self.pid()}/status").stdout
         return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
 
     def entries(self, *, boot: int | None = 0) -> list[dict[str, Any]]:
-        """What the agent logged: each line's fields by their names in JSON, as texts."""
+        """Log lines of the agent: each line's fields by their names in JSON, as texts."""
         return [_fields(entry) for entry in self.machine.journal(UNIT, boot=boot) if "LOG_MESSAGE" in entry]
 
     def log(self, message: str, *, boot: int | None = 0, **fields: Any) -> list[dict[str, Any]]:

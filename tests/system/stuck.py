@@ -14,7 +14,7 @@ if sys.platform == "win32":
 from container import Container
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
-_ANY_THREAD = 0x40000000  # __WALL: also threads, which are not told of by SIGCHLD
+_ANY_THREAD = 0x40000000  # __WALL: also threads, for which no SIGCHLD is sent
 
 
 def outer_pid(machine: Container, pid: str) -> int:

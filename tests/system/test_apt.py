@@ -1,4 +1,4 @@
-"""Two processes that need packages at the same time, with a stand-in for apt-get that refuses to be one of two."""
+"""Two processes that need packages at the same time, with a stand-in for apt-get that fails beside another one."""
 
 import os
 import subprocess

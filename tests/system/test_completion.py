@@ -30,7 +30,7 @@ __all__ = ["faults"]  # the fixture
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """What ``completion SHELL`` prints where shtab is installed beside the agent, in a file."""
+    """Files with the output of ``completion SHELL`` where shtab is installed beside the agent."""
     place = tmp_path_factory.mktemp("completion")
     pip = [
         sys.executable,
@@ -85,7 +85,7 @@ def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    """Of an agent with two pending events, and one whose id is a command of a shell."""
+    """The policy of an agent with two pending events, one of whose ids is a command of a shell."""
     now = datetime.now(UTC)
     (tmp_path / "state").mkdir(mode=0o700)
     store = Store.open(tmp_path / "state", now)

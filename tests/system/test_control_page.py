@@ -1,4 +1,4 @@
-"""The simulator's control page in a real browser: by hand, on a phone, in light and dark, with hostile texts."""
+"""The simulator's control page in a real browser: clicks, a phone, light and dark, hostile texts."""
 
 import sys
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are s
 
 PREPARE, RECOVER = "ci-runner-prepare: ", "ci-runner-recover: "  # what their lines begin with
 HOOKS = CHECKOUT / "config/hooks"
-# Takes jobs, each of which lasts until there is a file of its name, and notes what it does. Told twice to finish,
+# Takes jobs, each of which lasts until there is a file of its name, and notes what it does. Asked twice to finish,
 # it cuts the job off, as some runners do.
 RUNNER = """
 import pathlib, signal, sys, time
@@ -61,7 +61,7 @@ class Runner:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells the hooks of it."""
+        """The environment that points the hooks to this stand-in."""
         return {
             "CI_RUNNER_PID_FILE": str(self.place / "pid"),
             "CI_RUNNER_MARK": str(self.place / "mark"),
@@ -118,7 +118,7 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
 
 @pytest.fixture
 def policy(runner: Runner, tmp_path: Path) -> dict[str, Any]:
-    """The shipped example, with the shipped hooks where they are installed, told of the stand-in."""
+    """The shipped example with the shipped hooks in their installed places, and with the stand-in's address."""
     text = (CHECKOUT / "config/examples/ci-runner.yaml").read_text("utf-8")
     hooks = Path(shutil.copytree(HOOKS, tmp_path / "hooks"))
     policy: dict[str, Any] = yaml.safe_load(text.replace("/etc/scheduled-events-agent/hooks", str(hooks)))
@@ -343,7 +343,7 @@ def test_a_runner_whose_end_is_noticed_during_a_look_at_it_does_not_run(
 
 @pytest.mark.parametrize("hook", ["ci-runner-prepare", "ci-runner-recover"])
 def test_a_runner_that_ends_unnoticed_is_not_waited_for_any_longer(runner: Runner, hook: str) -> None:
-    with subprocess.Popen(["sleep", "600"]) as process:  # nobody asks after it before this block ends
+    with subprocess.Popen(["sleep", "600"]) as process:  # it is not waited for before this block ends
         (runner.place / "pid").write_text(str(process.pid))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         (runner.place / "mark").write_text(f"A\n\n{process.pid} {boot}")

@@ -178,7 +178,7 @@ def manager(tmp_path: Path) -> Iterator[ServiceManager]:
 
 @pytest.fixture
 def github_policy(service: Service, manager: ServiceManager, tmp_path: Path) -> dict[str, Any]:
-    """The policy that the page shows for GitHub, told of the stand-ins."""
+    """The policy that the page shows for GitHub, with the addresses of the stand-ins."""
     page = (CHECKOUT / "docs/cookbook/ci-runner.md").read_text("utf-8")
     (text,) = re.findall(r"^```yaml\n(rules:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     policy: dict[str, Any] = yaml.safe_load(text.replace(INSTALLED, str(copy_hooks(tmp_path))))

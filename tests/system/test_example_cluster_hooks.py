@@ -1,7 +1,7 @@
 """The example policy for a Kubernetes node: the real kubectl, and an API server that knows one node and its pods.
 
-The API server is a stand-in on loopback, of no more than kubectl asks for here. So this shows what kubectl is told
-and that it takes it, not what a real one does with that.
+The API server is a stand-in on loopback, with only what kubectl asks for here. This shows the commands to kubectl
+and that it accepts them, not what a real API server does with them.
 """
 
 import json

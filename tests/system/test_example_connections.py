@@ -1,4 +1,4 @@
-"""What the cookbook's page on dead connections says, with real ones on loopback whose packets are dropped."""
+"""Claims of the cookbook's page on dead connections, with real ones on loopback whose packets are dropped."""
 
 import ctypes
 import errno
@@ -71,7 +71,7 @@ def with_keep_alive(client: socket.socket) -> socket.socket:
 
 
 def wait_failed(client: socket.socket, expected: int) -> None:
-    with pytest.raises(OSError, match=os.strerror(expected)):  # the patience of the test ends otherwise
+    with pytest.raises(OSError, match=os.strerror(expected)):  # otherwise the test's time limit ends it
         client.recv(1)
 
 

@@ -102,7 +102,7 @@ def test_a_stop_that_was_not_clean_is_no_success(sim: Simulator) -> None:
 
 
 def test_a_server_that_is_held_after_an_unclean_stop_serves_again(sim: Simulator) -> None:
-    with staged(sim, stop_signal=signal.SIGQUIT) as stage:  # as if systemd had lost its patience
+    with staged(sim, stop_signal=signal.SIGQUIT) as stage:  # as if systemd's time limit had passed
         done = stage.run_hook("postgresql-prepare")
         assert done.returncode == 1
         assert done.stderr.splitlines() == [

@@ -39,7 +39,7 @@ UNIT = "[Service]\nExecStart=/usr/local/bin/gitlab-runner\nRestart=always\nResta
 
 
 def installing(page: str) -> str:
-    """What installs the hooks and the policy that a page of the cookbook names, as its README shows it."""
+    """Commands that install the hooks and the policy that a page of the cookbook names, as its README shows it."""
     text = (HOOKS.parents[1] / f"docs/cookbook/{page}.md").read_text("utf-8")
     (named,) = re.findall(r"^\[As all examples\].*$", text, re.MULTILINE)
     *hooks, policy = re.findall(r"`([^`]+)`", named)
@@ -161,7 +161,7 @@ def test_an_nginx_that_systemd_starts_again_at_once_is_stopped_all_the_same(simp
         simple.run("systemctl", "start", "nginx")
         said = prepare(simple, "nginx", event, NGINX_FINISH="5")
         assert said.endswith("nginx has answered them all\n")
-        assert is_active(simple, "nginx") in ("inactive", "failed")  # failed: its start anew was cut off
+        assert is_active(simple, "nginx") in ("inactive", "failed")  # failed: its next start was cut off
         assert recover(simple, "nginx", event).endswith(" takes requests\n")
 
 
@@ -226,7 +226,7 @@ def test_a_service_started_and_stopped_since_is_not_started_for_an_old_event(
     prepare(simple, name)
     if is_rebooted:  # starts it
         simple.reboot()
-    else:  # nothing has recovered it, so somebody starts it by hand
+    else:  # nothing has recovered it, so the test starts it
         simple.run("systemctl", "start", unit)
     simple.run("systemctl", "stop", unit)
     mark = simple.path(f"/var/lib/scheduled-events-agent/{unit}.service.stopped-by-agent")
@@ -337,7 +337,7 @@ def test_a_runners_job_is_done_before_its_service_stops_and_it_stays_stopped(mac
     machine.run("systemctl", "start", "gitlab-runner")
     machine.wait_for(notes.exists, "it had begun a job")
     machine.run("systemd-run", "--unit=hook", "--property=RemainAfterExit=yes", f"{PLACE}/ci-runner-prepare")
-    machine.wait_for(lambda: "takes no more jobs" in log_of(machine), "it was told to finish")
+    machine.wait_for(lambda: "takes no more jobs" in log_of(machine), "it was asked to finish")
     assert notes.read_text() == "begins\n"
     machine.path("/root/done").touch()
     machine.wait_for(lambda: "the runner has ended" in log_of(machine), "it had ended")

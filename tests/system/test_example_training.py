@@ -136,7 +136,7 @@ def test_without_the_agent_the_work_since_the_last_periodic_checkpoint_is_lost(
         assert lost > again
 
 
-# What each kind writes last, and what else belongs to a complete checkpoint.
+# The last file that each kind writes, and the other files of a complete checkpoint.
 KINDS = {
     "dcp": ("step-*/.metadata", {"step-1/__0_0.distcp", "step-1/__1_0.distcp"}),
     "lightning": ("*.ckpt", {"step=1.ckpt"}),
@@ -337,7 +337,7 @@ def test_a_disk_without_room_for_a_file_of_the_hook_gets_a_checkpoint_all_the_sa
         (tmp_path / "disk" / ".asked").symlink_to(tmp_path / "missing" / "file")
         done = job.run_hook("training-checkpoint")
         assert done.returncode == 1
-        assert done.stderr.endswith("the workers have the signal, but their checkpoint is not awaited\n")
+        assert done.stderr.endswith("the workers have the signal, but their checkpoint is not waited for\n")
         agent.wait_until(job.checkpoint.exists, "there was a checkpoint")
         assert job.manager.runs(UNIT)
 

@@ -70,7 +70,7 @@ def test_no_request_fails_through_drain_approval_reboot_and_recovery(
     event = sim.schedule("Reboot", notice_seconds=600, start_delay_seconds=0.2, lasts_seconds=None)
     sim.wait_approved(event, PATIENCE)
     approved = time.monotonic()
-    assert not web.a.is_running  # nothing was under way when Azure was told to go ahead
+    assert not web.a.is_running  # nothing was under way when the event was approved
     thread.join(PATIENCE)
     assert downloads == [SLOW]  # whole, although nothing runs that could send the rest: it was waited for
     agent.wait_log("started", event_id=event)
@@ -253,7 +253,7 @@ def test_requests_have_no_longer_than_the_event_leaves(nginx: Nginx, left: str, 
 
 
 def titles(pid: int) -> list[str]:
-    """What the workers of a master call themselves."""
+    """The process titles of a master's workers."""
     found = []
     for worker in psutil.Process(pid).children():
         with contextlib.suppress(psutil.Error):  # it may be ending just now

@@ -35,7 +35,7 @@ class JudgedFleet(Fleet):
         super().__init__(directory, azure, store, table=url, max_events=LIMIT)
 
     def begun_without_slot(self, events: Iterable[str]) -> set[str]:
-        """Those of the events whose agents have said so in their log."""
+        """Events whose agents have logged that they began without a slot."""
         lines = [line for agent in self.agents.values() for line in agent.history if WITHOUT_SLOT in line]
         return {event for event in events if any(event in line for line in lines)}
 

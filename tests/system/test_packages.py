@@ -38,7 +38,7 @@ BUILD = CHECKOUT / "packaging/build.py"
 NAME = "scheduled-events-agent"
 HOME = f"usr/lib/{NAME}"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# What the packages compile for the Python that they find.
+# Files that the packages compile for the Python that they find.
 COMPILED = (
     *("certifi", "h11", "httpcore", "httpx", "idna", "prometheus_client", "psutil", "scheduled_events_agent"),
     "structlog",
@@ -116,7 +116,7 @@ def debs(dist: Path) -> Mapping[str, Mapping[str, Entry]]:
 
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is packed, for this machine's processor, as a directory."""
+    """The packed files, for this machine's processor, as a directory."""
     output = tmp_path_factory.mktemp("tree")
     done = build("stage", "--architecture", os.uname().machine, "--output", str(output))
     assert done.returncode == 0, done.stderr
@@ -524,7 +524,7 @@ def test_an_rpm_owns_its_directories_and_leaves_the_state_to_the_agent(dist: Pat
 def test_a_build_elsewhere_with_another_umask_gives_the_same_bytes(
     dist: Path, module: Any, tmp_path: Path
 ) -> None:
-    """The place, the hour and the umask are others; the time of the files is told, for there is no commit."""
+    """Place, hour and umask differ; the time of the files is given, since there is no commit."""
     apt.need("rpmbuild", "rpm")
     sources = tmp_path / "sources"
     for name in ("agent", "config", "docs", "packaging", "systemd"):
@@ -726,7 +726,7 @@ def test_the_modules_of_the_other_processor_run(tmp_path: Path) -> None:
     python = str(root / "usr/bin/python3.11")
     emulated = ["qemu-aarch64-static", "-L", str(root), python, *start(tmp_path / "aarch64")]
     assert output_of(*emulated, "--version") == f"{NAME} {__version__}\n"
-    # That one decodes with msgspec, and reads YAML with libyaml.
+    # This Python decodes with msgspec, and reads YAML with libyaml.
     told = output_of(*emulated, "check", "--config", str(tmp_path / f"aarch64/etc/{NAME}/policy.yaml"))
     assert ": valid\n" in told
 

@@ -69,7 +69,7 @@ Series = dict[str, float]
 
 @dataclass(frozen=True)
 class Moment:
-    """What an agent exposed at one moment."""
+    """The metrics of an agent at one moment."""
 
     at: float
     """Unix time."""
@@ -168,7 +168,7 @@ def wait_attention(agent: Agent, kind: str, count: float = 1) -> None:
 
 
 def wait_reloaded(agent: Agent) -> None:
-    """Wait until the agent has taken its policy anew, for the first time."""
+    """Wait until the agent has read its policy again, for the first time."""
     agent.wait_log("the policy file was read again")
     agent.wait_metric(1, "config_last_reload_successful")
 
@@ -222,7 +222,7 @@ def live_well(directory: Path) -> list[Timeline]:
         sim.start_event(event)
         agent.wait_phase(event, "started")
         agent.freeze()
-        time.sleep(2.5)  # there is nothing to wait for: this is how long it stands still
+        time.sleep(2.5)  # there is nothing to wait for: this is how long it is paused
         agent.thaw()
         wait_count(agent, 1, "pause_seconds_count")
         started = expose(agent)
@@ -392,7 +392,7 @@ def live_crashing(directory: Path) -> list[Timeline]:
 
 
 def live_watching(directory: Path) -> list[Timeline]:
-    """Events that no rule takes, or that are of another machine."""
+    """Events that no rule matches, or that are of another machine."""
     watch = {"name": "watch", "when": {"affects": "others"}}
     with living(directory, rules=[AT_ONCE, watch], hooks={}) as (sim, agent):
         sim.schedule("Reboot", notice_seconds=900)
@@ -461,7 +461,7 @@ def live_unheard(directory: Path) -> list[Timeline]:
 
 
 def live_unnotified(directory: Path) -> list[Timeline]:
-    """A service refuses what it is notified of."""
+    """A service rejects its notifications."""
     with (
         Receiver(lambda: "400") as receiver,
         living(directory, notify=[{"name": "ops", "to": receiver.url}]) as (sim, agent),
@@ -514,7 +514,7 @@ def live_without_table(directory: Path) -> list[Timeline]:
 
 
 def live_refused(directory: Path) -> list[Timeline]:
-    """A policy file with a mistake is offered, then mended; the machine stands still for eleven seconds."""
+    """A policy file with a mistake is offered, then corrected; the machine is paused for eleven seconds."""
     with living(directory) as (_, agent):
         idle = expose(agent)
         good = agent.config.read_text(encoding="utf-8")
@@ -527,7 +527,7 @@ def live_refused(directory: Path) -> list[Timeline]:
         wait_reloaded(agent)
         mended = expose(agent)
         agent.freeze()
-        time.sleep(11.5)  # there is nothing to wait for: this is how long it stands still
+        time.sleep(11.5)  # there is nothing to wait for: this is how long it is paused
         agent.thaw()
         wait_count(agent, 10, "last_pause_seconds")
         paused = expose(agent)
@@ -829,7 +829,7 @@ def test_a_prometheus_raises_the_alerts_and_answers_the_dashboard(programs: Path
                 title for title, query in dashboard_queries() if not prometheus.ask("query", query=query)["result"]
             }
             # Where nothing need have happened: a panel with several queries is named for each.
-            assert empty - FLEET_PANELS <= {"Measured pauses", "Agent trouble", "Notices"}
+            assert empty - FLEET_PANELS <= {"Measured pauses", "Agent trouble", "Notifications"}
             assert empty >= FLEET_PANELS
         finally:
             prometheus.close()

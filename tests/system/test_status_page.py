@@ -113,7 +113,7 @@ def status(*pending: ShownWorkflow, **changes: Any) -> Status:
         running=(),
         pending=pending,
         command_prefix="sudo ",
-        supervisor_commands=(SuggestedCommand(command="systemctl status it", effect="tell whether it runs"),),
+        supervisor_commands=(SuggestedCommand(command="systemctl status it", effect="show whether it runs"),),
     )
     return replace(plain, **changes)
 
@@ -128,7 +128,7 @@ PAST = (
     entry(7259, "hook_finished", "hook checkpoint failed: exit code 3", outcome="failed", detail="no space left"),
     entry(7258, "held", "held, Azure starts it at 10:20:00 UTC: hook checkpoint failed"),
     entry(7200, "operator", "ada says: approved"),
-    entry(7199, "approved", "Azure has taken the approval"),
+    entry(7199, "approved", "Azure has accepted the approval"),
     entry(7100, "started", "has started"),
     entry(6900, "gone", "is no longer in the document (completed)"),
     entry(6890, "closed", "is over: completed"),
@@ -143,7 +143,7 @@ def past(count: int) -> list[History]:
     return [History(workflow=one, entries=PAST) for one in ended]
 
 
-PAUSES = [entry(90_000, "pause", "stood still for 6.2s"), entry(7_000, "pause", "stood still for 28.9s")]
+PAUSES = [entry(90_000, "pause", "was paused for 6.2s"), entry(7_000, "pause", "was paused for 28.9s")]
 PREPARING = workflow(
     event(),
     "preparing",
@@ -218,7 +218,7 @@ FLEET = FleetState(
     error="acme answers 503: it is busy",
     unavailable_since=NOW,
     not_ready=("web_4", "web_5"),
-    warnings=("members does not match this VM, web_3: all VMs are awaited",),
+    warnings=("members does not match this VM, web_3: all VMs are waited for",),
 )
 
 Scene = tuple[Status, list[History], list[JournalEntry]]
@@ -288,7 +288,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[[], Page]]:
-    """What the agent answers at each path when things are like in the scene; its clock starts when it is asked."""
+    """The agent's answer at each path when things are as in the scene; its clock starts when it is asked."""
     began: list[float] = []
 
     def status_now() -> Status:
@@ -327,7 +327,7 @@ def tab(chromium: Browser) -> Tab:
     return chromium.tab()
 
 
-# Of each element with text of its own: how much its colour stands out from what is behind it.
+# For each element with text of its own: how much its colour stands out from what is behind it.
 CONTRASTS = """(() => {
   const light = (color) => {
     const part = color.match(/[0-9.]+/g).map(Number).slice(0, 3).map((value) => {
@@ -418,9 +418,9 @@ def test_the_idle_page_leads_with_the_last_good_poll(tab: Tab, server: WebServer
     tab.look(DESKTOP)
     open_scene(tab, server, "idle/")
     assert tab.ask("document.querySelector('.headline').innerText").split("\n")[0] == "✓ Nothing is pending"
-    assert tab.ask("/^Last good poll \\d+\\w.* ago$/.test(document.querySelector('.polled').innerText)")
+    assert tab.ask("/^Last successful poll \\d+\\w.* ago$/.test(document.querySelector('.polled').innerText)")
     open_scene(tab, server, "fresh/")
-    assert tab.ask("document.querySelector('.polled').innerText") == "No good poll yet"
+    assert tab.ask("document.querySelector('.polled').innerText") == "No successful poll yet"
 
 
 PAIRS = "[...document.querySelectorAll('dl > div')].map((row) => [...row.children].map((one) => one.innerText))"
@@ -438,7 +438,7 @@ def test_what_is_broken_but_needs_no_operator_is_told_of_quietly(tab: Tab, serve
     open_scene(tab, server, "quiet/")
     facts = tab.ask(FACTS)
     assert facts["Needs a restart"] == "agent.listen_names"
-    assert facts["Last good poll"].endswith(" ago; since then: timed out")
+    assert facts["Last successful poll"].endswith(" ago; since then: timed out")
     ops, pager = facts["Notifications"].split("\n")
     assert ops == "ops: ok"
     since = f"{NOW:%H:%M:%S} UTC"
@@ -472,13 +472,13 @@ def test_the_first_that_is_seen_is_what_an_operator_must_do(tab: Tab, server: We
     assert tab.ask("document.querySelector('.attention').getAttribute('role')") == "alert"
     size = "parseFloat(getComputedStyle(document.querySelector({})).fontSize)"
     assert tab.ask(f"{size.format(repr('.commands pre'))} >= {size.format(repr('body'))}")
-    # What is said there is not said again below, and what no operator needs at night is folded away.
+    # The page says nothing twice, and folds away what no operator needs at night.
     card = tab.ask("document.querySelector('article').innerText")
     assert "To overrule" not in card
     assert HELD.event.id not in card
     tab.ask("[...document.querySelectorAll('article summary')].find((one) => one.innerText === 'More').click()")
     assert tab.ask(FACTS).keys() >= {"From", "Decision", "Id", "First seen"}
-    # A fault that can be repaired by day is told of, but not like an alarm.
+    # A problem that can be repaired by day is shown, but not like an alarm.
     open_scene(tab, server, "refused/")
     header, _ = tab.ask(TOP)
     assert header[:3] == ["web_3", "! policy rejected", "○ only observes"]
@@ -590,7 +590,7 @@ def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> 
     server.close()
 
 
-# What of the page still says that all is well.
+# Parts of the page that still say that all is well.
 GOOD = "[...document.querySelectorAll('.good')].filter((one) => one.getClientRects().length).length"
 
 

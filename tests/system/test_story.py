@@ -20,7 +20,7 @@ from scheduled_events_agent.simulator import Simulator
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
 
-# The load balancer asks /health; what is out of service stays so through a reboot, until somebody puts it back.
+# The load balancer asks /health; a server out of service stays so through a reboot, until it is put back.
 NGINX = """
 events {{}}
 http {{
@@ -37,7 +37,7 @@ http {{
 """
 DRAIN = """#!/bin/sh
 set -eu
-rm -f /var/lib/web/in-service      # the load balancer sends nobody new
+rm -f /var/lib/web/in-service      # the load balancer sends no new clients
 echo "drain for $SCHEDULED_EVENT_TYPE $SCHEDULED_EVENT_ID" >> /root/notes
 while [ -e /root/wait ]; do sleep 0.1; done
 systemctl stop nginx               # waits for the requests that are being answered
@@ -81,7 +81,7 @@ class WebServer(Service):
         self.systemctl("restart")
 
     def health(self) -> int:
-        """What the load balancer sees: the status of /health, 0 if there is no answer."""
+        """The load balancer's view: the status of /health, 0 if there is no answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", "/health")
@@ -110,7 +110,7 @@ def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(
 ) -> None:
     event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
     sim.wait_approved(event)
-    assert web.health() == 0  # out of service, and stopped, before Azure was told to go ahead
+    assert web.health() == 0  # out of service, and stopped, before the event was approved
     web.wait_notes(f"drain for Reboot {event}")
     web.wait_log("started")
     web.wait_status("Reboot is under way")

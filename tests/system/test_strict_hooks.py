@@ -1,4 +1,4 @@
-"""Hooks that run as root for an agent without privileges, under systemd: told, waited for, ended, permitted."""
+"""Hooks that run as root for an agent without privileges, under systemd: input, wait, end, permissions."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def may_start(strict: Service, unit: str, verb: str = "start") -> bool:
     return asked.returncode == 0
 
 
-# --- told
+# --- input
 
 
 def test_a_prepare_hook_does_as_root_what_the_agent_may_not_and_knows_its_event(
@@ -78,7 +78,7 @@ def test_a_prepare_hook_does_as_root_what_the_agent_may_not_and_knows_its_event(
     assert (user, id_, stage) == ("root", event, "prepare")
     assert 400 < int(seconds_left) <= 600
     assert json.loads(strict.machine.path("/root/event.json").read_text())["EventId"] == event
-    # What the page says is lost, and where it is.
+    # Output that the page says is lost, and where it is.
     assert [entry for entry in strict.log("hook output") if "it is drained" in entry["line"]] == []
     said = strict.machine.run("journalctl", "-u", "scheduled-events-agent-hook@drain", "--output=cat").stdout
     assert "it is drained\n" in said

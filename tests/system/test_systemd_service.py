@@ -30,7 +30,7 @@ pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
 
 RULES = [{"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "when-prepared"}]
-# So that a test need not wait for a minute.
+# Short times, so that a test need not wait for a minute.
 SHORT_WATCHDOG = "[Service]\nWatchdogSec=8s\nTimeoutAbortSec=2s\nRestartSec=500ms\n"
 STRICT = "/usr/share/scheduled-events-agent/systemd/strict.conf"
 ETC = "/etc/scheduled-events-agent"
@@ -334,7 +334,7 @@ def test_a_reload_with_a_bad_policy_fails_says_why_and_leaves_the_old_one_in_for
     assert service.show("ActiveState") == "active"
     assert service.show("NRestarts") == "0"
     service.wait_status("The policy file is rejected: ")
-    refusal = service.wait_log("the policy file is refused; the old policy stays in force")
+    refusal = service.wait_log("the policy file is rejected; the old policy stays in force")
     assert "rules[0].approve: expected one of immediately, when-prepared, manual, never" in refusal["reason"]
     sim.schedule("Reboot", source="User", notice_seconds=600)
     service.wait_log("approved", rule="user-initiated")
@@ -464,7 +464,7 @@ def test_secrets_reach_hooks_as_credentials_and_nothing_else(
     if is_strict:
         make_strict(service.machine)
     show_secret(service, sim, "s3cret", f"{ETC}/credentials")
-    # The next run takes the file as it is then.
+    # The next run reads the file as it is then.
     service.machine.write(f"{ETC}/credentials/token", "s3cond", 0o640)
     show_secret(service, sim, "s3cond", f"{ETC}/credentials")
 
@@ -529,7 +529,7 @@ def test_strict_runs_without_privileges(strict: Service) -> None:
     assert strict.machine.path("/var/lib/scheduled-events-agent").stat().st_mode & 0o777 == 0o700
 
 
-# What a hook of the strict agent tries, and what it hears.
+# Attempts of a strict agent's hook, and the error that each gets.
 REFUSED = {
     "touch /etc/x": "Read-only file system",
     "touch /var/lib/x": "Read-only file system",
@@ -615,8 +615,8 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
         service.wait_status(f"{key}: cannot be read: No such file or directory")
         machine.run(*install, f"{ETC}/credentials/key", key)
         # It is up without its pages, too.
-        service.wait_status(f"The pages are not shown: cannot listen on {address}: Address already in use")
-    service.wait_log("the pages are shown now")
+        service.wait_status(f"The web server is not listening: cannot listen on {address}: Address already in use")
+    service.wait_log("the web server is listening")
     (tmp_path / "server.pem").write_bytes(machine.path(f"{ETC}/server.pem").read_bytes())
     context = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
     with urllib.request.urlopen(f"https://{address}/healthz", context=context) as answer:
@@ -632,7 +632,7 @@ def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Servi
     event = sim.schedule("Reboot", notice_seconds=600)
     strict.wait_status("needs an operator's approval")
     strict.systemctl("stop")
-    machine.run("sh", "-c", f"rm -f {state}/state.db-*")  # whoever opens the state now makes these anew
+    machine.run("sh", "-c", f"rm -f {state}/state.db-*")  # a process that opens the state now creates these again
     told = machine.run("scheduled-events-agent", "status", check=False)
     assert (told.returncode, event[:8] in told.stdout) == (3, True)
     assert event in machine.run("scheduled-events-agent", "history").stdout

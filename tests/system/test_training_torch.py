@@ -26,7 +26,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def said(job: Job, what: str) -> set[tuple[str, str, str]]:
-    """Of each worker and each time: its rank, the step, and the sum of its weights."""
+    """Lines of each worker at each time: its rank, the step, and the sum of its weights."""
     return set(re.findall(rf"rank (\d) {what} step (\d+) with ([\d.-]+)", job.manager.log.read_text("utf-8")))
 
 
@@ -87,7 +87,7 @@ def test_a_redeployment_is_approved_when_the_checkpoint_is_complete(
     agent.wait_log("closed", event_id=event)
     wait_goes_on(job, agent)
 
-    # What the hook spares it: of the signal, the launcher ends, and there is no other checkpoint.
+    # The hook keeps the signal from the launcher, which would end and leave no other checkpoint.
     systemctl = str(job.manager.directory / "systemctl")
     subprocess.run([systemctl, "kill", "--kill-who=main", "--signal=USR1", UNIT], check=True, timeout=PATIENCE)
     agent.wait_until(lambda: not job.manager.runs(UNIT), "the launcher had ended")

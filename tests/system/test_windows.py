@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(_SUITE_SECONDS + 300)  # the first time, Wine a
 
 _SUITE = ("tests/unit", "tests/integration", "tests/e2e")
 _PARTS = ("unit/test_windows*", "integration/test_host*", "integration/test_hooks*")
-# Of the whole lives of events, those in which processes, locks, signals and boots take part.
+# Tests of whole lives of events, those in which processes, locks, signals and boots take part.
 _STORIES = (
     "test_a_platform_reboot_is_drained_approved_started_and_recovered_once",
     "test_a_drain_that_is_not_done_in_time_ends_before_the_event_begins",
@@ -109,7 +109,7 @@ def run_tests(python: WinePython, *paths: str) -> "Account":
 
 
 class Account:
-    """What became of each test, from the report that pytest wrote."""
+    """The outcome of each test, from the report that pytest wrote."""
 
     def __init__(self, report: Path) -> None:
         self.passed: list[str] = []

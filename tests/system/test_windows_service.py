@@ -79,7 +79,7 @@ print(win32process.GetExitCodeProcess(process))
 
 
 class State(NamedTuple):
-    """What sc says of the service."""
+    """The state of the service, by sc."""
 
     name: str
     exit_code: int
@@ -336,9 +336,7 @@ def test_the_service_hears_of_a_reload_only_if_its_policy_is_valid(service: Serv
     service.write_policy(rules=[{"name": "newer", "approve": "never"}])
     assert service.command("reload") == is_told
     assert service.wait_log("the policy file was read again", count=2)["rules"] == ["newer"]
-    assert service.log("the policy file is refused; the old policy stays in force") == [], (
-        "it was told of good ones"
-    )
+    assert service.log("the policy file is rejected; the old policy stays in force") == [], "it got good ones"
     assert service.state() == State("RUNNING", 0, 0, 0)
     service.stop()
     assert service.command("reload") == (
@@ -360,7 +358,7 @@ def test_a_stop_waits_for_a_hook_that_runs(service: Service, sim: Simulator) -> 
     stopping.start()
     first = service.wait_state("STOP_PENDING")
     service.wait_until(
-        lambda: (state := service.state()) and state.checkpoint >= first.checkpoint + 2, "it told of progress"
+        lambda: (state := service.state()) and state.checkpoint >= first.checkpoint + 2, "it reported progress"
     )
     assert not (service.directory / "ended").exists()
     (service.directory / "go").touch()
@@ -391,11 +389,11 @@ def test_a_refused_policy_stops_it_with_an_exit_code_of_its_own(service: Service
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
     assert service.command("start") == (
         1,
-        "scheduled-events-agent: the service has stopped again with exit code 2; its configuration was refused: "
+        "scheduled-events-agent: the service has stopped again with exit code 2; its configuration was rejected: "
         r"see `scheduled-events-agent check`, and C:\ProgramData\ScheduledEventsAgent\logs" + "\n",
     )
     assert service.state() == State("STOPPED", 1066, 2, 0)
-    assert "yes!" in service.wait_log("the policy file is refused; the agent does not start")["reason"]
+    assert "yes!" in service.wait_log("the policy file is rejected; the agent does not start")["reason"]
 
 
 def test_an_agent_that_is_killed_has_failed_and_its_hooks_end_with_it(service: Service, sim: Simulator) -> None:
@@ -424,7 +422,7 @@ def test_an_agent_that_hangs_ends_with_a_failure_and_the_next_one_logs_its_stack
     assert service.end_of(service.pid(), _SUSPEND + _OPEN + _WAIT) == 1
     assert time.monotonic() - began > 40.0, "it was given a minute"
     service.start()
-    stacks = service.wait_log("the agent before this one crashed or hung")["stacks"]
+    stacks = service.wait_log("the previous agent process crashed or hung")["stacks"]
     assert stacks.startswith("Timeout (0:01:00)!")
     assert "agent/scheduled_events_agent/daemon/inbox.py" in stacks.replace("\\", "/")
 

@@ -39,7 +39,7 @@ def python(directory: Path) -> Path:
 
 
 def version() -> str:
-    """Of the PyTorch that ``python`` has."""
+    """The version of the PyTorch that ``python`` has."""
     text = (TORCH / "usr/lib/python3/dist-packages/torch/version.py").read_text(encoding="utf-8")
     found = re.search(r"__version__ = '(\d+\.\d+\.\d+)", text)
     return found[1] if found else "of an unknown version"

@@ -58,7 +58,7 @@ class WinePython:
         return self.run_program(_PYTHON, *arguments, timeout=timeout)
 
     def run_program(self, *command: str, timeout: float) -> "subprocess.CompletedProcess[str]":
-        """The same for any program of Windows, such as sc."""
+        """Run any program of Windows, such as sc."""
         return run_in_wine(*command, environment=self.environment, timeout=timeout)
 
 
@@ -83,7 +83,7 @@ def run_in_wine(*command: str, environment: dict[str, str], timeout: float) -> "
 
 
 def parse_service(query: "subprocess.CompletedProcess[str]") -> str:
-    """What ``sc query`` has said of a service, or "" if there is none, of which Wine's sc says nothing at all."""
+    """Parse the output of ``sc query``; "" if there is no such service: then Wine's sc prints nothing at all."""
     if "STATE" not in query.stdout:
         assert (query.returncode, query.stdout) == (1, "")
     return query.stdout
@@ -119,7 +119,7 @@ def _install_wine() -> None:
 
 
 def _packages() -> list[str]:
-    """What the agent needs on Windows and its tests need everywhere, conditions taken off."""
+    """Packages that the agent needs on Windows and its tests need everywhere, without their conditions."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     tests = [
         requirement
@@ -178,7 +178,7 @@ def _pip(*arguments: str) -> None:
 
 
 def _boot() -> None:
-    """Start the server so that it stays, and Windows with its output where nobody waits for the end of it."""
+    """Start the server so that it stays, and Windows with its output where the test does not wait for its end."""
     if '"ServicesPipeTimeout"="180000"' not in (ROOT / "prefix" / "system.reg").read_text(errors="replace"):
         _quietly(*PATIENT_SERVICES)  # read when services start
         _quietly("wineserver", "-k")
@@ -200,7 +200,7 @@ def _quietly(*command: str) -> None:
 
 
 def windows_path(path: Path) -> str:
-    """What a file of this side is called on the other."""
+    """The path under Wine of a file of this side."""
     return f"Z:{path}".replace("/", "\\")
 
 

@@ -1,4 +1,4 @@
-"""What needs a person: each state that does, and those that a rule or an operator wants so."""
+"""States that need a person, and states that a rule or an operator wants, which do not."""
 
 import shlex
 from datetime import timedelta
@@ -95,13 +95,13 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "approval_failing": (
         of_event(a_workflow(phase="prepared", approval=Approval(failures=3, failing_since=NOW))),
         "act",
-        "Azure does not take the approval of the Reboot of web-1: 3 tries failed.",
+        "Azure does not accept the approval of the Reboot of web-1: 3 tries failed.",
         "scheduled-events-agent doctor",
     ),
     "unhealthy": (
-        a_status(health=("the engine has not turned for 20s",)),
+        a_status(health=("the engine has run no cycle for 20s",)),
         "act",
-        "The engine has not turned for 20s.",
+        "The engine has run no cycle for 20s.",
         "scheduled-events-agent doctor",
     ),
     "agent_restarts": (

@@ -1,4 +1,4 @@
-"""What the documentation says of the code, and where its links lead."""
+"""The documentation's statements about the code, and its links."""
 
 import argparse
 import re

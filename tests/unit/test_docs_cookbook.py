@@ -16,7 +16,7 @@ PAGES = [pytest.param(page, id=page.stem) for page in sorted(COOKBOOK.glob("*.md
 
 
 def rows_about_events(text: str) -> dict[str, str]:
-    """Of the table that begins with "event": the first cell of each row, and what stands in the others."""
+    """Rows of the table that begins with "event": the first cell of each row, and the other cells."""
     _, begins, rest = text.partition("\n| event |")
     assert begins, "no table of events"
     _, _, *rows = rest.partition("\n\n")[0].splitlines()
@@ -37,7 +37,7 @@ def test_a_page_says_what_was_tried_and_measured_and_what_was_not(page: Path) ->
     text = page.read_text(encoding="utf-8")
     tried = text.partition("\n## What was tried\n")[2].partition("\n## ")[0]
     assert re.search(r"\bNot\b", tried)
-    assert re.search(r"`make recipes NAME=\w+`|Nothing was measured|figures were measured once, by hand", text)
+    assert re.search(r"`make recipes NAME=\w+`|Nothing was measured|figures were measured once, manually", text)
 
 
 INSTALLED = re.compile(

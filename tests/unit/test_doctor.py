@@ -1,4 +1,4 @@
-"""What doctor makes of what it has seen."""
+"""Checks of doctor: observations in, findings out."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -288,7 +288,7 @@ def test_without_a_date_the_clock_cannot_be_judged(says: str) -> None:
 # --- the machine
 
 ELSEWHERE = "name a directory on the system's or a data disk with agent.state_dir"
-ROOM = "make room: the agent does nothing that it cannot write down first"
+ROOM = "make room: the agent does nothing that it cannot store first"
 MIB = 1024**2
 
 
@@ -366,7 +366,7 @@ def a_target(**fields: Any) -> NotifiedTarget:
     return NotifiedTarget(**{"name": "ops", "waiting": 0, "oldest_at": None, "failure": None, **fields})
 
 
-TRY = "put it right, and try it: scheduled-events-agent notify test ops --config /p.yaml"
+TRY = "correct it, and try it: scheduled-events-agent notify test ops --config /p.yaml"
 
 
 def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning() -> None:

@@ -1,4 +1,4 @@
-"""What Azure says: every quirk of the document's text."""
+"""Documents of Azure: every quirk of their text."""
 
 import json
 import re

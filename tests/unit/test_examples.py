@@ -25,14 +25,14 @@ HOOKS = [
 PAGES = sorted((ROOT / "docs/cookbook").glob("*.md"))
 # Where hooks are installed, and what stands there in config/hooks.
 PLACES = ("/etc/scheduled-events-agent/hooks/", "C:\\ProgramData\\ScheduledEventsAgent\\hooks\\")
-# What an example may name that not every machine has.
+# Problems of an example on a machine that does not have all that it names.
 _ABSENT = re.compile(r"does not exist|is not found in PATH|has no account|No such file or directory")
 
 by_name = pytest.mark.parametrize("path", [*EXAMPLES], ids=lambda path: path.stem)
 
 
 def hook_files(policy: str) -> set[str]:
-    """Of the programs that a policy runs, those that are installed where hooks are."""
+    """Files of those programs of a policy that are installed where hooks are."""
     hooks = (yaml.safe_load(policy).get("hooks") or {}).values()
     words = [word for hook in hooks for word in [*hook.get("run", ()), *hook.get("shell", "").split()]]
     return {word.removeprefix(place) for word in words for place in PLACES if word.startswith(place)}

@@ -1,4 +1,4 @@
-"""What a VM writes by a list of its group's records: one rule at a time, and what holds for any list.
+"""Writes of a VM after it has read its group's records: one rule at a time, and what holds for any list.
 
 What must hold for any list is not asked of the code: ages, slots and readiness are computed here once more,
 from the records as they are.
@@ -84,7 +84,7 @@ def ask(
 
 
 def state_written(*records: Record, max_events: int = 1, **changes: Any) -> str:
-    """What is written for the event "a", which wants to begin; "" if nothing is."""
+    """The record written for the event "a", which wants to begin; "" if none is written."""
     writes = ask(records, request(**changes), max_events=max_events).writes
     return next((write.fields["state"] for write in writes if write.fields is not None), "")
 
@@ -641,7 +641,7 @@ def _some_request(random: Random, event: str, max_events: int | None) -> FleetRe
 
 
 def faults(case: Case) -> Iterator[str]:
-    """What does not hold for the case, in words."""
+    """Descriptions of the rules that do not hold for the case."""
     found = case.plan()
     if found != deepcopy(case).plan():
         yield "the same input gives another output"

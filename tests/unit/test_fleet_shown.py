@@ -1,4 +1,4 @@
-"""What people see of a VM of a fleet: whom it waits for, and whether its store answers."""
+"""Display of a VM of a fleet: which VMs it waits for, and whether its store answers."""
 
 from datetime import UTC, datetime
 from random import Random

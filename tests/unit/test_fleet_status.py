@@ -1,4 +1,4 @@
-"""What ``fleet status``, ``fleet release`` and ``doctor`` make of a group's records."""
+"""Results of ``fleet status``, ``fleet release`` and ``doctor`` for a group's records."""
 
 import json
 import re
@@ -296,12 +296,12 @@ def test_status_and_release_ask_the_group(
     assert main(["fleet", "status", *options]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == [
         f"Group web, in {TABLE}: 1 of 1 slots taken",
-        "members does not match this VM, web_3: all VMs are awaited",
+        "members does not match this VM, web_3: all VMs are waited for",
     ]
     assert table.given == {"group": "web", "partition": "fleet"}
     assert main(["fleet", "status", "--json", *options]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["warnings"] == ["members does not match this VM, web_3: all VMs are awaited"]
+    assert answer["warnings"] == ["members does not match this VM, web_3: all VMs are waited for"]
     assert answer["clock_skew_seconds"] == 0.0
     assert main(["fleet", "release", OTHER, *options]) == 1
     assert "web_5 was heard 0 s ago" in capsys.readouterr().err
@@ -399,7 +399,7 @@ def test_doctor_tells_of_a_table_without_ages(use: Callable[[Table], Table]) -> 
 def test_doctor_tells_of_members_that_do_not_match_this_vm(use: Callable[[Table], Table]) -> None:
     use(Table())
     assert examined("max_events: 2, members: [db_*, web_*]")[0] == "ok"
-    fault = "members does not match this VM, web_3: all VMs are awaited"
+    fault = "members does not match this VM, web_3: all VMs are waited for"
     assert examined("max_events: 2, members: [db_*]") == ("failure", fault)
 
 

@@ -1,4 +1,4 @@
-"""What of an event is told to which targets, and what of its hooks the pages show: pure."""
+"""Which notifications a transition gives which target; and hooks on the pages. Pure."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -26,7 +26,7 @@ def a_workflow(id_: str = "1", *, is_over: bool = False, **event: Any) -> Workfl
     rest: dict[str, Any] = {
         "id": id_,
         "event": ScheduledEvent(**{**fields, **event}),
-        "decision": Decision(rule="r", reason="rule r takes it", affects="self", approve="manual"),
+        "decision": Decision(rule="r", reason="rule r matches it", affects="self", approve="manual"),
         "is_over": is_over,
         "first_seen_at": NOW,
         "noticed_at": NOW,
@@ -36,7 +36,7 @@ def a_workflow(id_: str = "1", *, is_over: bool = False, **event: Any) -> Workfl
 
 
 def told(workflow: Workflow, *kinds: str) -> list[tuple[str, int | None]]:
-    """What is told of a step with these notes, and how many seconds are left by it."""
+    """Notifications of a transition with these records, and the seconds left by them."""
     notes: list[Any] = [Note(kind=kind, text="x") for kind in kinds]  # type: ignore[arg-type] # a name of the test
     step = Step(workflow=workflow, notes=tuple(notes))
     found = happenings([step], a_status())
@@ -83,7 +83,7 @@ def test_a_target_hears_of_what_it_names_of_events_that_it_names(
 
 
 class Told(Agent):
-    """Workflows whose steps are told to PagerDuty."""
+    """Workflows whose transitions are sent to PagerDuty."""
 
     def __init__(self, *rules: Rule, **context: Any) -> None:
         super().__init__(*rules, **context)
@@ -105,7 +105,7 @@ class Told(Agent):
         return effects
 
     def told(self, target: NotifyTarget) -> list[str]:
-        """What the target is told: what has happened, the action, the end of the incident's key, the severity."""
+        """The message to the target: its kind, the action, the end of the incident's key, the severity."""
         told = []
         for step, happening in self.happenings:
             if is_wanted(target, step, happening, self.context.names):
@@ -149,7 +149,7 @@ def test_a_failed_recovery_is_an_incident_of_its_own_and_the_start_resolves_what
         "recovery_failed: trigger/recovery critical",
         "recovered: resolve/recovery info",
     ]
-    # The ends of incidents are told in any case; see is_wanted.
+    # Ends of incidents are always sent; see is_wanted.
     assert agent.told(replace(PAGERDUTY, on=("recovery_failed",), when=When(status=("Scheduled",)))) == [
         "started: resolve info",
         "recovered: resolve/recovery info",
@@ -223,7 +223,7 @@ def test_what_a_reason_says_more_than_the_title_is_kept() -> None:
         f"The Reboot of vm-1 is held (Azure starts it at 12:15:00 UTC: {held})",
         "The Reboot of vm-1 has started (not approved by us, held)",
         "vm-1 has not recovered from a Reboot: an operator must act (hook resume: exit code 1)",
-        "The Reboot of vm-1 is over: completed (an operator has put its recovery right by hand)",
+        "The Reboot of vm-1 is over: completed (an operator has repaired its recovery manually)",
     ]
 
 

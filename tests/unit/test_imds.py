@@ -1,4 +1,4 @@
-"""What of the edge to the metadata service needs no socket: pauses after failures, and the endpoint."""
+"""Parts of the client of the metadata service that need no socket: pauses after failures, and the endpoint."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who may know whom: imports point downwards only, and what differs between systems stays in host/."""
+"""Allowed imports: they point downwards only, and differences between systems stay in host/."""
 
 import ast
 import subprocess
@@ -67,7 +67,7 @@ OF_ONE_SYSTEM = {
     "win32evtlog", "win32evtlogutil", "win32file", "win32job", "win32net", "win32pipe", "win32process",
     "win32security", "win32service", "win32serviceutil", "win32ts", "winerror", "winreg",
 }  # fmt: skip
-# What an idle agent need not have in memory; each is imported where it is used.
+# Modules that an idle agent need not have in memory; each is imported where it is used.
 HEAVY = {
     "asyncio", "concurrent", "ctypes", "difflib", "email.message", "logging.handlers", "multiprocessing",
     "urllib.request", "zoneinfo",
@@ -111,7 +111,7 @@ def is_for_types_only(node: ast.AST) -> bool:
 
 
 def at_start(tree: ast.Module) -> Iterator[ast.AST]:
-    """What is executed when the module is imported."""
+    """The statements that run when the module is imported."""
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()

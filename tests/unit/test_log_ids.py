@@ -68,7 +68,7 @@ def test_every_failure_log_is_given_an_id_for_the_failure_and_one_for_its_end() 
     found = {ast.unparse(call): [*map(ids_in, call.args[1:])] for name, call in calls() if name == "FailureLog"}
     assert len(found) > 4
     for text, given in found.items():
-        # Of events that could not be handled, each for itself, there is no end to log.
+        # An event that could not be handled has no line of its own when that ends.
         assert len(given) == (1 if "handling an event" in text else 2), text
 
 

@@ -59,7 +59,7 @@ def record(metrics: Metrics, workflow: Workflow, *kinds: NoteKind, seconds_later
 
 
 def families(metrics: Metrics) -> dict[str, Metric]:
-    """What a scraper understands, under the names by which it is asked for."""
+    """Metric families as a scraper parses them, by the names in the table."""
     found = text_string_to_metric_families(metrics.expose().decode())
     return {f"{family.name}_total" if family.type == "counter" else family.name: family for family in found}
 
@@ -71,7 +71,7 @@ def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
 
 
 def counted(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
-    """The same without what stands at 0."""
+    """Values of a metric, without those that are 0."""
     return {labels: value for labels, value in samples(metrics, name).items() if value}
 
 
@@ -126,7 +126,7 @@ def test_every_value_that_a_label_can_take_is_documented() -> None:
         "`outcome` of an approval": ("confirmed", "no_thread", "bug"),
         "`outcome` of a hook": get_args(HookOutcome),
         "`outcome` of an event": set(get_args(Outcome)) - {""},
-        "`kind` of a notice": NOTICE_ERROR_KINDS,
+        "`kind` of a notification": NOTICE_ERROR_KINDS,
     }.items():
         assert set(words) <= set(re.findall(r"[\w-]+", rows[row])), row
 
@@ -142,7 +142,7 @@ def test_names_say_their_unit_and_begin_alike(metrics: Metrics, pending: list[Wo
 
 def test_every_line_can_be_parsed_and_no_series_is_there_twice(metrics: Metrics, pending: list[Workflow]) -> None:
     use_everything(metrics, pending)
-    # The same event again, while its first appearance is being recovered from; and events without an id.
+    # A second appearance of an event, while its first one is being recovered from; and events without an id.
     pending += [make_workflow("w-2"), make_workflow("w-3", event_id=""), make_workflow("w-4", event_id="")]
     series = [
         (sample.name, tuple(sorted(sample.labels.items())))

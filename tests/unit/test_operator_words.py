@@ -1,4 +1,4 @@
-"""What an operator can have done about an event: hold, release, retry and resolve, one behaviour at a time."""
+"""Commands of an operator about an event: hold, release, retry and resolve, one behaviour at a time."""
 
 from datetime import timedelta
 from typing import get_args
@@ -91,7 +91,7 @@ def test_a_resolved_recovery_is_over_and_the_journal_says_who_resolved_it() -> N
     assert agent.board == {}
     assert agent.journal[-2:] == [
         "operator: kim says: resolve",
-        "closed: is over: unknown, an operator has put its recovery right by hand",
+        "closed: is over: unknown, an operator has repaired its recovery manually",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The words of the status page: its headline, and what it says of each pending event."""
+"""Texts of the status page: its headline, and what it says of each pending event."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -156,7 +156,7 @@ def test_the_headline_is_the_answer_in_one_line(changes: dict[str, Any], expecte
     [
         ({}, "Nothing is pending", "good"),
         ({"last_poll_at": None}, "Azure has not answered yet", "good"),
-        ({"poll_failure": "connection refused"}, "Nothing was pending at the last good poll", "good"),
+        ({"poll_failure": "connection refused"}, "Nothing was pending at the last successful poll", "good"),
         (
             {"poll_failure": "x", "health": ("no poll has succeeded for 212s",)},
             "No poll has succeeded for 212s.",
@@ -207,12 +207,12 @@ def test_a_hook_whose_time_has_passed_is_not_called_to_do(changes: dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "approval"),
     [
-        ({"approval": Approval(state="confirmed")}, "Azure has taken it"),
+        ({"approval": Approval(state="confirmed")}, "Azure has accepted it"),
         ({"approval": Approval(state="requested")}, "Azure is being asked"),
         ({"approval": Approval(state="requested", failures=1)}, "Azure is being asked; 1 failed so far"),
         ({"approval": Approval(failures=2)}, "2 failed so far; the agent tries again"),
         ({"operator_action": "hold"}, "wanted when prepared; an operator holds it"),
-        ({"was_started": True}, "none was given from here"),
+        ({"was_started": True}, "none was given by this VM"),
     ],
 )
 def test_how_far_the_approval_is_is_told(changes: dict[str, Any], approval: str) -> None:

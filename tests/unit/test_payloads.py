@@ -194,7 +194,7 @@ DOCUMENTS: dict[str, Document] = {
     "20-batch-empty-bom.json": document("1"),
     "21-batch-underscore-name-bom.json": batch_reboot(BATCH_1),
     "22-batch-two-resources-bom.json": batch_reboot(BATCH_1, BATCH_2),
-    # The second event has no Resources: nobody can say whom it affects.
+    # The second event has no Resources: which VMs it affects is unknown.
     "24-reboot-non-vnet-2018-partial.json": document(
         "192",
         event(

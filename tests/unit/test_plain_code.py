@@ -13,7 +13,7 @@ CHAINED = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
 def knots(code: str) -> Iterator[tuple[int, str]]:
-    """What must be undone to be read: its line, and what it is."""
+    """Find expressions that a reader must solve: their line, and their kind."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.IfExp) and any(_has(part, ast.IfExp) for part in ast.iter_child_nodes(node)):
             yield node.lineno, "a conditional expression inside another one"

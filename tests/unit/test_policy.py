@@ -43,12 +43,12 @@ def decided(*rules: Rule, facts: Facts = FACTS, **fields: Any) -> Decision:
 def test_the_first_rule_that_matches_takes_the_event() -> None:
     decision = decided(Rule(name="a", when=When(type=("Freeze",))), Rule(name="b"), Rule(name="c"))
     assert decision.rule == "b"
-    assert decision.reason == "rule b takes it: affects self"
+    assert decision.reason == "rule b matches it: affects self"
 
 
 def test_without_a_matching_rule_the_event_is_observed() -> None:
     decision = decided(Rule(name="a", when=When(type=("Freeze",)), approve="immediately"))
-    assert decision == Decision(rule=None, reason="no rule takes it: observe", affects="self")
+    assert decision == Decision(rule=None, reason="no rule matches it: observe", affects="self")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_notice_is_measured_from_when_the_time_was_first_seen() -> None:
 def test_event_for_another_vm_only_is_observed() -> None:
     decision = decided(Rule(name="a", approve="immediately"), resources=("web_2",))
     assert (decision.rule, decision.approve, decision.may_speak) == (None, "never", False)
-    assert decision.reason == "it does not name this VM and no rule takes it: observe"
+    assert decision.reason == "it does not name this VM and no rule matches it: observe"
 
 
 def test_a_rule_for_others_never_approves() -> None:
@@ -114,7 +114,7 @@ def test_a_rule_for_others_never_approves() -> None:
     decision = decided(rule, resources=("web_2",))
     assert (decision.rule, decision.approve, decision.may_speak) == ("a", "never", False)
     assert decision.reason == (
-        "rule a takes it: affects others; it does not name this VM, so it is not approved from here"
+        "rule a matches it: affects others; it does not name this VM, so this VM does not approve it"
     )
 
 
@@ -137,15 +137,15 @@ def test_without_a_name_for_this_vm_nothing_is_approved() -> None:
 def test_an_unknown_type_is_never_approved() -> None:
     decision = decided(Rule(name="a", approve="immediately"), type="Hibernate")
     assert decision.approve == "never"
-    assert decision.reason == "rule a takes it: affects self; Hibernate is unknown, so it is not approved"
+    assert decision.reason == "rule a matches it: affects self; Hibernate is unknown, so it is not approved"
 
 
 def test_an_event_that_contradicts_itself_is_prepared_for_and_not_approved() -> None:
     decision = decided(Rule(name="a", prepare=("drain",), approve="immediately"), is_ambiguous=True)
     assert (decision.approve, decision.prepare) == ("never", ("drain",))
     assert decision.reason == (
-        "rule a takes it: affects self; the document lists it more than once, with different contents, so only an "
-        "operator may approve it"
+        "rule a matches it: affects self; the document lists it more than once, with different contents, so only "
+        "an operator may approve it"
     )
 
 
@@ -157,7 +157,7 @@ def test_an_id_that_cannot_be_sent_back_is_never_approved() -> None:
 
 def test_an_event_without_an_id_is_never_approved() -> None:
     assert decided(Rule(name="a", approve="manual"), id="").reason == (
-        "rule a takes it: affects self; it has no id to approve"
+        "rule a matches it: affects self; it has no id to approve"
     )
 
 

@@ -29,7 +29,7 @@ from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "config" / "prometheus"
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
-# What Prometheus adds to every series.
+# Labels that Prometheus adds to every series.
 TARGET_LABELS = {"job", "instance"}
 # The library's own, where there is a /proc.
 PROCESS_METRICS = ("process_cpu_seconds_total", "process_resident_memory_bytes")
@@ -66,7 +66,7 @@ class Selector(NamedTuple):
 
 
 class Query(NamedTuple):
-    """What a PromQL expression names."""
+    """Names in a PromQL expression."""
 
     selectors: list[Selector]
     grouped_by: set[str]
@@ -313,7 +313,7 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
 
 def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
     assert [panel["title"] for panel in panels()] == [
-        *("Needs a person", "Agents", "Not ready", "Pending", "Held", "Only observing", "Policy refused"),
+        *("Needs a person", "Agents", "Not ready", "Pending", "Held", "Only observing", "Policy rejected"),
         *(
             "Oldest poll",
             "Hooks running",
@@ -326,7 +326,7 @@ def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
         ),
         *("How events ended", "Hooks", "Failures", "Approvals", "Approval delay", "Polls", "Poll latency"),
         *("Measured pauses", "Agent trouble", "Versions", "Agent processor time", "Agent memory"),
-        *("Age of the policy in force", "Notices", "Notices waiting", "Oldest waiting notice"),
+        *("Age of the policy in force", "Notifications", "Notifications waiting", "Oldest waiting notification"),
         *("Table unavailable", "VMs not ready", "Wait for slots and VMs", "Requests to the table"),
         "Begun without a slot",
     ]

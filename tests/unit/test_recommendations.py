@@ -274,7 +274,7 @@ def lead_to(phase: str) -> Agent:
 
 
 def end_of(phase: str, agent: Agent) -> list[str]:
-    """What ends what was prepared; the hooks end at once."""
+    """End what was prepared; the hooks end at once."""
     if phase in ("waiting", "recovering"):
         if phase == "recovering":
             agent.document()

@@ -1,4 +1,4 @@
-"""What docs/security.md promises of the code as it is written: no shell, no evaluation, pinned libraries."""
+"""Promises of docs/security.md about the code as it is written: no shell, no evaluation, pinned libraries."""
 
 import ast
 import re

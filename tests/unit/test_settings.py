@@ -1,4 +1,4 @@
-"""The policy file: what must hold between its keys, and what is said about doubtful ones."""
+"""The policy file: rules between its keys, and warnings about questionable ones."""
 
 # ruff: noqa: E501  # one case, one line
 
@@ -125,7 +125,7 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nfleet: {table: 'https://a.example/abc', on_unavailable: proceed}", 'fleet.on_unavailable: expected one of wait, begin; got "proceed"'),
         ("\nfleet: {table: 'https://a.example/abc', group: a/b}", 'fleet.group: expected a text that matches ^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$ (Letters, digits, . _ -; the same on all VMs. Default: the scale set\'s name.); got "a/b"'),
         ("\nfleet: {table: 'https://a.example/abc', credential: managed}", "fleet.credential: expected managed-identity; got a text, not shown here, for it may be secret"),
-        ("\nrules: [{name: a, approve: when-prepared, shared: all-ready}]", "rules[0].shared: all-ready needs the table through which VMs tell that they are ready: add fleet"),
+        ("\nrules: [{name: a, approve: when-prepared, shared: all-ready}]", "rules[0].shared: all-ready needs the table in which VMs report that they are ready: add fleet"),
         (FLEET + "rules: [{name: a, approve: immediately, shared: all-ready}]", "rules[0].shared: all-ready waits for all VMs, and approve: immediately for none: use when-prepared"),
         ("\nvm: {name: ''}", "vm.name: expected a text; got an empty one"),
         ("\nvm: {aliases: [a, '']}", "vm.aliases[1]: expected a text; got an empty one"),
@@ -158,7 +158,7 @@ def test_a_wrong_table_does_not_make_the_rules_wrong() -> None:
     [
         ("fleet: {table: 'https://a.example/abc'}", "fleet: does nothing: it has no max_events, and no rule has shared: all-ready"),
         (FLEET + "rules: [{name: a, shared: all-ready}]", "rules[0].shared: does nothing with approve: never: use when-prepared"),
-        (f"{FLEET[:-2]}, members: ['wbe_*']}}\nvm: {{name: web_0}}", "fleet.members: members does not match this VM, web_0: all VMs are awaited"),
+        (f"{FLEET[:-2]}, members: ['wbe_*']}}\nvm: {{name: web_0}}", "fleet.members: members does not match this VM, web_0: all VMs are waited for"),
     ],
 )  # fmt: skip
 def test_what_a_fleet_does_not_do_is_a_warning(text: str, warning: str) -> None:
@@ -262,7 +262,7 @@ def test_what_is_wrong_is_told_in_the_first_round_and_with_a_way_out_that_works(
 def test_a_rule_that_can_never_match_is_a_warning(wide: str, narrow: str) -> None:
     text = f"rules:\n  - {{name: a, when: {wide}}}\n  - {{name: b, when: {narrow}}}\n"
     assert warnings(text) == [
-        "policy.yaml:3: rules[1]: never matches: rule a above takes every event that it could take"
+        "policy.yaml:3: rules[1]: never matches: rule a above matches every event that this rule matches"
     ]
 
 
@@ -438,7 +438,7 @@ def test_many_rules_are_compared_with_few_others(monkeypatch: pytest.MonkeyPatch
     timed = [f"  - {{name: t{index}, when: {{duration_below: {index + 1}s}}}}" for index in reversed(range(1000))]
     last = "  - {name: last, when: {type: Freeze}}"
     text = "\n".join(["rules:", *named, *timed[::-1], "  - {name: all}", last])
-    takes_all = "never matches: rule all above takes every event that it could take"
+    takes_all = "never matches: rule all above matches every event that this rule matches"
     assert warnings(text) == [f"policy.yaml:2003: rules[2001]: {takes_all}"]
     assert compared < 2000 * 70
 
@@ -490,5 +490,5 @@ def test_a_rule_for_every_type_does_not_hide_a_rule_for_recommendations() -> Non
     )
     twice = "rules: [{name: one, when: {type: [Preempt, SpotRebalanceRecommendation]}}, {name: two, when: {type: SpotRebalanceRecommendation}}]"
     assert warnings(twice) == [
-        "policy.yaml:1: rules[1]: never matches: rule one above takes every event that it could take"
+        "policy.yaml:1: rules[1]: never matches: rule one above matches every event that this rule matches"
     ]

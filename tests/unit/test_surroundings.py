@@ -1,4 +1,4 @@
-"""Other agents that approve events, and disks that do not last, told from trees as real machines have them."""
+"""Finds other agents that approve events, and disks that do not last, in trees as real machines have them."""
 
 import sys
 from pathlib import Path

@@ -42,7 +42,7 @@ class Outer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Strict(msgspec.Struct, frozen=True):
-    """Refuses odd numbers."""
+    """Rejects odd numbers."""
 
     number: int
 

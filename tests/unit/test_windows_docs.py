@@ -37,7 +37,7 @@ def test_the_page_names_source_log_and_sizes_as_they_are() -> None:
     assert f"source `{permissions.SERVICE}`" in TEXT
     assert rf"%ProgramData%\ScheduledEventsAgent\logs\{event_log.LOG_FILE}" in TEXT
     assert (event_log.MAX_LOG_BYTES, event_log.LOG_FILES) == (10_000_000, 5)
-    assert "set aside at 10 MB, and four older ones are kept" in TEXT
+    assert "renamed at 10 MB, and four older ones are kept" in TEXT
     assert f"labelled `{files._TEMPORARY_LABEL}`" in TEXT
 
 

@@ -1,4 +1,4 @@
-"""What the Event Log shows of a log entry."""
+"""A log entry as the Event Log shows it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the SCM would be told of the service, and what it would keep; the SCM itself is under tests/system."""
+"""Reports of the service to the SCM, and the states that it keeps; the SCM itself is under tests/system."""
 
 import contextlib
 import re
@@ -35,7 +35,7 @@ PATIENCE = 10.0
 
 
 class Agent:
-    """Notes what it is told to do, and runs until it is told to stop, and may."""
+    """Notes its commands, and runs until it is stopped and may end."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -58,7 +58,7 @@ class Agent:
 
 
 class Manager:
-    """The SCM: takes what it is told, and waits for it."""
+    """The SCM: accepts the states that the service reports, and waits for it."""
 
     def __init__(self, crash_file: TextIO, work: Callable[[Service], int]) -> None:
         self.told: list[Status] = []
@@ -90,7 +90,7 @@ class Manager:
         return self.exit_code
 
     def states(self) -> list[Status]:
-        """What it was told, without the signs of progress."""
+        """The states that the service reported, without the signs of progress."""
         return [status for status in self.told if status.checkpoint <= 1]
 
 
@@ -422,7 +422,7 @@ def test_it_keeps_few_privileges(account: str, privileges: list[str]) -> None:
         (1060, "the service is not installed: use `scheduled-events-agent service install`"),
         (1062, "the service does not run: use `scheduled-events-agent service start`"),
         (1061, "the service is starting or stopping: try again when `service status` says running"),
-        (9, "the service control manager refuses: Why. (9)"),
+        (9, "the service control manager reports an error: Why. (9)"),
     ],
 )
 def test_what_the_scm_refuses_is_told_with_the_way_out(code: int, text: str) -> None:
@@ -453,4 +453,4 @@ def test_the_help_tells_that_the_service_itself_is_started_by_windows(capsys: py
     with pytest.raises(SystemExit):
         main(["service", "host", "--help"])
     text = capsys.readouterr().out
-    assert "The service itself, which Windows' service control manager starts." in " ".join(text.split())
+    assert "Run as the service (for Windows' service control manager only)." in " ".join(text.split())

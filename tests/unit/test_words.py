@@ -1,4 +1,4 @@
-"""What the agent is at, in words: the same for the terminal, the page and the service manager."""
+"""Text for people about the agent's state: the same for the terminal, the page and the service manager."""
 
 from datetime import timedelta
 from typing import get_args
@@ -22,7 +22,7 @@ from scheduled_events_agent.status.messages import (
 )
 from scheduled_events_agent.workflow import Approval, Note, Progress, Step, WaitKind, Waits
 
-OBSERVED = {"rule": None, "reason": "no rule takes it: observe", "approve": "never", "prepare": ()}
+OBSERVED = {"rule": None, "reason": "no rule matches it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
 UNRECOVERED = a_workflow(
     event={"id": "failed"}, phase="recovery_failed", is_over=True, waits_for="hook resume: exit code 3"

@@ -244,7 +244,7 @@ def test_an_event_is_prepared_for_approved_and_recovered() -> None:
     assert is_ready(agent.board)
     assert agent.journal == [
         "seen: Reboot Scheduled, from Platform, for vm_1, not before 2026-03-02T12:15:00Z (899s)",
-        "decided: rule impactful takes it: affects self",
+        "decided: rule impactful matches it: affects self",
         "preparing: preparation begins: drain, checkpoint",
         "hook_started: hook drain starts",
         "hook_finished: hook drain: succeeded",
@@ -252,7 +252,7 @@ def test_an_event_is_prepared_for_approved_and_recovered() -> None:
         "hook_finished: hook checkpoint: succeeded",
         "prepared: preparation is done",
         "approving: rule impactful: its preparation is done",
-        "approved: Azure has taken the approval",
+        "approved: Azure has accepted the approval",
         "changed: status Scheduled -> Started",
         "started: has started (approved)",
         "missing: is not in the document; over, if the next answer lacks it too",
@@ -299,7 +299,7 @@ def test_a_rule_that_never_approves_prepares_and_leaves_the_rest_to_not_before()
     assert agent.ends("drain") == []
     assert agent.phase == "held"
     assert agent.journal[-1] == (
-        "held: held, Azure starts it at 12:15:00 UTC: approve is never (rule impactful takes it: affects self)"
+        "held: held, Azure starts it at 12:15:00 UTC: approve is never (rule impactful matches it: affects self)"
     )
     assert agent.document() == ["A: recover resume"]
 
@@ -860,7 +860,7 @@ def test_the_end_of_an_old_appearance_does_not_hide_the_new_one() -> None:
     assert [workflow.event.description for workflow in agent.all_of("A")] == ["", "changed"]
 
 
-# --- Deciding anew.
+# --- A new decision.
 
 
 def test_a_change_that_brings_another_rule_is_decided_anew() -> None:
@@ -900,7 +900,7 @@ def test_what_was_prepared_is_undone_by_the_rule_that_prepared_it() -> None:
     agent.document(an_event())
     assert agent.reload() == []
     assert agent.ends("drain") == []
-    waits_for = "approve is never (rule impactful began it; now no rule takes it: observe)"
+    waits_for = "approve is never (rule impactful began it; now no rule matches it: observe)"
     assert (agent.phase, agent.waits_for()) == ("held", waits_for)
     assert agent.document() == ["A: recover resume"]
 
@@ -948,7 +948,7 @@ def test_an_approved_event_is_not_called_held_when_preparing_for_more_fails() ->
     assert agent.phase == "approved"
     assert not [note for note in agent.journal if note.startswith("held")]
     assert (
-        "prepared: preparation failed (hook drain: exit code 1), and Azure has taken the approval already"
+        "prepared: preparation failed (hook drain: exit code 1), and Azure has accepted the approval already"
         in agent.journal
     )
 
@@ -983,7 +983,7 @@ def test_a_hook_that_the_policy_has_lost_does_not_stop_those_of_the_new_rule(
         agent.restart(document=False)
     rule, hooks = a_rule(prepare=("drain", "save")), ("drain", "save", "resume")
     effects = agent.reload(rule, hooks=hooks)
-    assert agent.journal[-1] == "decided: rule impactful takes it: affects self; no hook any more: checkpoint"
+    assert agent.journal[-1] == "decided: rule impactful matches it: affects self; no hook any more: checkpoint"
     effects += agent.document(an_event()) if has_restarted else agent.ends("drain")
     assert effects == ["A: prepare save"]
     assert agent.ends("save") == ["A: approve A"]
@@ -1400,7 +1400,7 @@ def test_an_operator_changes_nothing_once_the_event_has_started_or_is_over(actio
     assert agent.board == {}
 
 
-# --- Doubt.
+# --- The state was lost.
 
 
 @pytest.mark.parametrize("kind", ["LiveMigration", ""])
@@ -1529,7 +1529,7 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
         ),
         (
             {"recover": (), "approve": "never", "lead": 900.0},
-            "now run drain, then not approve it (approve is never (rule impactful takes it: affects self))",
+            "now run drain, then not approve it (approve is never (rule impactful matches it: affects self))",
         ),
         ({"recover": (), "lead": 60.0}, "at 2026-03-02T12:14:00Z (lead 1m) run drain, then approve it"),
     ],
@@ -1746,7 +1746,7 @@ def test_a_step_that_the_table_does_not_allow_is_a_fault(monkeypatch: pytest.Mon
     agent.may_fail = True
     assert agent.document(an_event()) == []
     ((_, fault),) = agent.last.faults
-    assert str(fault) == "waiting -> preparing is no step in the life of an event"
+    assert str(fault) == "waiting -> preparing is not an allowed transition"
     assert agent.phase == "waiting"
 
 
@@ -1793,7 +1793,7 @@ def test_workflows_that_do_not_come_to_rest_are_a_fault(monkeypatch: pytest.Monk
     agent.may_fail = True
     agent.document(an_event())
     ((_, fault),) = agent.last.faults
-    assert str(fault) == "workflows do not come to rest: ['a@20260302T120001.000000Z']"
+    assert str(fault) == "workflows do not stop moving: ['a@20260302T120001.000000Z']"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""That only an operator can let an event be approved is noted once, when it becomes so."""
+"""An event that only an operator can let be approved is noted once, when it becomes so."""
 
 from typing import Any
 

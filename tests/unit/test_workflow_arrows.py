@@ -29,7 +29,7 @@ Arrows = set[tuple[Phase, Phase]]
 
 @pytest.fixture
 def arrows(monkeypatch: pytest.MonkeyPatch) -> Arrows:
-    """Those that are taken from now on."""
+    """Transitions that are made from now on."""
     taken: Arrows = set()
 
     def record(board: Board, signals: list[Signal], context: Context) -> Progression:

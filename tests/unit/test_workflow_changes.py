@@ -79,7 +79,7 @@ class Flight:
 
 @dataclass
 class Life:
-    """The world around the state machine, and the board that the machine has returned last."""
+    """The world around the state machine, and the open workflows that the machine has returned last."""
 
     seed: int
     context: Context = field(init=False)
@@ -431,7 +431,7 @@ def is_never_needed(*_: object) -> bool:
         ("sorted", recovers_first, "undoes what|canceled in the moment"),
         ("share_hooks", is_never_needed, "undoes what"),
         ("_may_prepare_more", is_never_needed, "is approved without"),
-        ("_start", starts_nothing, "bugs: .* is no step in the life of an event"),
+        ("_start", starts_nothing, "bugs: .* is not an allowed transition"),
     ],
 )
 def test_a_machine_that_is_wrong_is_found(

@@ -37,7 +37,7 @@ FULL = FleetEventStatus(workflow_id=workflow_id("a", START), position=1, ahead=(
 
 
 class Life:
-    """One VM's board, moved by signals and by what its fleet tells."""
+    """One VM's open workflows, changed by signals and by updates from its fleet."""
 
     def __init__(self, fleet: FleetView | None, event: Any = None, **rule: Any) -> None:
         rules = (a_rule(**{"prepare": ("drain",), "shared": "all-ready", **rule}),)
@@ -457,7 +457,8 @@ def test_members_that_do_not_match_this_vm_are_read_as_all() -> None:
     view = FleetState(lambda _: None).view(settings, ("web_0",), 0.0)
     assert view is not None
     assert view.members == ("*",)
-    assert settings.fleet.members_fault(("web_0",)) == "members does not match this VM, web_0: all VMs are awaited"
+    fault = settings.fleet.members_fault(("web_0",))
+    assert fault == "members does not match this VM, web_0: all VMs are waited for"
     assert settings.fleet.members_for(("_WBE_7",)) == ("wbe_*",)
     assert settings.fleet.members_for(()) == ("wbe_*",), "nothing is known yet"
 
@@ -495,7 +496,7 @@ def test_an_event_that_is_back_and_prepared_for_again_is_ready_while_its_first_r
 
 
 def test_an_event_that_comes_back_is_seen_anew() -> None:
-    """What others said before it came back may be about what they have recovered from since."""
+    """Reports of others before it came back may be about what they have recovered from since."""
     published: list[tuple[FleetRequest, ...]] = []
     state = FleetState(published.append)
     life = Life(READY)

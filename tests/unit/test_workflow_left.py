@@ -28,14 +28,14 @@ def test_two_answers_that_name_other_vms_end_it(first: object) -> None:
     phase = agent.phase
     assert agent.answer_once(ELSEWHERE) == []
     assert agent.phase == phase
-    assert agent.waits_for() == "it is not in the last document, and the next one tells if it is over"
+    assert agent.waits_for() == "it is not in the last document, and the next one shows whether it is over"
     assert agent.answer_once(ELSEWHERE) == ["A: recover resume"]
     assert agent.of().outcome == "canceled"
     assert agent.answer_once(ELSEWHERE) == []
     agent.ends("resume")
     assert agent.board == {}
     assert [line for line in agent.journal if "VM" in line][-2:] == [
-        "missing: does not name this VM any more; over for it, if the next answer says so too",
+        "missing: does not name this VM any more; over for it, if the next answer does not name it either",
         "gone: names only other VMs now (canceled)",
     ]
 

@@ -1,4 +1,4 @@
-"""The reason why an event waits is the one that holds now, and the one that can be mended comes first."""
+"""The reason why an event waits is the one that holds now, and one that an operator can change comes first."""
 
 from datetime import timedelta
 
@@ -84,10 +84,10 @@ def test_rule_and_reason_name_the_same_rule_when_a_reload_renames_it() -> None:
     agent.ends("drain")
     agent.reload(a_rule(name="new", prepare=("drain",), approve="never", lead=DAY))
     decision = agent.of().decision
-    assert (decision.rule, decision.reason) == ("old", "rule old began it; now rule new takes it: affects self")
+    assert (decision.rule, decision.reason) == ("old", "rule old began it; now rule new matches it: affects self")
     assert agent.waits_for() == f"approve is never ({decision.reason})"
     for _ in range(2):  # it does not grow
         agent.reload(a_rule(name="old", prepare=("drain",), approve="manual", lead=DAY))
-        assert agent.of().decision.reason == "rule old takes it: affects self"
+        assert agent.of().decision.reason == "rule old matches it: affects self"
         agent.reload()
-        assert agent.of().decision.reason == "rule old began it; now no rule takes it: observe"
+        assert agent.of().decision.reason == "rule old began it; now no rule matches it: observe"

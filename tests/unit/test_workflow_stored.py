@@ -32,7 +32,7 @@ STORED: dict[str, Any] = {
         "resource_type": "", "received_id": "", "id_fault": "", "is_ambiguous": False,
     },
     "decision": {
-        "rule": "impactful", "reason": "rule impactful takes it: affects self", "affects": "self",
+        "rule": "impactful", "reason": "rule impactful matches it: affects self", "affects": "self",
         "prepare": ["drain", "checkpoint"], "on_start": [], "recover": ["resume", "load"], "drain_for": 0.0,
         "approve": "when-prepared", "on_failure": "hold", "shared": "hold", "may_speak": True, "speaks_after": 0.0,
         "on_early_start": "cancel", "lead": None, "window_name": None, "window": None,

@@ -32,10 +32,10 @@ undoes the same, it is the same appearance. A scheduled event that names only ot
 over so, it is another appearance if it names this VM again.
 
 From every state a fair world (hooks succeed, Azure answers, events end, an operator retries what has failed to
-recover) must lead to an empty board.
+recover) must lead to no open workflow.
 
 A crash is a step of its own and loses whatever is in flight. For the agent that is one and the same: whether
-the effects of the last step were never performed, or were, without their end being told; and a crash before
+the effects of the last step were never performed, or were, without their end being reported; and a crash before
 the step was on disk is a crash in the state before it. What is on disk goes through JSON, as in the store.
 """
 
@@ -98,7 +98,7 @@ BOOTS = ("first boot", "second boot")
 
 @dataclass(frozen=True)
 class Script:
-    """What the world may do, and the rule for each event."""
+    """The changes that the world may make, and the rule for each event."""
 
     rules: dict[str, Rule]
     crashes: int = 2
@@ -147,7 +147,7 @@ class Flight:
 
 @dataclass
 class World:
-    """Everything outside the state machine, and the board that the machine has returned last."""
+    """Everything outside the state machine, and the open workflows that the machine has returned last."""
 
     script: Script
     board: dict[str, Workflow] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class World:
             yield from (f"{name} retry", f"{name} resolve")
 
     def unrecovered(self) -> list[str]:
-        """The appearances that wait for an operator to put their recovery right."""
+        """The appearances that wait for an operator to repair their recovery."""
         return [self.names[key] for key, workflow in self.board.items() if workflow.phase == "recovery_failed"]
 
     def _may_expire(self, name: str) -> bool:
@@ -455,7 +455,7 @@ class World:
             self._expect_prompt_preparation(event)
 
     def _begin_bare(self, event: str) -> None:
-        """A drain, or the promise of a recovery alone, begins without a hook that tells of it."""
+        """A drain, or the promise of a recovery alone, begins without a hook that reports it."""
         rule, name = self.script.rule(event), self.present(event)
         is_bare = bool(rule.drain_for or not rule.prepare)
         is_to_start = self.truth.get(event) == "Scheduled" and name not in self.started and not self.is_over(name)
@@ -585,7 +585,7 @@ class World:
             self.expect(is_needed == is_told, f"(14) an approval by an operator is needed: {is_needed}")
 
     def _remembered(self) -> dict[str, RememberedEvent]:
-        """What the store would have, by the event's key."""
+        """The workflows that the store would have, by the event's key."""
         over = {name[0] for name in self.expired if not self.is_gone(name)}
         held = RememberedEvent(reason="hold", at=self.now, last_seen_at=self.now)
         reasons = dict.fromkeys(self.held, held) | dict.fromkeys(over, replaced(held, reason="expired"))
@@ -621,7 +621,7 @@ class World:
         if self.is_gone(name):
             self.expired -= {name}
         self.failed.pop(name, None)
-        self.posts.pop(name, None)  # its answer finds nobody any more
+        self.posts.pop(name, None)  # no process waits for its answer any more
         self.words.pop(name, None)
         self.scheduled_boot.pop(name, None)
 
@@ -718,7 +718,7 @@ class World:
     # --- The end.
 
     def fair_choice(self) -> str | None:
-        """What a world without mishaps does next; None when all is over."""
+        """The next change in a world without mishaps; None when all is over."""
         if self.is_blind:
             return "first document"
         if self.missing:
@@ -753,7 +753,7 @@ Endings = dict[tuple[Any, ...], Ending]
 
 
 def ending(world: World, endings: Endings) -> Ending:
-    """What comes of ``world`` if all is fair; a state that was driven to its end before is not driven again."""
+    """How ``world`` ends if all is fair; a state that was driven to its end before is not driven again."""
     path: list[tuple[tuple[Any, ...], Ending]] = []
     while True:
         key = (*world.key(), world.story[-2:].count("time passes"))
@@ -794,7 +794,7 @@ def walk(script: Script) -> int:
                     world.is_gone(name) or name in world.started or not world.may_approve(name)
                     for name in world.posts
                 ) or any(stage == "prepare" and world.words.get(name) == "hold" for name, stage in world.flights)
-                # What a crash has cut off is not done again for an event that is missing.
+                # Work that a crash has cut off is not done again for an event that is missing.
                 if choice == "crash" and not is_late and not world.missing:
                     undisturbed = ending(world, endings)
                     differs = end ^ undisturbed
@@ -1143,7 +1143,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "anybody speaks for all": (
         _never_asked("speaker_gate"), "(1", Script({"A": a_rule()}, resources=SHARED),
     ),
-    "no doubt": (_never_asked("doubt_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
+    "lost state": (_never_asked("doubt_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
     "recovery ignores other events": ({"share_hooks": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
     "recovery beside the last prepare hook": (
         {"still_needs_preparation": lambda workflow: not workflow.is_over}, "(4)",
@@ -1203,7 +1203,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         {"explain": lambda workflow, waits, context: REAL["explain"](workflow, waits or workflow.waits, context)},
         "(12)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),
-    "an approval that is needed is told for ever": (
+    "an approval that is needed is noted for ever": (
         {"why_approval_needed": lambda workflow, context: REAL["why_approval_needed"](
             replaced(workflow, operator_action=""), context
         )},

@@ -20,21 +20,21 @@ from scheduled_events_agent.cli.output import READER_GONE, guarded
 # adds the command's options and sets ``handler``: a function of the parsed arguments that returns the exit code.
 _COMMANDS = {
     "run": ("run", "run the agent until it is stopped"),
-    "check": ("check", "is the policy file right?"),
-    "explain": ("explain", "which rule takes each event, why, and what happens when"),
+    "check": ("check", "check the policy file, and show its rules"),
+    "explain": ("explain", "show which rule matches each event, why, and what happens when"),
     "approve": ("operator", "approve the event, whatever the policy says"),
     "hold": ("operator", "begin no drain and no hook for the event, and do not approve it"),
-    "release": ("operator", "take approve or hold back: the policy decides again"),
+    "release": ("operator", "undo approve or hold: the policy decides again"),
     "retry": ("operator", "run the hook that failed again, and then the rest"),
-    "resolve": ("operator", "the recovery was done by hand: close the event; or end a recommendation"),
-    "status": ("status", "what the agent does now, and why"),
-    "history": ("history", "what was done about which event, and how it ended"),
+    "resolve": ("operator", "close an event whose recovery was done manually; or end a recommendation"),
+    "status": ("status", "show what the agent does now, and why"),
+    "history": ("history", "show what was done about each event, and how it ended"),
     "notify": ("notify", "send a test to the services that are notified of events"),
-    "fleet": ("fleet", "slots and readiness of the VMs that act together; release frees the slot of silent VMs"),
-    "doctor": ("doctor", "would the agent do its work on this machine?"),
+    "fleet": ("fleet", "show slots and readiness of the group's VMs; release frees the slot of silent VMs"),
+    "doctor": ("doctor", "check whether the agent can do its work on this machine"),
     "simulate": ("simulate", "serve a simulated Scheduled Events endpoint"),
     "demo": ("demo", "watch the agent handle five events of a simulated Azure"),
-    "service": ("service", "the agent as a Windows service: install, remove, start, stop, status, reload"),
+    "service": ("service", "control the agent as a Windows service: install, remove, start, stop, status, reload"),
     "completion": ("completion", "print a script that makes a shell complete these commands"),
 }
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    is_process = argv is None  # its modules are no garbage, and to look for some takes a tenth of the start
+    is_process = argv is None  # its modules are no garbage: without a collection it starts a tenth faster
     if is_process:
         gc.disable()
     arguments = _parse(sys.argv[1:] if argv is None else argv)
@@ -88,7 +88,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Ends the process with exit code 2, usage and a hint if the words are none of a command."""
+    """Ends the process with exit code 2, usage and a hint if the word is no command."""
     word = words[0] if words else ""
     parser = build_parser(word)
     if word and not word.startswith("-") and word not in _COMMANDS:
@@ -101,7 +101,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports what it does not know with the usage of the command at hand, not with that of the program."""
+    """Reports unknown arguments with the usage of their command, not with that of the program."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = super().parse_known_args(args, namespace)
@@ -129,7 +129,8 @@ def exit_code(error: AgentError) -> int:
 def build_parser(word: str | None = None) -> argparse.ArgumentParser:
     """The grammar of the command line: all of it, or what is needed if its first word is known.
 
-    That is the command alone; for any other word all commands, without their options. So each starts quickly.
+    For a command, that is this command alone. For any other word, it is all commands, without their options. So
+    each command starts quickly.
     """
     parser = _Parser(
         prog="scheduled-events-agent",
@@ -152,7 +153,7 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
 
 
 def _shown_commands() -> list[str]:
-    """Those that the help lists: all that have a use here."""
+    """The commands that the help lists: all that can be used on this system."""
     from scheduled_events_agent import host  # noqa: PLC0415  # most commands need not wait for it here
 
     return [name for name in _COMMANDS if name != "service" or host.has_service_command()]

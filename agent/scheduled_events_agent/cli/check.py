@@ -1,4 +1,4 @@
-"""``check``: is the policy file right, and what does it say?"""
+"""``check``: checks the policy file, and shows its rules in words."""
 
 import argparse
 import sys
@@ -34,12 +34,12 @@ _ASK_SECONDS = 2.0
 
 
 class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``check --json`` prints."""
+    """The output of ``check --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
     file: str
-    """Empty if it cannot be read, as is the hash."""
+    """Path of the file; empty if it cannot be read. The hash is empty then too."""
     hash: str
     valid: bool
     problems: tuple[str, ...]
@@ -48,14 +48,14 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``check``."""
-    parser.description = "Checks the policy file and tells what it says. Exit code 0: valid; 2: not valid."
+    parser.description = "Checks the policy file and shows its rules in words. Exit code 0: valid; 2: not valid."
     parser.add_argument("file", nargs="?", metavar="FILE", help="the policy file; the same as --config FILE")
     add_config_option(parser)
-    parser.add_argument("--strict", action="store_true", help="take warnings for errors: exit code 2")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors: exit code 2")
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="look at nothing but the policy file: at no hook, secret, certificate, account or permission",
+        help="check only the policy file: no hook, secret, certificate, account or permission",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of policy files, for editors")
@@ -99,18 +99,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 class _Report(NamedTuple):
-    """What is wrong with a policy file."""
+    """The errors and warnings of a policy file."""
 
     loaded: Loaded | None
     """None if the file cannot be read."""
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
     lines: tuple[str, ...]
-    """Both, for people, in the order of the file."""
+    """Errors and warnings, for people, in the order of the file."""
 
 
 def _examine(config: str | None, *, is_alone: bool) -> _Report:
-    """``is_alone``: look at nothing but the policy file."""
+    """Check a policy file. ``is_alone``: check nothing but the file itself."""
     try:
         inspected = inspect_policy(find_config(config))
     except ConfigError as error:
@@ -144,7 +144,7 @@ def load_checked(config: str | None) -> Loaded:
 
 
 def _look_around(loaded: Loaded) -> Iterator[Finding]:
-    """What this machine, the services that are to be notified and the fleet's table say about the policy."""
+    """Findings about the policy, from this machine, the targets of notifications and the fleet's table."""
     settings = loaded.settings
     yield from check_machine(loaded, is_root=host.is_privileged())
     yield from _fleet_errors(settings)
@@ -191,14 +191,14 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
         what = "names no rules" if loaded.parsed.lines else "is empty"
         yield f"The file {what}: the built-in rules are in force."
-    yield "The first rule that matches takes the event:"
+    yield "The first rule that matches an event applies:"
     for rule in settings.rules:
         yield ""
         yield from terminal.line(rule.name, "bold")
         when = Row("when", _when_in_words(rule.when))
         yield from terminal.rows([when, *plan_rows(_plan_of(rule, settings))])
     yield ""
-    yield from terminal.line("Any other event is observed: logged and counted, nothing more.")
+    yield from terminal.line("Any other event is only observed: logged and counted.")
     if any(rule.shared is None and _may_approve_for_others(rule) for rule in settings.rules):
         yield from terminal.line(_SEVERAL_VMS)
     imds = settings.imds
@@ -307,7 +307,7 @@ def _late_in_words(rule: Rule, settings: Settings) -> str:
 
 
 def _limits_in_words(rule: Rule, settings: Settings) -> str:
-    """What the notice that Azure promises leaves to the hooks of ``prepare``; "" if that is enough."""
+    """The time that Azure's promised notice leaves for the hooks of ``prepare``; "" if that is enough."""
     limits = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
     types_by_time: dict[float, list[str]] = {}
     for time in promised_times(rule, settings.hooks, settings.agent.reserve):
@@ -321,12 +321,12 @@ def _limits_in_words(rule: Rule, settings: Settings) -> str:
 
 
 def _may_approve_for_others(rule: Rule) -> bool:
-    """Whether it approves by itself, and takes events that name this VM and others."""
+    """Whether the rule approves by itself, and matches events that name this VM and others."""
     return rule.approve in ("immediately", "when-prepared") and bool({"self", "shared"} & set(rule.when.affects))
 
 
 def _several_vms_in_words(rule: Rule, settings: Settings) -> str:
-    """What differs if the event names other VMs too; "" if it is what the sentence for all rules says."""
+    """The difference for events that name other VMs too; "" if the sentence for all rules covers it."""
     if not _may_approve_for_others(rule):
         return ""
     is_prepared = bool(rule.prepare or rule.drain_for)

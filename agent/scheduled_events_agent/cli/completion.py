@@ -20,7 +20,7 @@ _PLAIN_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
 class _Shells(tuple[str, ...]):
-    """The shells; ``ids``, which the scripts ask for, is taken too, and not listed."""
+    """The shells. ``ids``, which the scripts use, is accepted too, but not listed."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def hinted_parser() -> argparse.ArgumentParser:
-    """The grammar, with what completes each value, which shtab finds at the actions. Raises ImportError."""
+    """The grammar, with a completer at each action, where shtab looks for it. Raises ImportError."""
     shtab = importlib.import_module("shtab")  # an extra
     ids = shtab.cmd(_IDS)
     ids["zsh"] = "_scheduled_events_agent_ids"  # shtab's own would ask once, when the script is read
@@ -63,7 +63,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _print_ids() -> int:
-    """The ids of pending events, each on a line. In silence: a shell completes a command line just now."""
+    """Print the ids of pending events, one on a line. No error is shown: the user is typing a command line."""
     default = argparse.Namespace(state_dir=None, config=None)
     try:
         with closing(Store.look_into(find_state_dir(default, report=lambda _: None))) as store:

@@ -55,15 +55,15 @@ time.sleep({"drain": 1.0, "checkpoint": 1.5, "resume": 0.2}[name])
 
 
 class _Scene(NamedTuple):
-    """One event, and how it must end."""
+    """One event, and its expected end."""
 
     title: str
     type: str
     plan: dict[str, Any]
-    """As ``Simulator.schedule`` takes it."""
+    """Arguments of ``Simulator.schedule``."""
     rule: str
     hooks: tuple[str, ...]
-    """``name: outcome``, in order."""
+    """The expected hooks, as ``name: outcome``, in order."""
     is_approved: bool = True
 
 
@@ -77,14 +77,14 @@ _SCENES = (
         hooks=(),
     ),
     _Scene(
-        "Azure wants to pause it for 5 seconds: short enough, approved at once",
+        "Azure pauses the VM for 5 seconds: short enough, approved at once",
         "Freeze",
         {**_SOON, "duration_seconds": 5},
         rule="short-freeze",
         hooks=(),
     ),
     _Scene(
-        "Azure wants to reboot the host: drain, approve, wait for the end, put back in service",
+        "Azure reboots the host: drain, approve, wait for the end, put back in service",
         "Reboot",
         _SOON,
         rule="impactful",
@@ -132,7 +132,7 @@ class _Shown:
             self._changed.notify_all()
 
     def wait_for(self, message: str, event_id: str, seconds: float) -> bool:
-        """Whether it is in the agent's log by then."""
+        """Wait for a message in the agent's log; False if the time is up."""
         with self._changed:
             return self._changed.wait_for(lambda: (message, event_id) in self._logged, seconds)
 
@@ -158,7 +158,7 @@ class _ShownAgent:
     """The agent, as a process whose log is shown."""
 
     def __init__(self, config: Path, state_dir: Path, shown: _Shown) -> None:
-        # As this program was, wherever its modules were found: by -m, a script of pip's, a package's launcher.
+        # Start it as this program was started: with -m, a script of pip's, or a package's launcher.
         this_program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
         command = [*this_program, "run", "--config", str(config), "--state-dir", str(state_dir)]
         self._shown = shown
@@ -171,7 +171,7 @@ class _ShownAgent:
 
     def __exit__(self, kind: object, *_: object) -> None:
         code = self._process.poll()
-        self._process.terminate()  # on Windows that is a kill, which the agent takes as well
+        self._process.terminate()  # on Windows that is a kill, which does the agent no harm
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -260,14 +260,14 @@ def _write_files(directory: Path, endpoint: str) -> Path:
 
 
 class _End(NamedTuple):
-    """How an event ended."""
+    """The result of one event."""
 
     is_right: bool
     row: tuple[Cell, ...]
 
 
 def _end_of(scene: _Scene, event: SimulatedEvent, history: History | None) -> _End:
-    """What Azure and the agent's history say of the event, and whether that is as the scene has it."""
+    """The result of an event, from Azure and the agent's history, and whether it is as expected."""
     entries = history.entries if history else ()
     rule = history.workflow.decision.rule if history else None
     hooks = tuple(f"{entry.hook}: {entry.outcome}" for entry in entries if entry.kind == "hook_finished")

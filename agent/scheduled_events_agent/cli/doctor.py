@@ -1,6 +1,6 @@
-"""``doctor``: would the agent do its work on this machine, and if not, what helps?
+"""``doctor``: checks whether the agent can do its work on this machine, and says what to do.
 
-The one invariant: it approves nothing, runs no hook, and leaves the machine as it was.
+Invariant: it approves nothing, runs no hook, and changes nothing on the machine.
 """
 
 import argparse
@@ -65,17 +65,17 @@ _NEED_AN_ANSWER = ("name", "version", "events", "clock")
 _AS_AGENT = "run this as root, or as the agent's account"
 _DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
-_RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was taken"
+_RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was accepted"
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``doctor --json`` prints."""
+    """The output of ``doctor --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
     version: str
     ok: int
-    """How many findings are so."""
+    """The number of findings in each state."""
     warning: int
     failure: int
     skipped: int
@@ -130,7 +130,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         loaded = load_policy(path)
     except ConfigError as error:
         policy_error = error
-    # Without a valid policy, the rest is looked at with what the agent that runs says, else with the defaults.
+    # Without a valid policy, the other checks use the running agent's settings, or else the defaults.
     settings = loaded.settings if loaded is not None else Settings()
     if policy_error is not None and policy_error.state_dir:
         settings = replace(settings, agent=replace(settings.agent, state_dir=policy_error.state_dir))
@@ -178,16 +178,16 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 
 
 class _Agent(NamedTuple):
-    """Who runs with a state directory."""
+    """The agent that runs with a state directory, if there is one."""
 
     pid: str | None = None
     status: Status | str = ""
-    """Or why it did not answer."""
+    """The agent's status, or why it did not answer."""
     lock_fault: str = ""
-    """Why it is not known whether one runs."""
+    """Why it is not known whether an agent runs."""
 
     def options(self, in_force: CommandOptions) -> CommandOptions:
-        """Its own, if it answers."""
+        """The agent's own command-line options, if it answers."""
         return self.status.command_options if isinstance(self.status, Status) else in_force
 
 
@@ -275,7 +275,7 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
 
 
 def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | None) -> Iterator[Finding]:
-    """``account``: the service's, if it is not that of this process; so too below."""
+    """Warnings about the policy. ``account``: the service's account, if this process runs as another one."""
     may_look = account is None or host.is_privileged()
     found = tuple(preflight.check_machine(loaded, is_root=_is_root(account))) if may_look else ()
     of_pages = [finding for finding in found if finding.subject == "web"]
@@ -333,7 +333,7 @@ def _look_at_hooks(
 
 
 def _look_at_units(loaded: Loaded) -> Iterator[Finding]:
-    """The units that hooks stop and start, as the shipped hooks have them named in ``env``."""
+    """The units that hooks stop and start. The shipped hooks have their names in ``env``."""
     named = {
         f"hooks.{name}.env.{key}": unit
         for name, hook in loaded.settings.hooks.items()
@@ -372,7 +372,7 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
 
 
 def _look_at_secrets(account: str | None, *, is_loaded: bool) -> Iterator[Finding]:
-    """``is_loaded``: the service manager has loaded them for the service."""
+    """Whether hooks can read their secrets. ``is_loaded``: the service manager has loaded them for the service."""
     directory = processes.base_environment(None).get("CREDENTIALS_DIRECTORY")
     if is_loaded:
         yield ok("secrets", "systemd has loaded credentials for the service")
@@ -430,7 +430,11 @@ def _look_at_files(
 def _look_at_notifications(
     loaded: Loaded, status: Status | str, account: str | None, options: CommandOptions
 ) -> Iterator[Finding]:
-    """``account``: the service's, if it is not that of this process. ``status``: of the agent, if it answers."""
+    """Whether notifications work.
+
+    ``account``: the service's account, if this process runs as another one.
+    ``status``: the agent's status, if it answers.
+    """
     targets = loaded.settings.notify
     told = status.notify if isinstance(status, Status) else ()
     unusable: list[tuple[str, str]] = []
@@ -444,7 +448,7 @@ def _look_at_notifications(
 
 
 def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
-    """What of the target the account cannot use; each fault once."""
+    """Why the account cannot use the target; each reason once."""
     yield from dict.fromkeys(fault for _, fault in notifications.doubts([target]))
     if account is None:
         return
@@ -458,7 +462,7 @@ def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
 
 
 def _own_code_fault() -> str | None:
-    """Who could change what runs as the agent, and what to do. One fault is enough: there may be hundreds."""
+    """Which account could change the agent's code, and what to do. One is enough: there may be hundreds."""
     code = {Path(sys.argv[0]), Path(sys.executable), *Path(scheduled_events_agent.__file__).parent.rglob("*.py")}
     for module in tuple(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -493,7 +497,7 @@ def _look_at_fleet(settings: Settings, account: str | None) -> Finding:
 
 
 def _may_look_at(directory: Path) -> bool:
-    """Whether this account may see what is in it; so it may if nothing is there."""
+    """Whether this account may look into the directory. True if the directory does not exist."""
     try:
         with os.scandir(directory):
             return True
@@ -504,7 +508,7 @@ def _may_look_at(directory: Path) -> bool:
 
 
 def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> Finding:
-    """``is_in_use``: an agent runs with this directory."""
+    """Whether the state directory can be used. ``is_in_use``: an agent runs with it."""
     who = account or host.account_name()
     is_unknown = account is None and not host.is_privileged()
     try:

@@ -1,7 +1,7 @@
-"""What ``doctor`` makes of what it has seen: values in, findings out, and how findings are shown.
+"""The judgments of ``doctor``: observations in, findings out; and the text of findings.
 
-Does no I/O and reads no clock. The one invariant: a warning or a failure says what to do, and a check that was
-skipped says why.
+Does no I/O and reads no clock.
+Invariant: a warning or a failure says what to do, and a check that was skipped says why.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,17 +60,17 @@ UNMASK = "to run it: systemctl unmask scheduled-events-agent, then systemctl ena
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check has found."""
+    """The result of one check."""
 
     check: str
     state: State
     finding: str
     advice: str = ""
-    """What to do; empty if there is nothing to be done."""
+    """A hint what to do; empty if nothing needs to be done."""
 
 
 def ok(check: str, finding: str) -> Finding:
-    """All is well."""
+    """The check found no problem."""
     return Finding(check=check, state="ok", finding=finding)
 
 
@@ -80,7 +80,7 @@ def warning(check: str, finding: str, advice: str) -> Finding:
 
 
 def failure(check: str, finding: str, advice: str) -> Finding:
-    """The agent cannot do its work, or something undoes it."""
+    """The agent cannot do its work, or another program interferes with it."""
     return Finding(check=check, state="failure", finding=finding, advice=advice)
 
 
@@ -96,7 +96,7 @@ def waiting(checks: Iterable[str], needed: str) -> Iterator[Finding]:
 
 
 def hidden(check: str, account: str) -> Finding:
-    """This account may not look at what the check is about."""
+    """The check needs rights that this account does not have."""
     return skipped(check, f"cannot be checked by {account}: run as root")
 
 
@@ -121,12 +121,12 @@ def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
 
 
 def judge_no_answer(check: str, error: ImdsError) -> Finding:
-    """Of a request that failed."""
+    """The findings of a request that failed."""
     return failure(check, str(error), _ADVICE.get(error.kind, _SOMETHING_ELSE))
 
 
 def is_page(answer: Answer) -> bool:
-    """Whether it is for people to look at, as a proxy's page is."""
+    """Whether the answer is a web page, as from a proxy."""
     return "html" in answer.headers.get("content-type", "").lower() or answer.body.lstrip()[:1] == b"<"
 
 
@@ -148,7 +148,7 @@ def judge_directness(answers: Iterable[Answer]) -> Finding:
 
 
 def judge_version(best: BestAnswer[Answer]) -> Finding:
-    """In which api-version the document is answered."""
+    """Whether the document comes in the newest api-version that the policy needs."""
     if best.content.status != 200:
         return skipped("version", "waits for the check events")
     if best.error is None:
@@ -157,12 +157,12 @@ def judge_version(best: BestAnswer[Answer]) -> Finding:
         "version",
         f"{not_available(reason_of(best.error))}; the document comes in {best.version}",
         "register the feature Microsoft.Compute/SpotPlus for the subscription; without it rules for "
-        "SpotRebalanceRecommendation take nothing",
+        "SpotRebalanceRecommendation match nothing",
     )
 
 
 def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Finding:
-    """What the document holds, and whether Resources call this VM by one of ``names``."""
+    """The pending events of the document, and whether Resources call this VM by one of ``names``."""
     if answer.fault is not None:
         return judge_no_answer("events", answer.fault)
     if not answer.body:
@@ -211,7 +211,7 @@ def judge_name(vm: VmSettings, said: str) -> Finding:
 
 
 def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> Finding:
-    """This clock against the Date header, which tells whole seconds and is from between the two moments."""
+    """Compare this clock with the Date header, which has whole seconds and was written between the two moments."""
     try:
         said = parsedate_to_datetime(date or "")
     except ValueError:
@@ -244,9 +244,9 @@ def judge_notifications(
     told: Sequence[NotifiedTarget],
     options: CommandOptions,
 ) -> Iterator[Finding]:
-    """Whether targets hear of events. ``unusable``: a target's name, and what of it cannot be used here.
+    """Whether targets receive notifications. ``unusable``: names of targets, and why they cannot be used here.
 
-    ``told``: what a running agent says of them. ``options``: in force.
+    ``told``: the targets in a running agent's status. ``options``: the command-line options in force.
     """
     found = [*unusable]
     for target in told:
@@ -259,7 +259,7 @@ def judge_notifications(
         yield warning(
             "notifications",
             f"{name}: {text}",
-            f"put it right, and try it: {command(options, 'notify', 'test', quoted(name))}",
+            f"correct it, and try it: {command(options, 'notify', 'test', quoted(name))}",
         )
     if not found:
         well = f"{plural(len(names), 'target')}: nothing is known to be wrong"
@@ -310,9 +310,7 @@ def judge_disk(place: str, temporary: str | None, kind: str | None, free_bytes: 
         return failure("disk", f"{place} is in memory ({kind}), and gone after a reboot", elsewhere)
     free = f"{free_bytes / 1024**2:,.0f} MiB free"
     if free_bytes < _LEAST_FREE_BYTES:
-        return warning(
-            "disk", f"{place}: {free}", "make room: the agent does nothing that it cannot write down first"
-        )
+        return warning("disk", f"{place}: {free}", "make room: the agent does nothing that it cannot store first")
     if kind == "overlay":
         return warning(
             "disk",

@@ -1,7 +1,7 @@
-"""``explain``: which rule takes each event, why, and what happens when.
+"""``explain``: shows which rule matches each event, why, and what happens when.
 
-Owns the words for plans. The one invariant: a plan is not computed here but rehearsed with the agent's own state
-machine, from where the agent is with the event, so that what ``explain`` says is what ``run`` does.
+Invariant: a plan is not computed here. The agent's own state machine is rehearsed, from the event's present
+state in the agent. So ``explain`` shows what ``run`` does.
 """
 
 import argparse
@@ -73,7 +73,7 @@ _STAGES: tuple[Stage, ...] = ("prepare", "on_start", "recover")
 
 
 class PassedOver(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule above the one that took the event, and why it did not match."""
+    """A rule above the one that matched the event, and why it did not match."""
 
     rule: str
     reason: str
@@ -90,21 +90,21 @@ class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done about one event if every hook succeeds at once, and why."""
+    """The plan for one event if every hook succeeds at once, and the reasons."""
 
     event: ScheduledEvent
     workflow: ShownWorkflow | None
-    """What the agent knows of it; None if it does not follow the event, or was not asked."""
+    """The agent's workflow of the event; None if it does not follow the event, or was not asked."""
     decision: Decision
     passed_over: tuple[PassedOver, ...]
     begins_at: datetime | None
     """When preparation or approval begins or has begun; None if neither does."""
     begins_reason: str
-    """Why not at once; "" if at once, or if it has begun."""
+    """Why it does not begin at once; "" if it does, or has begun."""
     needs_slot: bool
-    """Whether it also waits for a slot of the fleet."""
+    """Whether the event also waits for a slot of the fleet."""
     drain_seconds: float
-    """How long it is not ready before the hooks run: less than ``drain_for`` if the notice is short."""
+    """How long the VM is not ready before the hooks run: less than ``drain_for`` if the notice is short."""
     prepare: tuple[str, ...]
     """The hooks of ``prepare`` that run now or later."""
     hooks_until: datetime | None
@@ -113,7 +113,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanations(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``explain --json`` prints."""
+    """The output of ``explain --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
@@ -131,9 +131,9 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``explain``."""
     parser.description = (
-        "Tells what is done about the events of a document, and why. Without DOCUMENT it asks the metadata "
-        "service and the agent, and says what this agent does; with DOCUMENT, --vm or --at it asks no agent, and "
-        "says what one would do that sees the events for the first time. Exit code 1: neither answers."
+        "Shows what is done about the events of a document, and why. Without DOCUMENT it asks the metadata "
+        "service and the agent, and shows what this agent does. With DOCUMENT, --vm or --at it asks no agent, and "
+        "shows what an agent would do that sees the events for the first time. Exit code 1: neither answers."
     )
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
@@ -142,15 +142,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DOCUMENT",
         help="a file with a document or a single event; - for standard input (default: ask the metadata service)",
     )
-    either.add_argument(
-        "--raw", action="store_true", help="print what the metadata service answers as it came, and nothing else"
-    )
+    either.add_argument("--raw", action="store_true", help="print only the metadata service's answer, unchanged")
     parser.add_argument("--vm", metavar="NAME", help="this VM's name in Resources (default: vm.name, or ask)")
     parser.add_argument(
         "--at",
         metavar="TIME",
         type=_time,
-        help="as if it were this time, such as 2022-04-11T22:12:00Z (default: now)",
+        help="assume this time, such as 2022-04-11T22:12:00Z (default: now)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_state_options(parser)
@@ -168,10 +166,10 @@ def _time(text: str) -> datetime:
 
 
 class _Life:
-    """How an event goes if every hook succeeds at once, until it would start."""
+    """A rehearsal of an event until it would start, in which every hook succeeds at once."""
 
     def __init__(self, event: ScheduledEvent, known: Workflow | None, context: Context) -> None:
-        """``known``: the event as the agent has it; None if it is first seen now."""
+        """``known``: the agent's workflow of the event; None if it is first seen now."""
         self.workflow = known if known is not None else _not_followed(event, context)
         self.context = context
         self.begins_at = known.begun_at if known is not None else None
@@ -181,7 +179,7 @@ class _Life:
         self.hooks_until: datetime | None = None
 
     def rehearse(self, signals: list[Signal], board: dict[str, Workflow]) -> None:
-        """Go on from there. ``context`` is that of the end."""
+        """Continue from these workflows. ``context`` is then that of the end."""
         while True:
             progression = proceed(board, signals, self.context)
             for _, fault in progression.faults:
@@ -214,7 +212,7 @@ class _Life:
             self.drain_seconds = (until - now).total_seconds()
 
     def run(self, workflow: Workflow, stage: Stage, hook: str, run: int) -> HookFinished:
-        """Have the hook succeed at once."""
+        """Let the hook succeed at once."""
         if stage == "prepare":
             self.prepare.append(hook)
             self.hooks_until = hook_deadline_at(workflow, stage, self.context.reserve, self.context.now)
@@ -222,23 +220,23 @@ class _Life:
 
 
 def _not_followed(event: ScheduledEvent, context: Context) -> Workflow:
-    """What there is to say of a recommendation whose type no rule names."""
+    """The explanation of a recommendation whose type no rule names."""
     now = context.now
     decision = decide(context.rules, context.windows, event, Facts(names=context.names, noticed_at=now))
     return Workflow(id="", event=event, decision=decision, first_seen_at=now, noticed_at=now, boot_id="")
 
 
 class _Assumed(NamedTuple):
-    """What is assumed of all events."""
+    """The assumptions for all events."""
 
     settings: Settings
     names: tuple[str, ...]
     now: datetime
     known_times: KnownTimes
-    """Of earlier runs of the hooks; without them, their time limits count."""
+    """Durations of earlier runs of the hooks; without them, their time limits count."""
     options: CommandOptions
     has_agent: bool = False
-    """Whether the agent runs, so that its decisions count; else what it has left is what one would start with."""
+    """Whether the agent runs and its decisions count. If not, an agent would start with the state file."""
     is_same_policy: bool = True
     """Whether the policy that the agent has in force is the one of ``settings``."""
 
@@ -291,7 +289,7 @@ def _context(event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -
 
 
 def _first_signals(life: _Life, event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -> list[Signal]:
-    """What has happened since the agent's last word; what is under way ends now."""
+    """The signals since the agent's last status. Hooks and requests that are under way end now."""
     if known is None:
         return [Seen(event)]
     if not assumed.has_agent:
@@ -357,15 +355,15 @@ class _Found(NamedTuple):
     received_at: datetime | None
     incarnation: str
     name: str
-    """This VM's; "" if it is not known."""
+    """This VM's name; "" if it is not known."""
     lines: tuple[str, ...] = ()
-    """What is said of it first."""
+    """Lines that are shown first."""
 
 
 def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsClient"]:
-    """What Azure says now, in the best api-version, and the client that has asked. Raises AgentError.
+    """Azure's present document, in the best api-version, and the client that asked for it. Raises AgentError.
 
-    ``is_first``: perhaps nothing has asked before on this VM. Then the answer may take minutes.
+    ``is_first``: this may be the first request on this VM. Then the answer may take minutes.
     """
     from scheduled_events_agent.imds.client import ImdsClient, connect  # noqa: PLC0415  # httpx: half of this command's start
 
@@ -387,7 +385,7 @@ def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsC
 
 
 def _rehearsal(arguments: argparse.Namespace, settings: Settings, state_dir: Path) -> _Found:
-    """The events of a document, of which no agent is asked. Raises AgentError."""
+    """The events of a document. No agent is asked about them. Raises AgentError."""
     name: str = arguments.vm or settings.vm.name or ""
     if arguments.document is not None:
         document = _read(arguments.document)
@@ -404,7 +402,7 @@ def _rehearsal(arguments: argparse.Namespace, settings: Settings, state_dir: Pat
 
 
 def _ask_agent(state_dir: Path, options: CommandOptions) -> tuple[Status | None, str]:
-    """What the agent knows, or has left in its state file; and why it does not answer, "" if it does."""
+    """The agent's status, or its state file; and why it does not answer, "" if it does."""
     try:
         status = load_status(state_dir, lambda: options)
     except StoreError as error:
@@ -415,7 +413,7 @@ def _ask_agent(state_dir: Path, options: CommandOptions) -> tuple[Status | None,
 
 
 def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found:
-    """The events of the endpoint with what the agent knows of them, or else the agent's. Raises AgentError."""
+    """The events of the endpoint with the agent's state of them, or else the agent's events. Raises AgentError."""
     if status is not None and status.endpoint is not None:
         settings = replace(settings, imds=replace(settings.imds, endpoint=status.endpoint))
     name = settings.vm.name or ""
@@ -504,7 +502,7 @@ def _assume(
 
 
 def _load_known_times(state_dir: Path) -> KnownTimes:
-    """What the agent of this machine knows of its hooks; nothing if that cannot be read."""
+    """Times of hooks that the agent of this machine has stored; nothing if they cannot be read."""
     try:
         with closing(Store.look_into(state_dir)) as store:
             return decode(store.load_fact("hook_times"))
@@ -544,7 +542,7 @@ def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
 
 
 def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
-    """What the agent does about the event."""
+    """The row about the agent's state of the event."""
     workflow = explanation.workflow
     has_agent = status.source == "agent"
     if workflow is None and explanation.decision.affects == "others" and explanation.decision.rule is None:

@@ -1,4 +1,4 @@
-"""``fleet``: how far the VMs of the group are with their events, as the group's table has it."""
+"""``fleet``: shows the state of a group's VMs and events, from the records in the group's table."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ from scheduled_events_agent.status.actions import short_ids
 from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.workflow import ordinal
 
-_SKEW_WARNING_SECONDS = 30.0  # a token or a signature that begins in the future is refused
+_SKEW_WARNING_SECONDS = 30.0  # a token or a signature that begins in the future is rejected
 _STATES = ("requested", "claimed", "not_ready", "ready")
 _KEEPS_SLOT = "a VM that runs the agent keeps its slot"
 _UNAVAILABLE = "check fleet.proxy, the look-up of the account's name, and the network rules of the storage account"
@@ -44,13 +44,13 @@ _ADVICE = {
 
 
 class FleetVm(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a VM is with an event."""
+    """The state of a VM for an event."""
 
     name: str
     state: str
-    """requested, claimed, not_ready, ready; or unknown."""
+    """The state: requested, claimed, not_ready, ready; or unknown."""
     age_seconds: float | None
-    """Since it wrote that, by the table's clock; None if the table does not tell."""
+    """Seconds since the VM wrote its record, by the table's clock; None if the table has no time for it."""
     waits_for: str
     """Which other VMs it waits for."""
 
@@ -61,13 +61,13 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     event_id: str
     has_slot: bool
     position: int
-    """In the line for a slot, from 1 on; 0 if it does not wait there."""
+    """The event's position in the line for a slot, from 1 on; 0 if it does not wait there."""
     not_before: datetime | None
     vms: tuple[FleetVm, ...]
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``fleet status --json`` prints."""
+    """The output of ``fleet status --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
@@ -77,20 +77,20 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_events: int | None
     events: tuple[FleetEvent, ...]
     warnings: tuple[str, ...]
-    """What is not set up right."""
+    """Problems of the set-up."""
     clock_skew_seconds: float | None
-    """How far this machine's clock is ahead of the table's; None if the table did not tell the time."""
+    """How far this machine's clock is ahead of the table's; None if the table's time is not known."""
 
 
 class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``fleet release --json`` prints."""
+    """The output of ``fleet release --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
     group: str
     event_id: str
     vms: tuple[FleetVm, ...]
-    """Whose records are deleted."""
+    """The VMs whose records are deleted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +175,7 @@ def _ask_group(settings: Settings) -> str:
 
 
 def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
-    """What Resources may call this VM; nothing if it is not known, or does not matter."""
+    """The names by which Resources may call this VM; none if they are not known, or do not matter."""
     try:
         own = settings.vm.name or (
             fleet.members != ("*",)
@@ -183,13 +183,13 @@ def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
             .fetch_identity()
             .name
         )
-    except ImdsError:  # the check of the endpoint tells of it
+    except ImdsError:  # the check of the endpoint reports it
         return ()
     return (own, *settings.vm.aliases) if own else ()
 
 
 def _explain(error: BackendError, skew: float | None) -> tuple[str, str]:
-    """What is wrong, and the way out."""
+    """The error, and a hint."""
     told = _skew_in_words(skew)
     if told and error.kind == "denied":
         return f"{error}; {told}", "synchronize the clock, and run this again"
@@ -197,7 +197,7 @@ def _explain(error: BackendError, skew: float | None) -> tuple[str, str]:
 
 
 def _skew_in_words(seconds: float | None) -> str:
-    """How far the clocks differ, for which a token or a signature may be refused; "" if they are near enough."""
+    """How far the clocks differ; "" if it is little. With a large difference, a token or signature is rejected."""
     if seconds is None or abs(seconds) < _SKEW_WARNING_SECONDS:
         return ""
     which = "ahead of" if seconds > 0 else "behind"
@@ -231,7 +231,7 @@ def summarize(records: Iterable[Record], max_events: int | None) -> tuple[FleetE
 
 
 def _with(events: dict[str, list[VmRecord]], counts: Callable[[VmRecord], bool]) -> list[str]:
-    """The events that have such a record, in the order in which events begin."""
+    """The events that have a record in this state, in the order in which events begin."""
     orders = {event: [one.order for one in ones if counts(one)] for event, ones in events.items()}
     return sorted((event for event in events if orders[event]), key=lambda event: min(orders[event]))
 
@@ -287,7 +287,7 @@ def _vm_row(vm: FleetVm) -> Row:
 
 
 def _ago(seconds: float) -> str:
-    """In one unit: the age of a record is about what its VM does now."""
+    """The age of a record, in one unit."""
     for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds // unit:.0f} {name} ago"
@@ -298,7 +298,7 @@ def _ago(seconds: float) -> str:
 
 
 def release(backend: Backend, event_id: str) -> tuple[str, tuple[FleetVm, ...]]:
-    """Delete the records of an event whose VMs are all silent: its id, and these VMs.
+    """Delete the records of an event whose VMs are all silent. Returns its id, and these VMs.
 
     Raises AgentError; BackendError if the store cannot be used.
     """

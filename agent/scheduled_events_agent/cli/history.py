@@ -1,7 +1,6 @@
-"""``history``: the journal, shown as one timeline for each event.
+"""``history``: shows the journal, as one timeline for each event.
 
-Owns which events are shown and how a timeline looks. The one invariant: it only reads, and shows what the journal
-says in the journal's own words.
+It only reads, and shows the texts of the journal unchanged.
 """
 
 import argparse
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``history``."""
     parser.description = (
         "Shows the journal: for each event a timeline from first sight to recovery, with the ends of hooks and "
-        "the last of their output; and between them what concerns the agent, unless an event is chosen."
+        "the last of their output. Between them are the notes about the agent, unless an event is chosen."
     )
     parser.add_argument("--event", metavar="ID", help="only this event: its id, or a beginning that fits only one")
     parser.add_argument(
@@ -82,20 +81,20 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json(Journal(at=datetime.now(UTC), histories=tuple(histories)))
         return 0
     lines = list(_in_words(shown, datetime.now(UTC), Terminal.of(sys.stdout)))
-    print(*(lines or ["Nothing of that kind is in the journal."]), sep="\n")
+    print(*(lines or ["The journal has no matching entries."]), sep="\n")
     return 0
 
 
 class _Shown(NamedTuple):
-    """What is to be shown."""
+    """The parts of the journal to show."""
 
     histories: Sequence[History]
     notes: Sequence[JournalEntry]
-    """What the journal has of the agent itself, by time; shown in a timeline, or between timelines."""
+    """Notes about the agent itself, by time; shown in a timeline, or between timelines."""
     is_chosen: bool
     """Whether only one event is wanted: then no notes are shown between timelines."""
     limit: int
-    """Of notes between timelines; -1: none."""
+    """The most notes between timelines; -1: no limit."""
 
 
 def _load(arguments: argparse.Namespace) -> _Shown:
@@ -124,7 +123,7 @@ def _merge(shown: _Shown) -> list[History | JournalEntry]:
 
 
 def _span(history: History, notes: Sequence[JournalEntry]) -> range:
-    """Which notes fall into the time of the event, and so into its timeline."""
+    """The notes from the time of the event. They are shown in its timeline."""
     begins = bisect_left(notes, history.workflow.first_seen_at, key=lambda note: note.at)
     if not _is_over(history):
         return range(begins, len(notes))
@@ -166,7 +165,7 @@ def _timeline(history: History, notes: Iterable[JournalEntry], now: datetime, te
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
     yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
     yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
-    # What was noted of the event stays in its order, whatever was done to the clock.
+    # Notes of the event keep their order, even if the clock was changed.
     entries = list(heapq.merge(history.entries, notes, key=lambda entry: entry.at))
     rows = [row for entry in entries for row in _entry_rows(entry, began)]
     yield from terminal.table(rows, indent=2, right=(1,))

@@ -1,4 +1,4 @@
-"""``notify test``: does a notice arrive?"""
+"""``notify test``: sends a test notification, and shows whether it arrives."""
 
 import argparse
 import socket
@@ -18,19 +18,19 @@ from scheduled_events_agent.status import SCHEMA_VERSION
 
 
 class TestedTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """How a service has answered."""
+    """The answer of a target."""
 
     name: str
     is_delivered: bool
     status: int | None
-    """Of its answer, if that says that it has taken the notice."""
+    """The status of the answer, if the target has accepted the notification."""
     failure: str
     answer: str
     """Its beginning."""
 
 
 class NotifyTest(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``notify test --json`` prints."""
+    """The output of ``notify test --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
@@ -40,11 +40,11 @@ class NotifyTest(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``notify``."""
     parser.description = (
-        "Sends one test notice to each service that the policy file notifies, or to the one that is named, and "
-        "prints its answer; at PagerDuty a second one resolves the incident. The agent need not run. Exit code 0: "
-        "all have taken it; 1: not all; 2: the policy is not valid or has no such target."
+        "Sends one test notification to each service that the policy file notifies, or to the one that is named, "
+        "and prints its answer. At PagerDuty a second one resolves the incident. The agent need not run. Exit "
+        "code 0: all have accepted it; 1: not all; 2: the policy is not valid or has no such target."
     )
-    parser.add_argument("word", choices=("test",), metavar="test", help="the only word there is")
+    parser.add_argument("word", choices=("test",), metavar="test", help="the only action")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the target's name (default: all of them)")
     add_config_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,7 +1,7 @@
 """``approve``, ``hold``, ``release``, ``retry``, ``resolve``: an operator's request about one event.
 
-Owns the way to the running agent, which is its state file: where the file is, whether an agent runs, how the agent
-is asked. The one invariant: a request that got no answer is withdrawn before the operator hears so.
+Finds the running agent's state file, through which the agent gets requests.
+Invariant: a request without an answer is withdrawn before the command reports that.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from scheduled_events_agent.store import (
 )
 from scheduled_events_agent.workflow import OperatorAction, Workflow
 
-# Should the wake-up be lost: longer than the agent ever rests.
+# Longer than the agent ever sleeps, in case the wake-up is lost.
 _ANSWER_WITHIN_SECONDS = 12.0
 _LOOK_SECONDS = 0.01
 _LISTED = 20
@@ -39,7 +39,7 @@ _LISTED = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of each of these commands."""
-    parser.description = f"{parser.description} Exit code 1: the agent refuses, or does not answer."
+    parser.description = f"{parser.description} Exit code 1: the agent rejects the request, or does not answer."
     parser.add_argument("id", metavar="ID", help="the event's id, or a beginning of it that fits only one")
     add_state_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -81,7 +81,7 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
 
 
 def options_in_force(state_option: str | None, policy: Path | None, state_dir: Path) -> CommandOptions:
-    """What commands need to be about the same agent as one with these options."""
+    """The options that a suggested command needs to reach the same agent as one with these options."""
     own_policy = policy if policy != host.default_config_path() else None
     is_elsewhere = bool(state_option) or own_policy is not None
     return CommandOptions(
@@ -120,15 +120,15 @@ def wait_for_answer(store: Store, request: int) -> RequestAnswer | None:
         except StoreError as error:
             within = f"within {REQUEST_VALID_SECONDS:g} s"
             raise StoreError(
-                f"{error}, so the request could not be withdrawn, and the agent may still take it {within}"
+                f"{error}, so the request could not be withdrawn, and the agent may still carry it out {within}"
             ) from error
     return answer
 
 
 def find_by_prefix(prefix: str, workflows: Sequence[Workflow], *, kind: str = "") -> list[Workflow]:
-    """The workflows of the one event that the prefix fits, whatever the case. Raises AgentError, with a list.
+    """The workflows of the one event whose id has the prefix, whatever the case. Raises AgentError, with a list.
 
-    ``kind``: what all of these events are, such as pending.
+    ``kind``: a word for all of these events, such as pending.
     """
     folded = prefix.casefold()
     of_kind = f"{kind} " if kind else ""
@@ -139,9 +139,9 @@ def find_by_prefix(prefix: str, workflows: Sequence[Workflow], *, kind: str = ""
     listed = {w.event.key: f"\n  {_line(w)}" for w in (found or workflows)[-_LISTED:]}
     if found:
         count = len({workflow.event.key for workflow in found})
-        message = f'"{prefix}" fits {count} {of_kind}events; give more of the id:'
+        message = f'"{prefix}" matches {count} {of_kind}events; give more of the id:'
     else:
-        message = f'no {of_kind}event begins with "{prefix}"; {kind or "known"} are:'
+        message = f'no {of_kind}event id begins with "{prefix}"; {kind or "known"} are:'
     raise AgentError(message + ("".join(listed.values()) or " none"))
 
 
@@ -160,7 +160,7 @@ def _find(prefix: str, action: OperatorAction, workflows: Sequence[Workflow]) ->
 
 
 def _how_it_ended(prefix: str, action: OperatorAction, pending: Sequence[Workflow], store: Store) -> str:
-    """What is said of an event that is over, from the history; "" if a pending event may be meant, or none."""
+    """The message for an event that is over, from the history; "" if a pending event may be meant, or none."""
     folded = prefix.casefold()
     may_be_over = action in ("retry", "resolve")
     if not folded or any(w.event.key.startswith(folded) for w in pending if may_be_over or not w.is_over):
@@ -176,11 +176,11 @@ def _how_it_ended(prefix: str, action: OperatorAction, pending: Sequence[Workflo
 
 
 class _Asked(NamedTuple):
-    """What was asked about, and the agent's answer."""
+    """The event of a request, and the agent's answer."""
 
     event_id: str
     workflow_id: str
-    """Or the key of an event that is not in the document, and held."""
+    """The event's workflow; or the key of an event that is not in the document, and held."""
     answer: RequestAnswer
 
 
@@ -241,7 +241,7 @@ def _ask(arguments: argparse.Namespace) -> _Asked:
 
 
 def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) -> str:
-    """The key of the one event that the prefix fits, is held, and is not in the document; "" if there is none."""
+    """The key of the one event with this prefix that is held and not in the document; "" if there is none."""
     folded = prefix.casefold()
     present = {workflow.event.key for workflow in workflows if not workflow.is_over}
     if not folded or any(key.startswith(folded) for key in present):
@@ -253,7 +253,7 @@ def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) 
 
 
 def _is_held_amid_approval(store: Store, workflow_id: str) -> bool:
-    """Whether the hold counts, and the approval that was sent before it has no answer yet."""
+    """Whether the event is held, but an approval that was sent before has no answer yet."""
     workflows = [workflow for workflow in store.load_workflows() if workflow.id == workflow_id]
     return any(one.operator_action == "hold" and one.approval.state == "requested" for one in workflows)
 

@@ -1,7 +1,7 @@
 """Standard output whose failure ends every command in the same way.
 
-Owns the first error of standard output. The one invariant: no command sees that error, which it could take for one
-of its own; the process ends, and nothing more is written.
+Invariant: no command sees an error of standard output, which it could mistake for one of its own. The process ends
+at the first such error, and nothing more is written.
 """
 
 import io
@@ -17,7 +17,7 @@ _READER_GONE_ERRORS = (EPIPE, EINVAL)  # the second on Windows
 
 
 class Output(io.RawIOBase):
-    """Where standard output goes."""
+    """A stream that writes to standard output."""
 
     def __init__(self, file: io.RawIOBase | None) -> None:
         """``file``: None if standard output is closed."""
@@ -34,7 +34,7 @@ class Output(io.RawIOBase):
         return super().fileno() if self._file is None else self._file.fileno()
 
     def write(self, data: "ReadableBuffer", /) -> int | None:
-        """Raises SystemExit at the first error: argparse does not catch it, and it ends a thread that prints."""
+        """Write. Raises SystemExit at the first error: argparse does not catch it, and it ends the thread."""
         if self.error is None:
             try:
                 if self._file is None:
@@ -51,9 +51,9 @@ class Output(io.RawIOBase):
 
 
 def guarded(stream: TextIO | None) -> tuple[TextIO, Output]:
-    """What to print to in place of sys.stdout. It is the stream itself if that is no file of the system."""
+    """The stream to use in place of sys.stdout. It is the same stream if that is no file of the system."""
     buffer = getattr(stream, "buffer", None)
-    file = getattr(buffer, "raw", buffer)  # Python may have been told not to buffer
+    file = getattr(buffer, "raw", buffer)  # unbuffered if Python runs with -u
     if stream is not None and not isinstance(file, io.RawIOBase):
         return stream, Output(None)
     output = Output(file)

@@ -1,4 +1,4 @@
-"""What is done about an event, in rows: by a rule for ``check``, with the times of an event for ``explain``."""
+"""The plan for an event, in rows: of a rule for ``check``, with the times of an event for ``explain``."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,11 +21,11 @@ class Plan(NamedTuple):
     on_start: tuple[str, ...] = ()
     recover: tuple[str, ...] = ()
     limits: str = ""
-    """What the notice leaves to the hooks of ``prepare``."""
+    """The time that the notice leaves for the hooks of ``prepare``."""
     on_start_when: str = "once it has started"
     recover_when: str = "once it is over"
     several_vms: str = ""
-    """What differs if the event names other VMs too."""
+    """The difference for events that name other VMs too."""
 
 
 def plan_rows(plan: Plan) -> Iterator[Row]:

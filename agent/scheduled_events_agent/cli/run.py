@@ -1,4 +1,4 @@
-"""``run``: the daemon in the foreground, as a service manager starts it; and how a daemon is put together."""
+"""``run``: runs the daemon in the foreground, as a service manager starts it; and builds the daemon."""
 
 import argparse
 import contextlib

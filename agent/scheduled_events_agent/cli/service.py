@@ -7,7 +7,7 @@ from typing import Any
 from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.host.windows.service_process import Service, host_service
 
-# Windows gives a service 30 seconds to answer: what is heavy is imported after that, or by its own command.
+# Windows gives a service 30 seconds to answer: heavy modules are imported after that, or by their own command.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("stop", "stop the service and wait until it has stopped, which running hooks may delay by a minute", _stop)
     status = add("status", "show the state of the service; the exit code is 1 if it does not run", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
-    add("reload", "have the service read its policy again; the exit code is 2 if that is not valid", _reload)
-    text = "the service itself, which Windows' service control manager starts"
+    add("reload", "make the service read its policy again; the exit code is 2 if that is not valid", _reload)
+    text = "run as the service (for Windows' service control manager only)"
     _add_host_options(add("host", text, _host, is_shown=False))
 
 

@@ -14,9 +14,9 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 
 
 def run_agent(config: str | None, state_dir: str | None, service: Service, left: str) -> int:
-    """Run the daemon; returns the service's exit code, when each failure is in the log.
+    """Run the daemon; returns the service's exit code. Each failure is in the log then.
 
-    ``left``: what an agent that crashed or hung before this one left behind.
+    ``left``: the stacks that an earlier agent process wrote when it crashed or hung.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     events = EventLog()
@@ -26,7 +26,7 @@ def run_agent(config: str | None, state_dir: str | None, service: Service, left:
     if fault := directory_fault(log_dir()):
         log.warning("the log file is not written", log_id=LogId.LOG_FILE_REFUSED, reason=fault)
     if left:
-        log.error("the agent before this one crashed or hung", log_id=LogId.AGENT_FAILED, stacks=left)
+        log.error("the previous agent process crashed or hung", log_id=LogId.AGENT_FAILED, stacks=left)
     try:
         with open_daemon(
             config=config,
@@ -40,7 +40,7 @@ def run_agent(config: str | None, state_dir: str | None, service: Service, left:
             daemon.run()
     except AgentError as error:
         is_refused = error.kind in ("config", "usage")
-        text = "the policy file is refused; the agent does not start" if is_refused else "the agent failed"
+        text = "the policy file is rejected; the agent does not start" if is_refused else "the agent failed"
         log_id = LogId.POLICY_REFUSED if is_refused else LogId.AGENT_FAILED
         log.error(text, log_id=log_id, reason=str(error))
         return 2 if is_refused else 1

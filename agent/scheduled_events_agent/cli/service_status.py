@@ -1,4 +1,4 @@
-"""``service status``: how Windows' service control manager (SCM) says that the service is."""
+"""``service status``: shows the state of the service, from Windows' service control manager (SCM)."""
 
 import sys
 from dataclasses import asdict
@@ -14,7 +14,7 @@ _STATE_IS_GOOD = ("running", "start pending")
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``service status --json`` prints; None for what a service that is not installed has not."""
+    """The output of ``service status --json``. Fields are None if the service is not installed."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime

@@ -1,4 +1,4 @@
-"""``simulate``: serve a scenario or a recording on loopback ports; record a real endpoint."""
+"""``simulate``: serves a scenario or a recording on loopback ports; records a real endpoint."""
 
 import argparse
 import contextlib
@@ -47,7 +47,7 @@ class ListedScenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScenarioList(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``simulate --list --json`` prints."""
+    """The output of ``simulate --list --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
@@ -55,16 +55,16 @@ class ScenarioList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScenarioCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``simulate --check --json`` prints."""
+    """The output of ``simulate --check --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
     valid: bool
     problems: tuple[str, ...] = ()
     steps: int | None = None
-    """Of a scenario."""
+    """The number of steps of a scenario."""
     documents: int | None = None
-    """Of a recording."""
+    """The number of documents of a recording."""
     vms: tuple[str, ...] = ()
 
 
@@ -75,7 +75,7 @@ class SimulatorEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     kind: Literal["endpoint", "control", "table"]
     vm: str = ""
-    """Of the endpoint of a VM."""
+    """The VM whose endpoint it is."""
     vm_id: str = ""
     url: str
 
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``simulate``."""
     parser.description = (
         "Serves a scenario, or a recording of a real endpoint, as Azure's endpoint would, one loopback port for "
-        "each VM of it, and tells what happens. Its time begins with the first request for a document."
+        "each VM of it, and prints what happens. Its time begins with the first request for a document."
     )
     _add_simulation_options(parser)
     recording = parser.add_argument_group("to record a real endpoint, and simulate nothing")
@@ -143,7 +143,7 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         "default: platform-reboot, or with --control none",
     )
     parser.add_argument("--list", action="store_true", help="list the shipped scenarios")
-    parser.add_argument("--check", action="store_true", help="only say whether SCENARIO is valid")
+    parser.add_argument("--check", action="store_true", help="only check whether SCENARIO is valid")
     parser.add_argument(
         "--speed", type=float, default=1.0, metavar="N", help="let the scenario's time pass N times as fast"
     )
@@ -158,14 +158,14 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         "--control",
         type=int,
         metavar="PORT",
-        help="a port for events by hand: a page, and JSON (0: a free one); "
+        help="a port to schedule events manually: a page, and JSON (0: a free one); "
         "the simulator then ends with Ctrl-C only",
     )
     parser.add_argument(
         "--table",
         type=int,
         metavar="PORT",
-        help="a port for a table for the policy's fleet, which takes any signature (0: a free one); "
+        help="a port of a table for the policy's fleet, which accepts any signature (0: a free one); "
         "the simulator then ends with Ctrl-C only",
     )
     parser.add_argument(
@@ -230,7 +230,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _warn_if_open(simulator: Simulator, *, has_control: bool) -> None:
     if simulator.is_open:
-        more = "; through the control port they can let anything happen" if has_control else ""
+        more = "; through the control port they can schedule events and faults" if has_control else ""
         print(
             f"warning: clients on other machines can read and approve the simulated events{more}", file=sys.stderr
         )
@@ -270,7 +270,7 @@ def _check(name: str | None, *, as_json: bool) -> int:
 
 
 def _record(arguments: argparse.Namespace) -> int:
-    """Write down what a real endpoint gives, until Ctrl-C or the end of ``--for``."""
+    """Record the documents of a real endpoint, until Ctrl-C or the end of ``--for``."""
     if arguments.record.suffix != SUFFIX:
         raise AgentError(f"--record: expected a file that ends in {SUFFIX}; got {arguments.record}", kind="usage")
     stop_requested = threading.Event()
@@ -308,7 +308,7 @@ def _endpoints(simulator: Simulator, more: dict[Literal["control", "table"], str
 
 
 def _records(simulator: Simulator) -> Iterator[SimulatorRecord]:
-    """What happens, as it happens; the last one says that no more will."""
+    """The events of the simulator as they happen. The last line says that the scenario is finished."""
     for happening in simulator.follow():
         event = _event_of(happening.event) if happening.event else None
         yield SimulatorRecord(
@@ -339,10 +339,10 @@ def _in_words(
     yield from terminal.table([_endpoint_row(endpoint) for endpoint in endpoints])
     pace = "" if start.speed == 1 else f", {start.speed:g} times as fast"
     when = "begins with the first request" if start.waits else "begins now"
-    what = f"scenario {start.name} {when}" if start.name else "nothing happens but what is asked for"
+    what = f"scenario {start.name} {when}" if start.name else "no scenario: use the control port"
     yield from terminal.line(f"{what}{pace}; Ctrl-C ends it")
     yield from terminal.table(_rows(records), widest=("99999.9s", "scheduled"), right=(0,))
-    yield "the scenario is at its end"
+    yield "the scenario is finished"
 
 
 def _endpoint_row(endpoint: SimulatorEndpoint) -> tuple[Cell, Cell]:

@@ -1,7 +1,7 @@
-"""``status``: what the agent does now, and why.
+"""``status``: shows what the agent does now, and why.
 
-Owns the layout for people. Decides nothing: the words come from ``status/messages.py``. The one
-invariant: what is said of the agent is its own answer, or else the first line says that it is not.
+It only has the layout for people: texts come from ``status/messages.py``.
+Invariant: if the agent itself did not answer, the first line says so.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from scheduled_events_agent.workflow import ACTION_TEXTS
 _AGENT_IS_SLOW = "waits for the agent, which does not answer yet; gives up after twelve seconds"
 # How many VMs of an event are named; there may be a hundred.
 _SHOWN_NAMES = 8
-# Of what a failed hook wrote.
+# Lines of a failed hook's output.
 _SHOWN_LINES = 3
 _SHOWN_COLUMNS = 200
 _INDENT = " " * 5
@@ -59,14 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``status``."""
     parser.description = (
         "Asks the running agent for its status. First comes what needs a person, with the commands; then each "
-        "pending event: how long is left, what is done or waited for, and why. If no agent answers, shows what "
-        "the state file says. Exit code 0: the agent is healthy; 1: it is not, or none answers; 2: wrong usage; "
+        "pending event: how long is left, what is done or waited for, and why. If no agent answers, shows the "
+        "state file. Exit code 0: the agent is healthy; 1: it is not, or none answers; 2: wrong usage; "
         "3: an operator must act on an event."
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON: what /status answers, or what the state file says if no agent answers",
+        help="print JSON: the answer of /status, or the state file if no agent answers",
     )
     add_state_options(parser)
     parser.set_defaults(handler=_run)
@@ -84,9 +84,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Status:
-    """What the agent says, or else its state file. Raises StoreError if there is neither.
+    """The agent's status, or else that of its state file. Raises StoreError if there is neither.
 
-    ``options``: in force, if no agent says so itself.
+    ``options``: the command-line options in force, if no agent reports its own.
     """
     pid = find_agent(state_dir)
     answer: Status | str = NO_AGENT
@@ -99,7 +99,7 @@ def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Statu
 
 
 def ask_status(state_dir: Path, pid: str) -> Status | str:
-    """The answer of the agent that runs there, or why there is none."""
+    """The answer of the running agent, or why there is none."""
     agent = f"the agent (pid {pid})"
     try:
         with closing(Store.join(state_dir)) as store:
@@ -117,7 +117,7 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
 def parse_status(text: str) -> Status:
     """Parse the status of an agent that may be newer. Raises msgspec.MsgspecError.
 
-    Fields that are not known here are left out. The stored types in it forbid them.
+    Unknown fields are removed first: the stored types in it forbid them.
     """
     known = _known_fields(msgspec.json.decode(text), msgspec.inspect.type_info(Status))
     return msgspec.convert(known, Status)
@@ -137,7 +137,7 @@ def _known_fields(value: Any, type_: msgspec.inspect.Type) -> Any:
 
 
 def start_command(options: CommandOptions) -> str:
-    """What starts the agent: its service, or one that was started by hand for another policy or state."""
+    """The command that starts the agent: its service, or ``run`` with the options for another policy or state."""
     return host.supervisor_commands().start if options == NO_OPTIONS else command(options, "run")
 
 
@@ -147,10 +147,10 @@ def _commands_without_answer(options: CommandOptions, *, is_running: bool) -> It
     if not is_running:
         yield SuggestedCommand(command=start_command(options), effect="start it")
     elif is_service:
-        yield SuggestedCommand(command=supervisor.status, effect="tell whether it runs")
+        yield SuggestedCommand(command=supervisor.status, effect="show whether it runs")
     if is_service:
         yield SuggestedCommand(command=supervisor.log, effect="show the end of its log")
-    yield SuggestedCommand(command=command(options, "doctor"), effect="look for what is wrong")
+    yield SuggestedCommand(command=command(options, "doctor"), effect="find the problem")
 
 
 def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_running: bool) -> Status:
@@ -172,7 +172,7 @@ def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_ru
 
 
 def _load_outputs(state_dir: Path, status: Status) -> Outputs:
-    """Nothing, if the state file cannot be read."""
+    """The last output of failed hooks; empty if the state file cannot be read."""
     outputs: dict[str, Sequence[str]] = {}
     with suppress(StoreError), closing(Store.look_into(state_dir)) as store:
         for workflow in status.pending:
@@ -230,7 +230,7 @@ def _rows(status: Status) -> Iterator[Row]:
     for target in status.notify:
         if failure := target.failure:
             text = f"{target.name} has failed since {clock(failure.since, now)}: {failure.reason}"
-            yield Row("notify", f"{text}; notices waiting: {target.waiting}", "yellow")
+            yield Row("notify", f"{text}; notifications waiting: {target.waiting}", "yellow")
         if target.lost_at:
             lost = f"{target.name}: {plural(target.lost, 'notification')} lost since {clock(target.lost_at, now)}"
             yield Row("notify", f"{lost} ({target.lost_reason})", "yellow")
@@ -251,14 +251,14 @@ def _rows(status: Status) -> Iterator[Row]:
 
 def _last_known_rows(status: Status) -> Iterator[Row]:
     yield Row("vm", "".join(status.vm.names) or "its name is not known")
-    yield Row("source", f"all but the first lines is what {status.state_file} says")
+    yield Row("source", f"everything but the first lines is from {status.state_file}")
     for note in status.agent_log:
         yield Row("agent", _life(note, status.at))
     if status.health == (NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
         why = "it was killed, the machine went down, or its disk was full"
         yield Row("", f"and did not say that it stopped: {why}", "yellow")
     for target in status.notify:
-        yield Row("notify", f"{target.name}: notifications that wait: {target.waiting}")
+        yield Row("notify", f"{target.name}: notifications waiting: {target.waiting}")
 
 
 def _cards(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
@@ -296,7 +296,7 @@ def _card(workflow: ShownWorkflow, status: Status, output: Sequence[str], short_
 
 
 def _vm(vm: Vm) -> str:
-    names = " or ".join(vm.names) or "its name is not known yet, so the agent takes no event for it"
+    names = " or ".join(vm.names) or "its name is not known yet: no event can be matched to it"
     return f"{names} (vmId {vm.vm_id})" if vm.vm_id else names
 
 
@@ -324,7 +324,7 @@ def _ago(at: datetime, now: datetime) -> str:
 
 
 def title(event: ScheduledEvent, id_: str) -> str:
-    """How lists call the event; ``id_`` may be a beginning of its id."""
+    """A short title of the event, for lists; ``id_`` may be a beginning of its id."""
     return f"{event.type or 'event without a type'} {id_ or '(no id)'}"
 
 
@@ -339,7 +339,7 @@ def head(event: ScheduledEvent, id_: str, now: datetime, *, is_over: bool = Fals
 
 
 def event_rows(event: ScheduledEvent, affects: Affects) -> list[Row]:
-    """What Azure says of the event, and the VMs that it names."""
+    """Azure's description of the event, and the VMs that it names."""
     facts = [event.status or "no status", f"from {event.source}" if event.source else "", lasting(event)]
     facts.append(f'"{event.description}"' if event.description else "")
     names = ", ".join(event.resources[:_SHOWN_NAMES]) or "no VM"

@@ -1,7 +1,7 @@
 """Output for people: lines that fit the terminal and have colours there, plain lines anywhere else.
 
-Owns widths, colours and the cleaning of text from outside. Knows nothing of events. The one invariant: no control
-character is printed except those written here, whatever a description or a hook's output contains.
+Invariant: no control character is printed except those written here, whatever a description or a hook's output
+contains.
 """
 
 import json
@@ -23,7 +23,7 @@ FIRST_ANSWER_IS_SLOW = "waits for the metadata service, whose very first answer 
 Style = Literal["", "bold", "dim", "red", "green", "yellow", "cyan"]
 
 _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "1;33", "cyan": "36"}
-# Lines of text that are longer than this are tiring to read, however wide the window.
+# Longer lines are hard to read, however wide the window is.
 _MAX_WIDTH = 120
 _MIN_WIDTH = 40
 _MIN_TEXT = 18
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What a row of a table has in one column."""
+    """The text of one column in a row of a table."""
 
     text: str
     style: Style = ""
@@ -52,7 +52,7 @@ class Terminal(NamedTuple):
     """Where the output goes."""
 
     width: int | None
-    """Columns; None if it is no terminal: then lines are not broken, so that each fact stays in its line."""
+    """Columns; None if it is no terminal. Lines are not broken then: each fact stays in its line."""
     has_colors: bool
 
     @classmethod
@@ -75,7 +75,7 @@ class Terminal(NamedTuple):
         return [self.paint(part, style) for part in self._broken(printable(text), indent)]
 
     def rows(self, rows: Iterable[Row], *, indent: int = 2) -> list[str]:
-        """The rows, indented, with their texts in one column."""
+        """The rows as lines, indented, with their texts in one column."""
         return [*self.table([(Cell(row.label, "dim"), Cell(row.text, row.style)) for row in rows], indent=indent)]
 
     def table(
@@ -147,7 +147,7 @@ def printable(text: str) -> str:
 
 
 def print_json(value: object, *, is_line: bool = False) -> None:
-    """Print it as docs/json.md describes. By the json module, as a hook's output may not be valid UTF-8."""
+    """Print a value as docs/json.md describes. The json module is used: a hook's output may be invalid UTF-8."""
     print(json.dumps(to_builtins(value), indent=None if is_line else 2), flush=is_line)
 
 

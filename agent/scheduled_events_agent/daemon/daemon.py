@@ -1,18 +1,18 @@
-"""The frame of the agent: starts every thread, runs one cycle of the engine after the other, and stops.
+"""The main loop of the agent: starts every thread, runs one cycle of the engine after the other, and stops.
 
-Owns the inbox; knows nothing of what is decided. The one invariant: only the thread that calls ``run`` touches the
-engine, and nothing that others wait for (a poll, a hook, an approval, a client) can keep it from its next cycle.
+It knows nothing about decisions. Invariant: only the thread that calls ``run`` uses the engine. No poll, hook,
+approval or client can delay the engine's next cycle.
 
-    engine      takes the inbox, runs a cycle (the thread that calls ``run``; inbox.py)
+    engine      reads the inbox, runs a cycle (the thread that calls ``run``; inbox.py)
     poller      fetches, compares bytes, parses            -> inbox     (polling.py)
-    relief      does the same while the poller's request has no answer
-    identity    asks who this VM is, until it is known     -> inbox
+    relief      sends requests too, while the poller's own has no answer
+    identity    asks for this VM's name and id, until they are known  -> inbox
     approvals   one thread for each request to approve     -> inbox     (threads.py)
     hooks       one thread for each hook that runs         -> inbox
-    fleet       asks the table of the VMs that act together (fleet.py), if the policy has one -> inbox
-    notify-...  one thread for each target of notices    -> inbox     (senders.py)
+    fleet       reads and writes the fleet's table (fleet.py), if the policy has one -> inbox
+    notify-...  one thread for each notification target    -> inbox     (senders.py)
     policy      reads the policy file again, when asked to -> inbox   (policy_reader.py)
-    pages       opens the web server, until it is open (pages.py)
+    pages       opens the web server, and retries until it is open (pages.py)
     web         answers from the published snapshot
     operators   wakes the engine for a request in the state file
     watchdog    ends the process if the engine finishes no cycle, or the poller hangs (watchdog.py)
@@ -57,15 +57,15 @@ if TYPE_CHECKING:
     from scheduled_events_agent.daemon.fleet import FleetThread
     from scheduled_events_agent.fleet.backend import Backend
 
-# The engine's own pace: how often the watchdog and /healthz hear of it while nothing comes.
+# Without messages the engine runs a cycle this often, as a sign of life for the watchdog and /healthz.
 _TICK_SECONDS = 10.0
-# The same while something is not as it should be, or operators cannot wake it.
+# It runs a cycle this often while something is wrong, or operators cannot wake it.
 _RESTLESS_TICK_SECONDS = 1.0
-# The first poll waits this long for the first answer to who this VM is, and no longer.
+# The first poll waits at most this long for the first answer about this VM's identity.
 _IDENTITY_PATIENCE_SECONDS = 2.0
 _START_TICK_SECONDS = 0.1
 _COMMIT_RETRY_SECONDS = 1.0
-# For the web server to be there at the start, and gone at the end.
+# Time limit for opening the web server at the start, and for closing it at the end.
 _WEB_PATIENCE_SECONDS = 2.0
 DEFAULT_STOP_TIMEOUT = 5.0
 
@@ -84,11 +84,11 @@ class Daemon:
         service: host.ServiceManager | None = None,
         connect_fleet: "Callable[[FleetSettings, str, str], Backend] | None" = None,
     ) -> None:
-        """``loaded``: what ``file`` says. ``command_options``: see ``Status``.
+        """``loaded``: the policy in ``file``. ``command_options``: those of ``Status``.
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
-        ``service``: what is told how the agent is; by default the program that started this process.
+        ``service``: the service manager to report to; by default the program that started this process.
 
         ``connect_fleet``: opens the fleet's store; by default Azure's table.
         """
@@ -156,7 +156,7 @@ class Daemon:
         self._web_thread: threading.Thread | None = None
 
     def _snapshot(self) -> Snapshot:
-        """For other threads, which may read nothing else of the engine."""
+        """The state for other threads, which may read nothing else of the engine."""
         return self._engine.snapshot
 
     @property
@@ -169,11 +169,11 @@ class Daemon:
         self._put(Command("stop"))
 
     def reload(self) -> None:
-        """Read the policy file again; a bad one is refused, and the old one stays in force."""
+        """Read the policy file again. If it is bad, it is rejected and the old policy stays in force."""
         self._put(Command("reload"))
 
     def run(self) -> None:
-        """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
+        """Work until ``stop`` is called. Blocks. Raises the error that ended a thread that must not end."""
         self._start()
         try:
             while self._run_cycle():
@@ -189,7 +189,7 @@ class Daemon:
     def _start(self) -> None:
         settings = self._engine.settings
         self._metrics.set_policy(settings, self._policy.in_force.hash)
-        self._engine.start()  # before anybody can ask whether this VM is ready for work
+        self._engine.start()  # before a client can ask whether this VM is ready for work
         self._start_thread("identity", self._identifier.run)
         self._start_thread("poller", self._poll)
         self._start_thread("relief", self._poller.run_relief)
@@ -222,11 +222,11 @@ class Daemon:
         self._start_waiting_for_requests()
 
     def _start_waiting_for_requests(self) -> None:
-        """Also again, when the state directory was made anew."""
+        """Start to wait for operators' requests; again when the state directory was created again."""
         if self._wake_up is not None:
             self._wake_up.close()
             self._wake_up = None
-        with contextlib.suppress(OSError):  # requests are then found at the next cycle
+        with contextlib.suppress(OSError):  # then the next cycle finds the requests
             self._wake_up = host.WakeUp(self._store.wake_path)
             self._start_thread("operators", partial(self._wait_for_requests, self._wake_up))
 
@@ -251,17 +251,17 @@ class Daemon:
     def _publish_fleet_requests(self, requests: tuple[FleetRequest, ...]) -> None:
         if self._fleet is not None:
             engine = self._engine
-            # Before it is sure, it may be that of the VM whose disk this one has got as a copy.
+            # Until the identity is sure, it may be that of another VM whose disk was copied to this one.
             vm_id = engine.identity.vm_id if engine.is_identity_sure else ""
             self._fleet.publish(requests, engine.names(), vm_id, engine.identity.group)
 
     def _connect(self) -> ImdsClient:
-        """For one approval."""
+        """A client for one request to approve."""
         imds = self._snapshot().settings.imds
         return connect(imds.endpoint, self._poller.api_version, request_timeout=imds.request_timeout)
 
     def _poll(self) -> None:
-        # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
+        # Best before the first document: whether the state on disk is this VM's, and how Resources name it.
         self._identifier.has_tried.wait(_IDENTITY_PATIENCE_SECONDS)
         self._poller.run()
 
@@ -269,7 +269,7 @@ class Daemon:
         def guarded() -> None:
             try:
                 target()
-            except BaseException as error:  # noqa: BLE001 - dying unseen, it would leave a daemon that only looks alive
+            except BaseException as error:  # noqa: BLE001 - if it died unnoticed, the daemon would only look alive
                 get_logger().exception(
                     f"the {name} thread has ended by a bug; the agent stops", log_id=LogId.AGENT_FAILED
                 )
@@ -281,7 +281,7 @@ class Daemon:
         return thread
 
     def _shut_down(self) -> None:
-        """Stop in time: running hooks may end by themselves first, then are made to."""
+        """Stop in time: running hooks may end by themselves first, then they are ended."""
         self._is_stopping = True
         self._watchdog.stop()  # a stop has a time limit of its own
         self._poller.stop()
@@ -289,7 +289,7 @@ class Daemon:
         self._senders.begin_stop()
         if self._fleet is not None:
             self._fleet.stop()
-        # What has a bug is best started anew, and soon.
+        # After a bug a new start helps best, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
         names = [running.hook for running in self._executor.running()]
         waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
@@ -312,9 +312,9 @@ class Daemon:
     # --- a cycle of the engine
 
     def _run_cycle(self) -> bool:
-        """Take what has come, decide, commit, perform. False when it is time to stop."""
+        """Receive messages, decide, commit, perform. False when it is time to stop."""
         could_go_on = self._inbox.take(self._seconds_to_next_cycle())
-        document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
+        document_at = self._poller.succeeded_at  # read first: the inbox has all documents up to then
         may_go_on = self._inbox.take(0.0)
         self._executor.reap()
         if not (could_go_on and may_go_on):
@@ -324,7 +324,7 @@ class Daemon:
             self._recreations = self._store.recreations
             self._start_waiting_for_requests()
         self._reporter.report()
-        # Engine and store do their work, as this cycle has ended; a poller that hangs is cured by a restart, too.
+        # This cycle has ended, so engine and store work. A restart also helps against a poller that hangs.
         if self._reporter.reported is not None and not self._poller.overdue_seconds():
             self._watchdog.feed()
             self._reporter.keep_alive()
@@ -349,7 +349,7 @@ class Daemon:
             return
         match item:
             case Command(word="look"):
-                pass  # the cycle that follows does
+                pass  # the next cycle does it
             case PolicyRead():
                 self._reload(item)
             case Command(word="reload"):
@@ -369,7 +369,7 @@ class Daemon:
         self._reporter.report_reloaded()
 
     def _adopt_orphans(self) -> None:
-        """Once the agent is ready: it takes 4 ms and more, which the first hook need not wait for then."""
+        """Done once the agent is ready: it takes 4 ms or more, so the first hook need not wait for it."""
         if self._engine.settings.hooks:
-            with contextlib.suppress(OSError, ImportError):  # start_tree will tell
+            with contextlib.suppress(OSError, ImportError):  # start_tree reports the error
                 processes.adopt_orphans()

@@ -1,6 +1,6 @@
-"""Carries out what the engine has decided, on threads that the engine does not wait for.
+"""Carries out the engine's decisions on threads, so that the engine does not wait for them.
 
-The one invariant: each hook and each approval is answered through the inbox, also one that could not begin.
+Invariant: each hook and each approval is answered through the inbox, even one that could not begin.
 """
 
 import threading
@@ -24,7 +24,7 @@ from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 
 class Threads:
-    """One thread for each hook and each request to approve, so that none delays another.
+    """Runs each hook and each request to approve on its own thread, so that none delays another.
 
     For the engine's thread.
     """
@@ -77,7 +77,7 @@ class Threads:
         )
 
     def cancel_hook(self, key: HookKey, *, is_urgent: bool) -> None:
-        """End the hook if it is running; its result says canceled. See ``HookRun.cancel``."""
+        """End the hook if it is running; its result says canceled. ``is_urgent``: see ``HookRun.cancel``."""
         if key in self._runs:
             self._runs[key][0].cancel(is_urgent=is_urgent)
 
@@ -87,7 +87,7 @@ class Threads:
             self._runs[key][0].set_deadline(deadline)
 
     def forget_hook(self, effect: HookStart) -> None:
-        """The hook's result has been taken from the inbox."""
+        """Note that the hook's result has been taken from the inbox."""
         self._runs.pop(key_of(effect), None)
 
     def is_running(self, key: HookKey) -> bool:
@@ -117,7 +117,7 @@ class Threads:
         )
 
     def cancel_all(self, grace_seconds: float) -> None:
-        """End everything within the grace."""
+        """End every hook within ``grace_seconds``."""
         for run, _ in self._runs.values():
             run.cancel()
             run.set_deadline(time.monotonic() + grace_seconds)
@@ -139,7 +139,7 @@ class Threads:
         _start_thread("approval", work, partial(self._answer, approvals))
 
     def forget_approval(self, workflow_id: str) -> None:
-        """Its answer has been taken from the inbox."""
+        """Note that the answer to the approval has been taken from the inbox."""
         self._unanswered.discard(workflow_id)
 
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
@@ -164,14 +164,14 @@ def _start_thread(name: str, work: Callable[[], None], fail: Callable[[str, str]
 
 
 def _of_hook(hook: str, environment: Mapping[str, str]) -> str:
-    """How a line of the log for people begins that is about this run of a hook."""
+    """The beginning of a log line for people that is about this run of a hook."""
     event_id = environment.get("SCHEDULED_EVENT_ID", "")
     text = f"hook {hook}"
     return of_event(environment["SCHEDULED_EVENT_TYPE"], event_id, text) if event_id else text
 
 
 def _tell_command(log: Logger, hook: Hook, deadline: float | None) -> None:
-    """Arguments and lines for a shell may hold secrets: the log has neither."""
+    """Log which program the hook runs. Arguments and shell lines may hold secrets, and are not logged."""
     command = "a line for the shell"
     if hook.run is not None:
         program, *arguments = hook.run

@@ -1,6 +1,6 @@
 """The thread that talks to the fleet's store, so that neither polling nor the engine waits for it.
 
-The one invariant: the engine hears of every change in how its events stand with the fleet, and of every failure.
+Invariant: it reports every change of an event's status in the fleet, and every failure, to the engine.
 """
 
 import random
@@ -25,13 +25,13 @@ from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import FleetRequest
 
 Connect = Callable[[FleetSettings, str, str], Backend]
-"""Gets the settings, the group, and the endpoint of the metadata service."""
-# How often it is tried again if there is no store to ask.
+"""Opens the store. Arguments: the settings, the group, and the endpoint of the metadata service."""
+# If there is no store to ask, it is tried again after this time.
 _RETRY_SECONDS = 30.0
 
 
 class _Input(NamedTuple):
-    """What the engine asks for; replaced as a whole, so that the thread never reads half of it."""
+    """The engine's requests. Replaced as a whole, so that the thread never reads half of them."""
 
     settings: Settings
     requests: tuple[FleetRequest, ...] | None = None
@@ -41,19 +41,19 @@ class _Input(NamedTuple):
 
     @property
     def store(self) -> tuple[object, ...]:
-        """Where the records are, as far as the policy says."""
+        """The parts of the policy that say where the records are."""
         fleet = self.settings.fleet
         return fleet and (fleet.table, fleet.group), self.settings.imds.endpoint
 
     @property
     def key(self) -> tuple[object, ...]:
-        """With another one the store is opened anew."""
+        """If this changes, the store is opened again."""
         fleet = self.settings.fleet
         return fleet, (fleet and fleet.group) or self.group, self.vm_id, self.settings.imds.endpoint
 
 
 class FleetThread:
-    """For the engine's thread, apart from ``run``."""
+    """Keeps the requests in the fleet's store. All methods but ``run`` are for the engine's thread."""
 
     def __init__(
         self, put: Put, metrics: Metrics, settings: Settings, connect: Connect, *, looks_again: bool = False
@@ -71,12 +71,12 @@ class FleetThread:
         metrics.add_fleet()
 
     def reconfigure(self, settings: Settings) -> None:
-        """Another policy is in force."""
+        """Use another policy."""
         is_same = self._input.settings.fleet == settings.fleet
         self._set(self._input._replace(settings=settings) if is_same else _Input(settings))
 
     def publish(self, requests: tuple[FleetRequest, ...], names: tuple[str, ...], vm_id: str, group: str) -> None:
-        """What this VM asks of its fleet now. ``group``: as the metadata service knows it; "" if it does not."""
+        """Set this VM's requests to its fleet. ``group``: from the metadata service; "" if it knows none."""
         self._set(_Input(self._input.settings, requests, names, vm_id, group))
 
     def _set(self, given: _Input) -> None:
@@ -128,7 +128,7 @@ class FleetThread:
                 update = _update(last, client)
                 seconds = None if client.next_sync_at is None else client.next_sync_at - time.monotonic()
                 self._look_at(update, given.requests, given.vm_id)
-            except Exception as error:  # noqa: BLE001 - events go on without the store, whatever is wrong with it
+            except Exception as error:  # noqa: BLE001 - events go on without the store, whatever the error
                 client = None
                 fault = self._fault(error)
                 self._log_outcome(fault)
@@ -147,7 +147,7 @@ class FleetThread:
                 "the group is not known: the VM is in no scale set, so set fleet.group", kind="setup"
             )
         if not given.vm_id:
-            raise BackendError("the metadata service has not told the vmId of this VM yet", kind="setup")
+            raise BackendError("the metadata service has not reported the vmId of this VM yet", kind="setup")
         looks_again = self._looks_again
         self._looks_again = True
         backend = self._connect(settings, group, resolve_endpoint(given.settings.imds.endpoint))
@@ -162,10 +162,10 @@ class FleetThread:
         )
 
     def _leave(self, client: FleetClient) -> None:
-        """Delete its records: the VMs of the group that it leaves need not wait for it."""
+        """Delete this VM's records, so that the VMs of the group that it leaves do not wait for it."""
         try:
             client.sync(())
-        except Exception as error:  # noqa: BLE001 - the group that it joins does not wait for that
+        except Exception as error:  # noqa: BLE001 - an error here must not delay the new group
             self._log_outcome(self._fault(error))
 
     def _fault(self, error: Exception) -> AgentError:
@@ -181,7 +181,7 @@ class FleetThread:
             self._failures.failed(error.kind, str(error), time.monotonic())
 
     def _look_at(self, update: FleetUpdate, requests: tuple[FleetRequest, ...], vm_id: str) -> None:
-        """What people must know of the statuses."""
+        """Report what people must know about the statuses."""
         ready = {request.event for request in requests if request.stage == "ready"}
         not_ready = {name for event in ready & update.statuses.keys() for name in update.statuses[event].not_ready}
         self._metrics.fleet_not_ready.set(len(not_ready))
@@ -191,9 +191,9 @@ class FleetThread:
         self._warn(LogId.FLEET_MEMBERS, settings.members_fault(names))
 
     def _warn(self, log_id: LogId, text: str) -> None:
-        """An error in the log, once while it lasts; "" ends it."""
+        """Log an error once while it lasts; "" means that it has ended."""
         if text and self._warned.get(log_id) != text:
-            get_logger().error("the fleet is not set up right", log_id=log_id, reason=text)
+            get_logger().error("the fleet is set up wrongly", log_id=log_id, reason=text)
         self._warned[log_id] = text
 
 
@@ -211,13 +211,13 @@ def _failed(last: FleetUpdate, error: AgentError, now: float) -> FleetUpdate:
 
 
 def _is_news(last: FleetUpdate, update: FleetUpdate) -> bool:
-    """A list that allows something is told again: it counts for some seconds only."""
+    """Whether to report the update. A list that allows something is reported each time: it soon expires."""
     allows = any(status.may_begin or status.is_all_ready for status in update.statuses.values())
     return allows or replace(update, listed_at=last.listed_at) != last
 
 
 def log_request(method: str, status: int | str, seconds: float) -> None:
-    """Tell the log of a request to the store, at level debug."""
+    """Log a request to the store, at level debug."""
     get_logger().debug("request to fleet", method=method, status=status, milliseconds=round(seconds * 1000, 1))
 
 

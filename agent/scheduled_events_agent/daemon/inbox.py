@@ -1,6 +1,6 @@
 """The engine's inbox: other threads put items into it, the engine's thread takes them out.
 
-The one invariant: what came before the agent stopped is on disk then: results of hooks and approvals, this VM's
+Invariant: when the agent has stopped, all that came before is on disk: results of hooks and approvals, this VM's
 name, the document, operators' requests.
 """
 
@@ -18,7 +18,7 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 
 # How often operators are answered while the agent stops.
 _TICK_SECONDS = 1.0
-# Of a stop's time limit, this much is left to end hooks, and as much for the state file and the log.
+# A stop reserves this part of its time limit for ending hooks, and as much for the state file and the log.
 _GRACE_SECONDS = 1.5
 
 
@@ -34,7 +34,7 @@ class PolicyRead:
     """The policy file was read again."""
 
     settings: Settings | None
-    """None if the file was refused."""
+    """None if the file was rejected."""
     hash: str = ""
     refused: str = ""
 
@@ -43,7 +43,7 @@ Item = Message | Command | PolicyRead
 
 
 class Inbox:
-    """For the engine's thread; other threads only have the queue."""
+    """The engine's inbox. For the engine's thread; other threads only have the queue."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Inbox:
         is_sending: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``handle`` carries out every command but ``stop``, and takes the policy that was read.
+        """``handle`` carries out every command but ``stop``, and receives the policy that was read.
 
         ``is_sending``: whether a stop should still wait for notifications.
         """
@@ -67,7 +67,7 @@ class Inbox:
         self._monotonic = monotonic
 
     def take(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for an item, take all there are; False if one of them says stop."""
+        """Wait up to ``timeout`` seconds for an item, then take all items. False if one of them is a stop."""
         is_to_stop = False
         try:
             item = self._items.get(timeout=max(0.0, timeout))
@@ -83,7 +83,7 @@ class Inbox:
             return not is_to_stop
 
     def finish(self, seconds: float) -> None:
-        """Stop within so many seconds: wait for hooks and approvals, then end the hooks. Keeps all that comes.
+        """Stop within ``seconds``: wait for hooks and approvals, then end the hooks. Keeps all that comes.
 
         Raises StoreError.
         """

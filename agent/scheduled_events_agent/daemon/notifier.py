@@ -1,7 +1,7 @@
-"""Sends notices: one thread for each target, so that none delays another and no event waits for any.
+"""Sends notifications: one thread for each target, so that none delays another and no event waits for any.
 
-The one invariant: a notice stays in the state file until it was delivered, or given up and counted. So it arrives
-at least once, and those of one target arrive in their order.
+Invariant: a notification stays in the state file until it was delivered, or given up and counted. So it arrives at
+least once, and the notifications of one target arrive in their order.
 """
 
 import math
@@ -26,9 +26,9 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 
 GIVE_UP_AFTER = timedelta(days=1)
-# What has become old while the machine was off is tried for this long all the same.
+# A notification that became too old while the machine was off is still tried for this long.
 _OLD_SECONDS = 300.0
-# How long a stop waits for what is tried once more.
+# How long a stop waits for the last tries.
 _STOP_SECONDS = 3.0
 
 Report = Callable[[NoticeEnded], None]
@@ -50,7 +50,7 @@ class Senders:
         self._stop_deadline: float | None = None
 
     def reconfigure(self, targets: Iterable[NotifyTarget]) -> None:
-        """Send what waits for these; other targets are not notified any longer."""
+        """Send the notifications that wait for these targets; other targets get none any more."""
         old = dict(self._senders)
         senders = {}
         for target in targets:
@@ -64,12 +64,12 @@ class Senders:
         self.notify(is_urgent=True)
 
     def notify(self, *, is_urgent: bool) -> None:
-        """There are new notices. ``is_urgent``: try targets that failed now."""
+        """Send the new notifications. ``is_urgent``: retry targets that failed now."""
         for sender in self._senders.values():
             sender.wake(is_urgent=is_urgent)
 
     def begin_stop(self) -> None:
-        """Try once more what waits, for a short time."""
+        """Try to send the waiting notifications once more, for a short time."""
         self._stop_deadline = time.monotonic() + _STOP_SECONDS
         for sender in self._senders.values():
             sender.begin_stop(self._stop_deadline)
@@ -81,7 +81,7 @@ class Senders:
         return is_in_time and any(sender.is_busy() for sender in self._senders.values())
 
     def failures(self) -> dict[str, TargetFailure]:
-        """Why which target does not take notices now."""
+        """Why targets do not accept notifications now, by target."""
         return {name: sender.failure for name, sender in self._senders.items() if sender.failure}
 
 
@@ -113,12 +113,12 @@ class _Sender:
             thread = threading.Thread(target=self._run, name=f"notify-{self._name}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no memory for a thread; the next notice tries again
+            except RuntimeError:  # no memory for a thread; the next notification tries again
                 return
             self._thread = thread
 
     def retarget(self, target: NotifyTarget) -> None:
-        # How long the old service failed says nothing about this one.
+        # The failures of the old service say nothing about the new one.
         self.target = target
         self.failure = None
         self._failing_since = None
@@ -133,7 +133,7 @@ class _Sender:
             self.wake(is_urgent=True)
 
     def is_busy(self) -> bool:
-        """Whether a notice waits or may have come."""
+        """Whether a notification waits or may have come."""
         is_idle = self._has_nothing and not self._news.is_set()
         return self._thread is not None and self._thread.is_alive() and not is_idle
 
@@ -141,14 +141,14 @@ class _Sender:
         last_id = 0
         backoff = new_backoff()
         while not (self._has_ended or self._seconds_left() < 0):
-            # Before the state file is read: what comes later is not overlooked.
+            # Cleared before the state file is read, so that no later notification is overlooked.
             self._news.clear()
             self._hurry.clear()
             is_stopping = self._stop_deadline is not None
             error: NoticeError | None = None
             try:
                 notice = self._load(last_id)
-                if self._has_ended:  # a notice that has come since is not for this target
+                if self._has_ended:  # a notification that has come since is not for this target
                     return
                 if notice is None:
                     if is_stopping:
@@ -174,7 +174,7 @@ class _Sender:
                 backoff.reset()
 
     def _seconds_left(self) -> float:
-        """Until the stop waits no longer."""
+        """Seconds until the stop waits no longer."""
         return math.inf if self._stop_deadline is None else self._stop_deadline - time.monotonic()
 
     def _load(self, last_id: int) -> StoredNotice | None:
@@ -192,7 +192,7 @@ class _Sender:
             delivered = deliver(replace(target, timeout=timeout), happening)
         except NoticeError as error:
             failed = error
-        except Exception as error:  # noqa: BLE001 - no event may suffer from it; its text may hold a secret
+        except Exception as error:  # noqa: BLE001 - it must not affect events; its text may hold a secret
             failed = NoticeError(f"a bug in the agent: {type(error).__name__}", kind="bug")
         else:
             self.failure = self._failing_since = None
@@ -202,7 +202,7 @@ class _Sender:
             return None
         self._tell_request(about, failed.status or failed.kind, began)
         self._metrics.notice_failures.labels(self._name, failed.kind).inc()
-        if self.target is not target:  # replaced meanwhile: its successor is asked before the notice is given up
+        if self.target is not target:  # replaced meanwhile: try the new target before giving up
             return NoticeError(str(failed), kind="unreachable")
         self._fail(failed.kind, str(failed))
         return failed
@@ -218,7 +218,7 @@ class _Sender:
         )
 
     def _why_lost(self, notice: StoredNotice, error: NoticeError) -> str:
-        """Why the notice is not sent again; "" if it is."""
+        """Why the notification is not sent again; "" if it is."""
         if error.kind == "rejected":
             self._metrics.notices_dropped.labels(self._name, "refused").inc()
             return str(error)

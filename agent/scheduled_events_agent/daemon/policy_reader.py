@@ -1,4 +1,4 @@
-"""Reads the policy file: at the start, and again when it is asked for, on a thread that nothing waits for."""
+"""Reads the policy file: at the start, and again on request, on a thread that nothing waits for."""
 
 import contextlib
 import threading
@@ -22,7 +22,7 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 def read_policy(
     file: PolicyFile, set_up_log: Callable[[LogLevel, LogFormat], None], *, is_start: bool = False
 ) -> Loaded:
-    """What the file says now. The log follows it at once, and has the warnings about it.
+    """Load the file. Its log settings apply at once, and the log has the warnings about it.
 
     Raises ConfigError, also if others could change what the agent would run.
     """
@@ -32,16 +32,19 @@ def read_policy(
     settings = loaded.settings.agent.log
     set_up_log(settings.level, settings.format)
     _warn(map(str, loaded.warnings))
-    # To ask about accounts may take minutes, and neither start nor reload waits for that.
+    # Looking up accounts may take minutes. Neither start nor reload waits for that.
     run_aside(lambda: _warn(look_at_machine(loaded)), "policy-check")
     return loaded
 
 
 class PolicyReader:
-    """``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``refuse`` for the engine's."""
+    """Reads the policy file on request.
+
+    ``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``refuse`` for the engine's.
+    """
 
     def __init__(self, file: PolicyFile, loaded: Loaded, put: Callable[[PolicyRead], None]) -> None:
-        """``loaded``: what the agent starts with."""
+        """``loaded``: the policy with which the agent starts."""
         self.file = file
         self._put = put
         self._agent_at_start = loaded.settings.agent
@@ -59,19 +62,19 @@ class PolicyReader:
         self._is_requested.set()
 
     def run(self) -> None:
-        """Read the file when it is asked for; what was read before the last request does not count."""
+        """Read the file on request; a result from before the last request does not count."""
         while self._is_requested.wait() and not self._is_stopping:
             self._is_requested.clear()
             try:
                 loaded = read_policy(self.file, log.change)
                 read = PolicyRead(loaded.settings, loaded.hash)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
+            except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
                 read = PolicyRead(None, refused=str(error))
             if not self._is_requested.is_set():
                 self._put(read)
 
     def accept(self, new: AgentSettings, hash_: str, before: AgentSettings) -> None:
-        """It comes into force now, in place of ``before``."""
+        """Note that the new policy is in force now, in place of ``before``."""
         late = keys_for_next_start(self._agent_at_start, new)
         if late and keys_for_next_start(before, new):
             text = "the policy file has changes that need a restart of the agent"
@@ -86,19 +89,19 @@ class PolicyReader:
         )
 
     def refuse(self, reason: str) -> None:
-        """The policy of before stays in force."""
+        """Note that the new policy is rejected: the previous one stays in force."""
         refused_at = self.in_force.refused_at or datetime.now(UTC)
         self.in_force = replace(self.in_force, refused=reason, refused_at=refused_at)
 
 
 def run_aside(function: Callable[[], None], name: str) -> None:
-    """Run it on a thread of its own, if there is memory for one."""
+    """Run the function on its own thread, if there is memory for one."""
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=function, name=name, daemon=True).start()
 
 
 def look_at_machine(loaded: Loaded) -> list[str]:
-    """Warnings about what the policy names on this machine."""
+    """Warnings about files, programs and accounts on this machine that the policy names."""
     of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
     findings = [*doubts(loaded.settings.notify)]
     if loaded.settings.fleet:

@@ -1,7 +1,6 @@
-"""Asks the metadata service for the document again and again, and for this VM's name, for the engine's inbox.
+"""Polls the metadata service for the document, asks it for this VM's name, and puts both into the engine's inbox.
 
-The one invariant: the poller waits for nothing but the service, and a request without an answer does not delay the
-next one.
+Invariant: the poller waits only for the service, and a request without an answer does not delay the next one.
 """
 
 import threading
@@ -42,16 +41,16 @@ _PAUSE_SECONDS = 1.0
 # Without a name nothing is done, so the next request comes soon; later if the service answered without a name.
 _IDENTITY_RETRY_SECONDS = 1.0
 _NO_NAME_RETRY_SECONDS = 10.0
-# After this long without an answer, other requests are sent beside the first, one for each interval and one at a
-# time: far below the service's limit of five a second.
+# After this long without an answer, hedged requests are sent beside the first one: one in each interval, and one
+# at a time. That is far below the service's limit of five a second.
 _RELIEF_AFTER_SECONDS = 2.0
-# What the poller may take between two waits: long enough for a big document, short enough for the watchdog.
+# Longest time between two heartbeats without a wait: enough for a big document, short enough for the watchdog.
 _SLACK_SECONDS = 1.0
-# Of the events of a document, the log has so many at level debug.
+# At level debug the log has at most this many events of a document.
 _MOST_EVENTS_TOLD = 20
 
 Put = Callable[[Message], None]
-"""Into the engine's inbox; from any thread, never waits."""
+"""Puts a message into the engine's inbox; from any thread, never waits."""
 
 
 class Poller:
@@ -69,17 +68,17 @@ class Poller:
         self._snapshot = snapshot
         self._put = put
         self._metrics = metrics
-        self._good_polls = metrics.polls.labels("ok")  # a look-up costs CPU at every poll
+        self._good_polls = metrics.polls.labels("ok")  # looking it up at every poll would cost CPU
         self._backoff = ImdsBackoff()
         self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
-        # For what two threads share. Requests are numbered in the order in which they are sent.
+        # Guards the fields that two threads share. Requests are numbered in the order in which they are sent.
         self._lock = threading.Lock()
         self._last_number = 0
         self._newest_answered = 0
         self._body = b""
         self._document: Document | None = None
         self.api_version: ApiVersion = GENERAL_VERSION
-        """In which version documents are answered, and approvals sent."""
+        """The api-version in which documents are answered, and approvals are sent."""
         self._fallback = VersionFallback()
         self._client: ImdsClient | None = None
         self._client_version: ApiVersion = GENERAL_VERSION
@@ -97,7 +96,7 @@ class Poller:
         self._needs_relief = threading.Event()
 
     def overdue_seconds(self) -> float:
-        """For how long a sign of life of the loop has been due; 0 if it is on time."""
+        """For how long a heartbeat of the loop has been due; 0 if it is on time."""
         if self._expected_back is None or self.stop_requested.is_set():
             return 0.0
         return max(0.0, time.monotonic() - self._expected_back)
@@ -107,7 +106,7 @@ class Poller:
         self._needs_relief.set()
 
     def _expect_back(self, seconds: float) -> None:
-        """A sign of life; the next one comes within so many seconds."""
+        """Heartbeat; the next one is due in ``seconds``."""
         now = time.monotonic()
         self._expected_back = now + seconds + _SLACK_SECONDS
         if self._sent is not None and now - self._sent >= _RELIEF_AFTER_SECONDS / 4:
@@ -119,7 +118,7 @@ class Poller:
             self._expect_back(0.0)
             delay = self._poll(self._connect)
             self._sent = None
-            due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
+            due = max(time.monotonic(), began + delay)  # missed ticks are dropped, and not done later
             self._expect_back(due - time.monotonic())
             self.stop_requested.wait(due - time.monotonic())
             late = time.monotonic() - due
@@ -144,7 +143,7 @@ class Poller:
         return self._client
 
     def run_relief(self) -> None:
-        """Send requests beside the poller's while that has no answer."""
+        """Send hedged requests while the poller's own request has no answer."""
         while self._needs_relief.wait() and not self.stop_requested.is_set():
             self._needs_relief.clear()
             due = (self._sent or 0.0) + _RELIEF_AFTER_SECONDS
@@ -264,7 +263,7 @@ class Poller:
 
 
 class Identifier:
-    """Asks the service for this VM's name until it answers; without a name no event can be matched to this VM."""
+    """Asks the service for this VM's name until it is known: without it no event can be matched to this VM."""
 
     def __init__(self, snapshot: Callable[[], Snapshot], put: Put, stop_requested: threading.Event) -> None:
         self._snapshot = snapshot
@@ -283,7 +282,7 @@ class Identifier:
                 if identity.name:
                     failure_log.succeeded(time.monotonic())
                     return
-                failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
+                failure_log.failed("no_name", "the service does not report it; set vm.name", time.monotonic())
                 delay = _NO_NAME_RETRY_SECONDS
             except (AgentError, OSError) as raised:
                 error = request_error(raised)
@@ -296,5 +295,5 @@ class Identifier:
 
 
 def request_error(error: AgentError | OSError) -> ImdsError | DocumentError:
-    """The same error, or one for an endpoint that could not be found out."""
+    """``error`` itself, or an ImdsError if the endpoint could not be determined."""
     return error if isinstance(error, ImdsError | DocumentError) else ImdsError(str(error), kind="unreachable")

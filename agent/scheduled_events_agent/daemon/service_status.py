@@ -1,4 +1,4 @@
-"""What the service manager hears: that the agent is ready, what it is at in one line, and that it is alive."""
+"""Reports to the service manager: that the agent is ready, its work in one line, and that it is alive."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from scheduled_events_agent.daemon.status_source import StatusSource
 from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.status import RunningHook
 
-# The service manager hears that the agent is ready when the first poll has been tried, or takes longer than this.
+# The agent reports that it is ready after its first poll, or if that takes longer than this.
 _READY_PATIENCE_SECONDS = 2.0
 
 
@@ -25,7 +25,7 @@ class ServiceReporter:
         running: Callable[[], tuple[RunningHook, ...]],
         on_ready: Callable[[], None],
     ) -> None:
-        """``on_ready`` is called once, when the service manager has heard that the agent is ready."""
+        """``on_ready`` is called once, after the report that the agent is ready."""
         self._service = service
         self._snapshot = snapshot
         self._poller = poller
@@ -37,7 +37,7 @@ class ServiceReporter:
         """The line that was reported last; None until it was reported that the agent is ready."""
 
     def report(self) -> None:
-        """What there is to report after a cycle."""
+        """Report the state after a cycle."""
         line = self.line()
         if self.reported is None:
             has_waited = self._snapshot().cycle_began_at - self._started > _READY_PATIENCE_SECONDS
@@ -53,7 +53,7 @@ class ServiceReporter:
         self._service.tell("reloading", self.line())
 
     def report_reloaded(self) -> None:
-        """A reload has ended, in success or failure."""
+        """Report that a reload has ended, in success or failure."""
         self.reported = self.line()
         self._service.tell("ready", self.reported)
 
@@ -64,7 +64,7 @@ class ServiceReporter:
         self._service.keep_alive()
 
     def line(self) -> str:
-        """What the agent is at, in one line, which only changes when that does."""
+        """One line about the agent's work now. It changes only when that changes."""
         parts = []
         if hooks := [one.hook for one in self._running() if one.state == "running"]:
             # That the line begins with "runs hook" is a contract: packaging/restart.sh reads it of the agent that

@@ -1,4 +1,4 @@
-"""Makes the status of what the engine, the poller, the hooks and the senders publish, and changes none of them."""
+"""Builds the status from what the engine, the poller, the hooks and the senders publish. Changes none of them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.web.endpoints import WebState
 from scheduled_events_agent.workflow import Board, is_ready
 
-# An engine that has begun no cycle for this long hangs. (It rests ten seconds, and waits two for a slow disk.)
+# An engine that has begun no cycle for this long hangs. (It idles for ten seconds, and waits two for a slow disk.)
 _STALL_SECONDS = 20.0
 _MAX_BUGS = 5  # that are named
 
@@ -54,7 +54,7 @@ class StatusSource:
         state_dir: Path,
         command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
-        """``target_failures``: why which target does not take notices. ``command_options``: see ``Status``."""
+        """``target_failures``: why targets accept no notifications. ``command_options``: those of ``Status``."""
         self._snapshot = snapshot
         self._poller = poller
         self._metrics = metrics
@@ -70,26 +70,26 @@ class StatusSource:
         self._started_at = datetime.now(UTC)
 
     def status(self) -> Status:
-        """How the agent is now, in words too."""
+        """The agent's status, with its texts for people."""
         return with_words(self._facts())
 
     def attention(self) -> tuple[Attention, ...]:
-        """What needs a person now."""
+        """All that needs a person now."""
         return attention(self._facts())
 
     def headline(self) -> str:
-        """How the agent is now, in one line."""
+        """The agent's state in one line."""
         facts = self._facts()
         return headline(replace(facts, attention=attention(facts)))
 
     def basis(self) -> object:
-        """What a status is made of, apart from the time: another one if that has changed."""
+        """The data of a status, except the time: a different value if the status has changed."""
         poller = self._poller
         snapshot = replace(self._snapshot(), cycle_began_at=0.0)
         return snapshot, self._policy(), self._running(), self._web(), poller.succeeded_at, poller.failure
 
     def metrics(self) -> bytes:
-        """The metrics, with those that are only worked out when they are asked for."""
+        """The metrics, including those that are computed only on request."""
         self._metrics.is_ready.set(is_ready(self._snapshot().workflows))
         self._metrics.set_attention(self.attention())
         if self._poller.succeeded_at is not None:
@@ -102,20 +102,20 @@ class StatusSource:
         seconds = time.monotonic() - snapshot.cycle_began_at
         problems = []
         if seconds > _STALL_SECONDS:
-            problems.append(f"the engine has not turned for {seconds:.0f}s")
+            problems.append(f"the engine has run no cycle for {seconds:.0f}s")
         if failure := snapshot.store_failure:
             problems.append(f"nothing can be done until the state file can be written: {failure}")
         for event_id, kind in list(snapshot.bugs.items())[:_MAX_BUGS]:
             what = f"event {event_id}" if event_id else "what is pending"
             problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
         if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
-            problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
+            problems.append(f"the poller has sent no heartbeat for {overdue:.0f}s")
         if self.lacks_poll():
             since = self._poller.succeeded_at or self._started_at
             why = self._poller.failure or "it hangs"
             problems.append(f"no poll has succeeded since {utc(since)}: {why}")
         if failure := self._web().failure:  # for the command status, which asks through the state file
-            problems.append(f"the pages are not shown: {failure}")
+            problems.append(f"the web server is not listening: {failure}")
         return problems
 
     def lacks_poll(self) -> bool:
@@ -165,7 +165,7 @@ class StatusSource:
             command_options=self._command_options,
             command_prefix=supervisor.prefix,
             supervisor_commands=(
-                SuggestedCommand(command=supervisor.status, effect="tell whether it runs"),
+                SuggestedCommand(command=supervisor.status, effect="show whether it runs"),
                 SuggestedCommand(command=supervisor.log, effect="show the end of its log"),
             ),
             notify=tuple(self._notified(snapshot)),
@@ -180,7 +180,7 @@ class StatusSource:
             yield replace(shown, failure=failures.get(name))
 
     def _pending(self, workflows: Board) -> tuple[ShownWorkflow, ...]:
-        """Put into words once for each board, which is never changed."""
+        """The open workflows with their texts. These are made once for each mapping, which is never changed."""
         known, shown = self._worded
         if known is not workflows:
             shown = tuple(map(as_shown, workflows.values()))

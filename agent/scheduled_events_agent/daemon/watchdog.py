@@ -1,8 +1,8 @@
 """Ends this process when it hangs, so that the service manager starts it again.
 
-The service managers' own watchdogs remain, with a longer limit: they cannot tell a hang from a machine that was
-paused. This one counts its own ticks, which stop in a pause. The one invariant: it waits for nothing that a hang
-may hold.
+The service managers' own watchdogs remain, with a longer limit: they cannot distinguish a hang from a machine that
+was paused. This one counts its own ticks, which stop in a pause. Invariant: it waits for nothing that a hang may
+block.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 
 EXIT_CODE = 70
-"""Of a process that hung."""
-# Together less than 30 seconds from the last cycle to the end of the process.
+"""Exit code of a process that hung."""
+# Together these are less than 30 seconds from the last cycle to the end of the process.
 _TICK_SECONDS = 1.0
 _HANG_TICKS = 25
-# Longer than the engine rests: while it works, only its cycles wake this thread.
+# Longer than the engine is idle: while it works, only its cycles wake this thread.
 _REST_TICKS = 12
 _TELL_SECONDS = 2.0
 _MAX_FRAMES = 20
@@ -32,14 +32,14 @@ class Watchdog:
     """Ends the process after 25 ticks without a finished cycle."""
 
     def __init__(self, waits_for_disk: Callable[[], bool]) -> None:
-        """While ``waits_for_disk``, no tick counts: a restart would wait for the slow disk, too."""
+        """While ``waits_for_disk`` is true, no tick counts: a restart would wait for the slow disk, too."""
         self._waits_for_disk = waits_for_disk
         self._ticks = 0
         self._is_fed = threading.Event()
         self._is_stopped = False
 
     def feed(self) -> None:
-        """A cycle has ended."""
+        """Note that a cycle has ended."""
         self._is_fed.set()
 
     def stop(self) -> None:
@@ -61,7 +61,7 @@ class Watchdog:
             patience = 1
 
     def _end(self) -> None:
-        # The log may be what hangs.
+        # The log itself may hang.
         teller = threading.Thread(target=self._tell, name="watchdog-log", daemon=True)
         with contextlib.suppress(RuntimeError):  # no memory for a thread
             teller.start()
@@ -69,7 +69,7 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def _tell(self) -> None:
-        # Not by faulthandler, which keeps all threads waiting for a reader of standard error.
+        # faulthandler is not used: it makes all threads wait for a reader of standard error.
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {names.get(ident, str(ident)): _places(frame) for ident, frame in sys._current_frames().items()}  # noqa: SLF001
         get_logger().error(
@@ -82,6 +82,6 @@ class Watchdog:
 
 
 def _places(frame: FrameType) -> list[str]:
-    """Where a thread is, the innermost call first."""
+    """The calls in which a thread is, the innermost first."""
     calls = islice(traceback.walk_stack(frame), _MAX_FRAMES)
     return [f"{call.f_code.co_filename}:{line} in {call.f_code.co_name}" for call, line in calls]

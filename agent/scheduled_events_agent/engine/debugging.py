@@ -1,4 +1,4 @@
-"""What only a log at level debug has of decisions: rules that were passed over, and what each gate answers."""
+"""Details of decisions for a log at level debug: rules that do not match, and the answer of each gate."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,23 +10,23 @@ from scheduled_events_agent.workflow import Board, Context, Step, Workflow, gate
 
 
 class DebugTeller:
-    """Nothing is computed here at any other level."""
+    """Logs the details of decisions. At any level but debug it computes nothing."""
 
     def __init__(self, is_told: Callable[[str], bool]) -> None:
-        """``is_told``: whether the log tells of the event of this workflow at all."""
+        """``is_told``: whether the log has lines about the event of this workflow at all."""
         self._is_told = is_told
         self._log = get_logger()
         self._answers: dict[str, dict[str, str]] = {}
-        """By workflow and gate: what was told last."""
+        """By workflow and gate: the answer that was logged last."""
 
     def tell(self, steps: Iterable[Step], board: Board, context: Context) -> None:
-        """What led to these steps, and what the gates answer now."""
+        """Log the reasons for these steps, and the present answers of the gates."""
         if not is_debugging():
             self._answers.clear()
             return
         try:
             self._tell(steps, board, context)
-        except Exception:  # noqa: BLE001 - what is told for looking into must not stop the agent
+        except Exception:  # noqa: BLE001 - a bug in debug lines must not stop the agent
             self._log.exception("a bug in the agent: debug lines are missing", log_id=LogId.EVENT_FAULT)
 
     def _tell(self, steps: Iterable[Step], board: Board, context: Context) -> None:
@@ -44,7 +44,7 @@ class DebugTeller:
     def _tell_rules(self, workflow: Workflow, context: Context) -> None:
         facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
         for rule, reason in passed_over(context.rules, workflow.decision.rule, workflow.event, facts):
-            self._log.debug(f"rule {rule} is passed over", reason=reason, **_about(workflow))
+            self._log.debug(f"rule {rule} does not match", reason=reason, **_about(workflow))
 
     def _tell_gates(self, workflow: Workflow, context: Context, told: dict[str, str]) -> dict[str, str]:
         answers = {}

@@ -1,4 +1,4 @@
-"""Documents: the one that the next cycle decides on, the last one before, and what it lacks."""
+"""Keeps the document of the next cycle and the last one before it, and tracks which events are missing."""
 
 from collections.abc import Collection
 
@@ -10,41 +10,41 @@ from scheduled_events_agent.policy import Facts, decide
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.workflow import Board, Workflow, known_events
 
-# Share of a poll interval after which an answer counts as another one; the rest is network noise.
+# An answer counts as another one after this share of a poll interval; the rest allows for network delays.
 _INTERVAL_SHARE = 0.9
 
 
 class Documents:
-    """A document stays new until a commit holds what follows from it."""
+    """The documents. One stays new until its consequences are committed."""
 
     def __init__(self) -> None:
         self.new: Document | None = None
         self.latest: Document | None = None
-        """The last one that was decided on."""
+        """The last document that was decided on."""
         self.others_events = 0
-        """How many events of the last document only concern other VMs, and are not followed."""
+        """Number of events in the last document that concern only other VMs, and are not followed."""
         self.unlisted: tuple[str, ...] = ()
-        """Recommendations that had expired, and that two answers lacked by now."""
+        """Expired recommendations that two answers have lacked by now."""
         self.lacks_expired = False
-        """Whether the last answer was the first one that lacked such a recommendation."""
+        """Whether the last answer was the first one that lacked an expired recommendation."""
         self._left: set[str] = set()
         """Keys of events that the last answer listed, but no longer for this VM."""
         self._lacked: dict[str, float] = {}
         """Key of an event that the last answer lacked -> when the first answer lacked it, monotonic."""
 
     def take(self, document: Document, now: float, names: tuple[str, ...]) -> None:
-        """``now`` is monotonic; ``names``: what documents may call this VM."""
+        """``now`` is monotonic; ``names``: the names that documents may use for this VM."""
         self.new = replace(document, answered=document.answered or now)
         for event in document.events:
             if event.key not in self._left or event.affects(names) != "others":
                 self._lacked.pop(event.key, None)
 
     def look_again(self) -> None:
-        """Decide on the last document once more, if there is no newer one."""
+        """Have the next cycle decide on the last document again, if there is no newer one."""
         self.new = self.new or self.latest
 
     def committed(self, *, has_faults: bool) -> None:
-        """After a fault, each cycle compares the same document again."""
+        """The document is done with. After a bug, each cycle compares the same document again."""
         if self.new is not None:
             self.latest = self.new
         self.new = self.latest if has_faults else None
@@ -52,10 +52,10 @@ class Documents:
     def compare(
         self, board: Board, names: tuple[str, ...], settings: Settings, expired: Collection[str]
     ) -> list[Seen | Missing | Gone]:
-        """What is new. An event is gone when two answers that are a poll interval apart lack it.
+        """The changes as signals. An event is gone when two answers that are a poll interval apart lack it.
 
-        Events that only concern other VMs are counted and not followed, unless a rule may take them. One that has
-        not started and no longer names this VM is lacked, as far as this VM is concerned.
+        Events that concern only other VMs are counted and not followed, unless a rule may match them. An event
+        that has not started and no longer names this VM counts as missing for this VM.
 
         ``expired``: see ``Remembered``.
         """
@@ -68,7 +68,7 @@ class Documents:
         forgettable: set[str] = set()
         if document.has_recommendations:
             forgettable = set(expired) - {event.key for event in events}
-        else:  # They are not gone: this api-version only leaves them out.
+        else:  # Recommendations are not gone: documents of this api-version only omit them.
             known = {key: event for key, event in known.items() if not event.is_recommendation}
         followed = {one.event.key: one for one in board.values() if not one.is_over}
         left = self._left = {
@@ -108,7 +108,7 @@ def _has_left(event: ScheduledEvent, followed: Workflow, names: tuple[str, ...],
 
 
 def _is_one_of(event: ScheduledEvent, known: Collection[str], alike: Collection[object]) -> bool:
-    """Whether the event is followed, also if it has started under another id."""
+    """Whether the event is followed already, perhaps under the id that it had before it started."""
     return event.key in known or (event.is_started and likeness(event) in alike)
 
 

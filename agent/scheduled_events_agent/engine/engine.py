@@ -1,7 +1,7 @@
-"""A cycle of the engine: receive what has come, decide, commit, perform, publish.
+"""A cycle of the engine: receive messages, decide, commit, perform, publish.
 
-For one thread. Other threads read the published ``snapshot``. Workflows and settings are replaced, never changed,
-so that it need not copy them.
+For one thread. Other threads read the published ``snapshot``. Workflows and settings are replaced, never changed.
+So the snapshot need not copy them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -65,16 +65,16 @@ from scheduled_events_agent.workflow import (
     proceed,
 )
 
-# The clock was set if it and the monotonic one differ by more than this since the last cycle.
+# The clock was set if it and the monotonic clock differ by more than this since the last cycle.
 _CLOCK_SET_SECONDS = 1.0
-# Nothing is approved by an answer of the service that is older than this, or than two polls.
+# Nothing is approved if the service's last answer is older than this, and than two poll intervals.
 _STALE_SECONDS = 30.0
-# Without news, and before the time that was worked out, all is decided again this often: to be safe.
+# Without news, and before the computed time, all is decided again after this time, to be safe.
 _DECIDE_SECONDS = 60.0
 
 
 def unclean_starts(notes: Iterable[JournalEntry], boot_id: str, now: datetime) -> tuple[datetime, ...]:
-    """When an agent started though the one before had not stopped, in this boot, up to the start at ``now``."""
+    """Starts of an agent in this boot, up to ``now``, before which the previous agent had not stopped."""
     found: list[datetime] = []
     is_running = False
     for note in notes:
@@ -88,7 +88,7 @@ def unclean_starts(notes: Iterable[JournalEntry], boot_id: str, now: datetime) -
 
 
 class Engine:
-    """What the agent knows and does about events. ``receive`` what has come, then ``run_cycle``."""
+    """Keeps what the agent knows about events, and acts on it. ``receive`` messages, then ``run_cycle``."""
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class Engine:
         publish_fleet_requests: Callable[[tuple[FleetRequest, ...]], None] = lambda _: None,
         command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
-        """``put``: has a message come back to ``receive``, soon. ``notify``: has what is new sent.
+        """``put`` makes a message come back to ``receive`` soon. ``notify`` has new notifications sent.
 
-        ``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
+        ``describe`` returns a ``Status`` as JSON, for a command that asks through the store.
 
-        ``publish_fleet_requests``: takes what this VM asks of its fleet, after each commit; FleetUpdate comes
-        back.
+        ``publish_fleet_requests`` is called after each commit with this VM's requests to its fleet; FleetUpdate
+        comes back.
         """
         self._machine = machine or Machine()
         self._describe = describe
@@ -124,33 +124,33 @@ class Engine:
         """The open workflows."""
         self.boot_id = self._machine.boot_id()
         self.identity = load_identity(store)
-        """Who this VM is, as far as that is known."""
+        """This VM's identity, as far as it is known."""
         self.agent_log: tuple[JournalEntry, ...] = ()
-        """The start of this agent, and how the one before ended."""
+        """The start of this agent, and the last stop of an agent."""
         self.unclean_starts: tuple[datetime, ...] = ()
-        """See ``Status``."""
+        """Starts after a crash; the field of the same name in ``Status``."""
         self._is_stopping = False
         self.store_failure = ""
-        """Why the last cycle could do nothing; "" if it could."""
+        """Why the last cycle could do nothing; "" if it did its work."""
         self.bugs: Mapping[str, str] = {}
-        """The events that could not be handled when last decided on: by id, the kind of the error."""
+        """The events that could not be handled in the last decision: the kind of the error, by the event's id."""
         self.cycle_began_at = self._machine.monotonic()
         """When the last cycle began."""
         self.wake_at: datetime | None = None
-        """When time alone will next let something happen."""
+        """The next time at which something may be due without a message."""
         self._decided_at = -inf
         self._has_decided_on_stale = False
         self._clock_offset = self._machine.now().timestamp() - self.cycle_began_at
         self._new_identity: Identity | None = None
-        # A disk may have been copied to another VM, which is always another boot.
+        # The disk may have been copied to another VM. That VM then has another boot id.
         self.is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
         self._is_state_lost = bool(store.load_fact("state_lost"))
-        # What the next cycle has to take in, and no commit has held yet.
+        # Input of the next cycle that no commit has stored yet.
         self.documents = Documents()
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
         self._holds_on_the_way: dict[int, Request] = {}
-        """Holds that count, and are answered when it is known whether Azure takes the approval under way."""
+        """Holds in force that are answered when it is known whether Azure accepts the approval under way."""
         self._document_at: datetime | None = None
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics, command_options)
@@ -160,12 +160,12 @@ class Engine:
         self.remembered = Remembered(store)
         self._upkeep = Upkeep(store, metrics, self._machine, self._teller)
         self.snapshot = self._make_snapshot()
-        """For other threads, which may read nothing else of the engine."""
+        """The state for other threads, which may read nothing else of the engine."""
 
     def start(self) -> None:
         """Go on where the last agent ended. Call it once, first. Raises StoreError."""
         workflows = self._store.load_workflows()
-        # A boot id that is a rounded time may come out a little different within one boot.
+        # A boot id that is a rounded time may vary a little within one boot.
         known = [boot_id for workflow in workflows for boot_id in (workflow.boot_id, workflow.prepare_boot_id)]
         self.boot_id = next((one for one in known if host.is_same_boot(one, self.boot_id)), self.boot_id)
         self.board = {workflow.id: workflow for workflow in workflows}
@@ -173,7 +173,7 @@ class Engine:
         now = self._machine.now()
         if self._store.set_aside is not None:
             self._log.error(
-                "the state file was damaged and has been set aside; what was done before is not known, so "
+                "the state file was damaged and has been quarantined; what was done before is not known, so "
                 "no event that is pending now will be approved unless an operator does",
                 log_id=LogId.STATE_LOST,
                 set_aside=str(self._store.set_aside),
@@ -192,7 +192,7 @@ class Engine:
         self._publish()
 
     def receive(self, message: Message) -> None:
-        """Note down what has come; the next cycle decides on it."""
+        """Queue a message for the next cycle."""
         match message:
             case Document():
                 self.documents.take(message, self._machine.monotonic(), self.names())
@@ -223,12 +223,12 @@ class Engine:
     def run_cycle(self, document_at: datetime | None) -> bool:
         """Decide, commit, perform. False if the state file could not be written: then nothing was done.
 
-        Raises StoreError if the file is damaged: the next start of the agent sets it aside.
+        Raises StoreError if the file is damaged: the next start of the agent quarantines it.
 
-        ``document_at``: when a document was last read; everything that was read until then has been taken.
+        ``document_at``: when a document was last read; everything that was read until then has been received.
         """
         self.cycle_began_at = self._machine.monotonic()
-        self._publish()  # a cycle that hangs shows by its age
+        self._publish()  # the age of the snapshot then shows if this cycle hangs
         try:
             return self._run_cycle(document_at)
         finally:
@@ -256,8 +256,8 @@ class Engine:
             self._teller.flush()
         except StoreError as error:
             self.store_failure = str(error)
-            self._publish()  # before the log tells of it
-            # Nothing was done. The next cycle decides again on what was taken in.
+            self._publish()  # before it is logged
+            # Nothing was done. The next cycle decides on the same messages again.
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self.cycle_began_at)
             if error.kind == "damaged":
@@ -294,7 +294,7 @@ class Engine:
         )
 
     def tidy(self) -> None:
-        """Forget what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
+        """Delete what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
         self._upkeep.tidy(self.cycle_began_at, self._tidy_remembered)
 
     def _tidy_remembered(self) -> None:
@@ -305,19 +305,19 @@ class Engine:
 
     @property
     def is_restless(self) -> bool:
-        """Whether the next cycle should come soon: for another try, or for a time of a clock that may be set."""
+        """Whether the next cycle should come soon: to try again, or since the clock of ``wake_at`` may be set."""
         has_unwritten = self._teller.has_unwritten
         is_behind = bool(self.documents.new or self._hook_runs.cut_short or has_unwritten)
         return is_behind or self._upkeep.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:
-        """From now on a cycle keeps what has come and begins nothing; the next start goes on."""
+        """From now on a cycle stores what was received and begins nothing; the next start continues."""
         self._is_stopping = True
-        self._document_at = None  # without a document nothing moves
+        self._document_at = None  # without a document no workflow moves
         self._signals = [signal for signal in self._signals if not is_cut_short(signal)]
 
     def finish(self) -> None:
-        """Keep what has come last. Raises StoreError."""
+        """Store what was received last. Raises StoreError."""
         self.run_cycle(None)
         for request_id in self._holds_on_the_way:
             self._store.answer_request(request_id, RequestAnswer(succeeded=False, message=UNSETTLED_HOLD))
@@ -337,10 +337,10 @@ class Engine:
         self._reconsider()
 
     def refuse_settings(self, reason: str) -> None:
-        """The new policy cannot be used: the old one stays in force."""
+        """Report that the new policy cannot be used: the old one stays in force."""
         self._metrics.reload_ok.set(0)
         self._log.error(
-            "the policy file is refused; the old policy stays in force",
+            "the policy file is rejected; the old policy stays in force",
             log_id=LogId.POLICY_REFUSED,
             reason=reason,
         )
@@ -412,7 +412,7 @@ class Engine:
             self._take_requests(now)
             self._decide_and_do(now)
             return
-        # The intent is on the disk, and nothing of it is done yet.
+        # The decision is on disk, and nothing of it is done yet.
         self._holds_on_the_way |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
         self.notifying.committed(notices, result, now)
@@ -420,7 +420,7 @@ class Engine:
         self.documents.committed(has_faults=bool(progression.faults))
         self.board = progression.board
         self._signals = []
-        self._publish()  # before the log tells of it, and a hook runs that may ask how the agent is
+        self._publish()  # before it is logged, and before a hook runs that may ask for the status
         self._teller.tell_steps(steps, now)
         self._teller.forget_closed(self.board)
         bugs: dict[str, str] = {}
@@ -462,7 +462,7 @@ class Engine:
         return self.documents.latest.incarnation if self.documents.latest else ""
 
     def _greet_first_document(self, now: datetime) -> None:
-        """What is done once, when the agent has first decided on what is pending."""
+        """Do what is due once, after the agent has first decided about the pending events."""
         if self._document_at is None or not (self.names() or not self.board):
             return
         if self._is_state_lost:
@@ -470,7 +470,7 @@ class Engine:
             self._is_state_lost = False
         lacks_event = any(workflow.is_missing for workflow in self.board.values())
         if not self._hook_runs.is_on_clear_decided and not lacks_event:
-            # A rule may have something prepared, or a hook run, for an event of another VM, too.
+            # A rule may also prepare for an event of another VM, or run a hook for it.
             has_hook = any(stage.current for workflow in self.board.values() for stage in workflow.stages)
             are_others = all(workflow.decision.affects == "others" for workflow in self.board.values())
             is_clear = are_others and is_ready(self.board) and not has_hook
@@ -512,14 +512,14 @@ class Engine:
                 )
 
     def _of_present_event(self, request: Request) -> Request:
-        """The request, about the event itself if it names a remembered hold and the event has come back."""
+        """The request. If it names a remembered hold and the event has come back, it is made to name the event."""
         if request.workflow_id not in self.remembered.holds:
             return request
         present = [workflow for workflow in self.board.values() if workflow.event.key == request.workflow_id]
         return next((replace(request, workflow_id=one.id) for one in present if not one.is_over), request)
 
     def _release_of_absent(self, request: Request) -> RequestAnswer:
-        """What becomes of a request for the hold of an event that is not in the document; it names the key."""
+        """Carry out a request for the hold of an event that is not in the document; it names the event's key."""
         if request.action != "release":
             return refused("the event is not in the document; its hold can be released")
         self.remembered.release(request.workflow_id)
@@ -538,7 +538,7 @@ class Engine:
         }
 
     def _answer_holds(self) -> None:
-        """Once it is known what has become of the approval that was under way."""
+        """Answer requests to hold, once the result of the approval that was under way is known."""
         for request in list(self._holds_on_the_way.values()):
             workflow = self.board.get(request.workflow_id)
             if workflow is not None and workflow.approval.state == "requested":
@@ -546,14 +546,14 @@ class Engine:
             if workflow is None:
                 result = refused("the event is over")
             elif workflow.approval.state == "confirmed":
-                result = refused("Azure has taken the approval")
+                result = refused("Azure has accepted the approval")
             else:
                 result = answer(request, workflow)
             self._store.answer_request(request.id, result)
             del self._holds_on_the_way[request.id]
 
     def _forget_requests(self) -> None:
-        """Requests are read again, except those that operators withdraw meanwhile."""
+        """Drop the requests. They are read again, except those that operators withdraw meanwhile."""
         self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorCommand)]
         self._requests = []
 
@@ -581,9 +581,9 @@ class Engine:
         self._publish()
 
     def names(self) -> tuple[str, ...]:
-        """What documents may call this VM."""
+        """The names that documents may use for this VM."""
         return names_of(self.settings.vm, self.identity)
 
     def name(self) -> str:
-        """What hooks are told; "" if it is not known."""
+        """The name of this VM that hooks get; "" if it is not known."""
         return next(iter(self.names()), "")

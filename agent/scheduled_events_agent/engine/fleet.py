@@ -16,19 +16,19 @@ from scheduled_events_agent.workflow import (
     not_ready_others,
 )
 
-# So long a list of the fleet's records allows something. An answer that a pause has made old is not acted on.
+# A list of the fleet's records counts for this long. An answer that a pause has made old is not used.
 _STATUS_SECONDS = 10.0
 
 
 class FleetState:
-    """For the engine's thread. ``last_update`` and ``not_ready`` are replaced, never changed."""
+    """The fleet, for the engine's thread. ``last_update`` and ``not_ready`` are replaced, never changed."""
 
     def __init__(self, publish: Callable[[tuple[FleetRequest, ...]], None]) -> None:
         self._publish = publish
         self._seen_at: dict[str, float] = {}
         self.last_update = FleetUpdate()
         self.has_news = False
-        """Whether the last update was not decided on yet."""
+        """Whether no cycle has decided on the last update yet."""
         self.not_ready: tuple[str, ...] = ()
         """The other VMs that events of this VM wait for."""
 
@@ -37,7 +37,7 @@ class FleetState:
         self.has_news = True
 
     def view(self, settings: Settings, names: tuple[str, ...], now: float) -> FleetView | None:
-        """What the workflow reads; None if this VM acts alone. ``now`` is monotonic."""
+        """The view of the fleet that workflows use; None if this VM acts alone. ``now`` is monotonic."""
         fleet = settings.fleet
         if self.last_update.settings != fleet:
             self.last_update = FleetUpdate()  # another store, other VMs
@@ -58,11 +58,11 @@ class FleetState:
         )
 
     def committed(self, board: Board, context: Context, now: float) -> None:
-        """What was decided is on disk: publish what it asks of the fleet. ``now`` is monotonic."""
+        """Publish the requests to the fleet, now that the decision is on disk. ``now`` is monotonic."""
         self.has_news = False
         if context.fleet is None or context.document_at is None:
             return
-        # An event that is over has come back as another appearance, also if its workflow goes on.
+        # If an event that is over comes back, that counts as another appearance, even if its workflow goes on.
         self._seen_at = {
             key: self._seen_at.get(key, now) for key, workflow in board.items() if not workflow.is_over
         }

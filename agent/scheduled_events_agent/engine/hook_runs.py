@@ -1,4 +1,4 @@
-"""Hooks of events and of on_clear, from the decision that one runs to its end; and how long hooks take."""
+"""Starts and stops the hooks of events and of on_clear, takes their results, and estimates how long hooks take."""
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -31,7 +31,7 @@ from scheduled_events_agent.workflow import (
 class HookRuns:
     """Starts and stops hooks through the executor, and takes their results.
 
-    Not more than one hook of on_clear runs, and none beside a hook of an event.
+    At most one hook of on_clear runs, and none beside a hook of an event.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HookRuns:
         teller: Teller,
         put: Callable[[HookEnded], None],
     ) -> None:
-        """``put``: see ``Engine``."""
+        """``put`` makes a message come back to the engine soon."""
         self._put = put
         self._store = store
         self._executor = executor
@@ -53,14 +53,14 @@ class HookRuns:
         """Whether it is known if anything was pending at the start."""
         self._on_clear: list[str] = []
         self._delayed: list[RunHook] = []
-        """Hooks that wait for the end of an on_clear hook, which might undo what they do."""
+        """Hooks that wait for the end of an on_clear hook, because it might undo their work."""
         self.cut_short: list[RunHook] = []
         """Hooks that failed while the machine went down; they run again if it stays up after all."""
         self._times = durations.decode(store.load_fact("hook_times"))
         self._are_times_saved = True
 
     def seconds(self, hooks: Mapping[str, Hook]) -> dict[str, float]:
-        """How long each of these hooks may take."""
+        """By hook: how many seconds it may take."""
         return {name: durations.may_take_seconds(self._times, name, hook) for name, hook in hooks.items()}
 
     def run(self, workflow: Workflow, effect: RunHook, settings: Settings, vm: str, now: datetime) -> None:
@@ -104,12 +104,12 @@ class HookRuns:
         self._executor.cancel_hook(key, is_urgent=cancel.is_urgent)
 
     def resume(self) -> None:
-        """The machine stays up."""
+        """Run again the hooks that were cut short: the machine stays up."""
         self._delayed += self.cut_short
         self.cut_short = []
 
     def run_delayed(self, board: Board, settings: Settings, vm: str, now: datetime) -> None:
-        """Start what had to wait, but for events that are missing now, or that an operator holds."""
+        """Start hooks that had to wait, except those of events that are missing now or held by an operator."""
         if not self._delayed or self._executor.is_running(ON_CLEAR):
             return
         delayed = self._delayed
@@ -129,9 +129,9 @@ class HookRuns:
                 self.run(workflow, effect, settings, vm, now)
 
     def take_result(self, effect: RunHook, result: HookResult, hook: Hook | None) -> HookFinished | None:
-        """The signal; None if the hook counts as not run, since the machine goes down.
+        """The signal for the result; None if the hook counts as not run, because the machine goes down.
 
-        ``hook``: as the policy has it; None if it lacks it.
+        ``hook``: the hook in the policy; None if it is not there.
         """
         self._learn_time(effect, result, hook)
         # A hook that was canceled does not run again.
@@ -159,7 +159,7 @@ class HookRuns:
         )
 
     def decide_on_clear(self, settings: Settings, vm: str, now: datetime, *, is_clear: bool) -> None:
-        """Begin the hooks of on_clear, or never do."""
+        """Begin the hooks of on_clear if nothing is pending; otherwise they never run."""
         self.is_on_clear_decided = True
         if is_clear and settings.on_clear:
             self._on_clear = list(settings.on_clear)
@@ -195,7 +195,7 @@ class HookRuns:
 
 
 def kept_hooks(old: Settings, new: Settings, board: Board) -> Settings:
-    """The new policy, with hooks of the old one that pending events still need to go on or to be undone."""
+    """The new policy, plus the on_start and recover hooks of the old one that pending events still need."""
     decisions = [workflow.decision for workflow in board.values()]
     names = {name for decision in decisions for name in (*decision.on_start, *decision.recover)}
     kept = {name: old.hooks[name] for name in names & old.hooks.keys() - new.hooks.keys()}
@@ -209,5 +209,5 @@ def kept_hooks(old: Settings, new: Settings, board: Board) -> Settings:
 
 
 def is_cut_short(signal: Signal) -> bool:
-    """Whether a hook has ended badly, perhaps because the agent is stopping: it runs again at the start."""
+    """Whether a hook has failed, perhaps because the agent is stopping. Then it runs again at the next start."""
     return isinstance(signal, HookFinished) and signal.outcome != "succeeded"

@@ -1,4 +1,4 @@
-"""Upkeep of the state file: in its place, without what is too old or too much, and with room for a full disk."""
+"""Maintenance of the state file: keeps it in place, deletes what is too old, keeps room for a full disk."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -16,7 +16,7 @@ TIDY_SECONDS = 60.0
 
 
 class Upkeep:
-    """Runs before and after a cycle; takes milliseconds."""
+    """Maintains the state file before and after a cycle; takes milliseconds."""
 
     def __init__(self, store: Store, metrics: Metrics, machine: Machine, teller: Teller) -> None:
         self._store = store
@@ -25,21 +25,21 @@ class Upkeep:
         self._teller = teller
         self._next_at = machine.monotonic()
         self.has_more = False
-        """Whether there is more to forget."""
+        """Whether there is more to delete."""
         self._failures = FailureLog(
             "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
         )
 
     def keep_in_place(self, now: datetime) -> None:
-        """Make the state file anew if it was removed or replaced. Raises StoreError if that fails."""
+        """Create the state file again if it was removed or replaced. Raises StoreError if that fails."""
         if loss := self._store.recreate_if_removed():
             self._teller.tell_recreated(loss, now)
             self._next_at = -inf  # the new file has no reserve yet
 
     def tidy(self, now: float, expire: Callable[[], None] = lambda: None) -> None:
-        """At most once a minute; ``now`` is monotonic. Raises StoreError if the file is damaged.
+        """Delete what is too old, at most once a minute. Raises StoreError if the file is damaged.
 
-        ``expire`` forgets what else has become old.
+        ``now`` is monotonic. ``expire`` deletes what is too old elsewhere.
         """
         if now < self._next_at:
             return

@@ -1,4 +1,4 @@
-"""What the engine works with: its machine, the executor of its decisions, and the messages it takes."""
+"""Interfaces of the engine: its clock, the executor of its decisions, and the messages that it receives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from scheduled_events_agent.policy.settings import FleetSettings
 from scheduled_events_agent.workflow import ApprovalAnswered, FleetEventStatus, HookOutcome, Rank, RunHook
 
 HookKey = tuple[str, str]
-"""Workflow and stage: what a workflow runs one hook of at a time."""
+"""Workflow and stage. Only one hook runs at a time for each key."""
 ON_CLEAR: HookKey = ("", "on_clear")
-"""Under which the hooks of on_clear run, which are of no workflow."""
+"""The key of the hooks of on_clear, which belong to no workflow."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ HookStart = RunHook | RunOnClear
 
 @dataclass(frozen=True)
 class Paused:
-    """The machine stood still."""
+    """The machine was paused."""
 
     seconds: float
 
@@ -48,7 +48,7 @@ class HookEnded:
 
 @dataclass(frozen=True)
 class NoticeEnded:
-    """A notice was delivered, or is lost."""
+    """A notification was delivered, or is lost."""
 
     id: int
     target: str
@@ -58,22 +58,22 @@ class NoticeEnded:
 
 @dataclass(frozen=True)
 class FleetUpdate:
-    """How the events of this VM stand with its fleet."""
+    """The state of this VM's events in its fleet."""
 
     group: str = ""
     error: str = ""
     """Why the store cannot be used; "" if it can."""
     unavailable_since: datetime | None = None
     unavailable_from: float | None = None
-    """The same moment, monotonic."""
+    """Since when the store cannot be used, monotonic."""
     statuses: Mapping[str, FleetEventStatus] = field(default_factory=dict)
     listed_at: float = -inf
-    """When the list was sent that they come from, monotonic."""
+    """When the list behind the statuses was sent, monotonic."""
     settings: FleetSettings | None = None
-    """With which the store was asked."""
+    """The settings with which the store was asked."""
 
     def same_name_warnings(self, vm_id: str) -> tuple[str, ...]:
-        """One for each other VM that goes by the name of this one, which has ``vm_id``."""
+        """One warning for each other VM that uses this VM's name. ``vm_id``: that of this VM."""
         others = {status.other_vm_id for status in self.statuses.values()} - {""}
         return tuple(
             f"another VM uses the name of this one: vmId {other}, this one has {vm_id}" for other in sorted(others)
@@ -84,14 +84,14 @@ Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEn
 
 
 class Notify(Protocol):
-    """Has new notices sent, which are in the state file. Waits for nothing."""
+    """Has the new notifications in the state file sent. Waits for nothing."""
 
     def __call__(self, *, is_urgent: bool) -> None:
-        """For each of them NoticeEnded comes back. ``is_urgent``: a target that failed is tried again now."""
+        """For each notification NoticeEnded comes back. ``is_urgent``: retry a target that failed now."""
 
 
 def key_of(effect: HookStart) -> HookKey:
-    """What the hook is known by while it runs."""
+    """The key of the hook while it runs."""
     return effect.workflow_id, effect.stage
 
 

@@ -1,4 +1,4 @@
-"""What operators ask for: whether they can have it, and the answer when it was done."""
+"""Requests of operators: which ones are rejected, and the answers to the others."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from scheduled_events_agent.workflow import (
 
 
 def refusal(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
-    """Why not even an operator can have that; "" if one can. ``why_not_acting``: "" for an agent that acts."""
+    """Why the request is rejected; "" if it is not. ``why_not_acting``: "" for an agent that acts."""
     if workflow is None:
         return "the event is not pending any more"
     if request.action in ("retry", "resolve"):
@@ -34,7 +34,7 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
 
 
 def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting: Sequence[Request]) -> bool:
-    """Whether it takes back neither a hold nor an approval. ``waiting``: requests that come before it."""
+    """Whether the request would take back neither a hold nor an approval. ``waiting``: requests before it."""
     if request.action != "release" or workflow is None:
         return False
     lasting = ("approve", "hold", "release")
@@ -47,7 +47,7 @@ def _refusal_of_hold(workflow: Workflow) -> str:
     if workflow.was_started or workflow.event.is_started:
         return "the event has started"
     if workflow.approval.state == "confirmed":
-        return "Azure has taken the approval; it cannot be withdrawn"
+        return "Azure has accepted the approval; it cannot be withdrawn"
     return ""
 
 
@@ -76,15 +76,15 @@ def _refusal_of_retry(workflow: Workflow, action: OperatorAction, why_not_acting
 
 
 def answer(request: Request, workflow: Workflow) -> RequestAnswer:
-    """The reply to the operator, after the cycle that took the action in."""
+    """The reply to the operator, after the cycle that applied the action."""
     if not has_obeyed(workflow, request.action):
         return refused("the event has just changed, or another operator was faster")
     return RequestAnswer(succeeded=True, message=_success(request, workflow))
 
 
 def refused(reason: str) -> RequestAnswer:
-    """The reply to a request that is not obeyed."""
-    return RequestAnswer(succeeded=False, message=f"refused: {reason}")
+    """The reply to a request that is rejected."""
+    return RequestAnswer(succeeded=False, message=f"rejected: {reason}")
 
 
 def _success(request: Request, workflow: Workflow) -> str:
@@ -104,7 +104,7 @@ def _success(request: Request, workflow: Workflow) -> str:
 
 
 def _state(workflow: Workflow, runs: str) -> str:
-    """``runs``: what its hook does, if one runs."""
+    """The event's phase, hook and approval. ``runs``: the verb for its hook, if one runs."""
     current = next((stage.current for stage in workflow.stages if stage.current), None)
     hook = f", hook {current} {runs}" if current else ""
     is_asked = workflow.approval.state != "none" and not workflow.is_over

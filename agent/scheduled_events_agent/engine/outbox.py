@@ -1,4 +1,4 @@
-"""Notices of events: written with the step that they tell of, kept until their sender has ended with them."""
+"""Outbox: stores notifications with the step that they report, and deletes those that were delivered or lost."""
 
 import contextlib
 from collections import deque
@@ -19,16 +19,16 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import Board, Step
 
-# An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
+# An event of these types may leave only seconds: its notifications do not wait for the end of a retry pause.
 _URGENT_TYPES = ("SpotRebalanceRecommendation", "Preempt", "Terminate")
-# Why a commit has dropped a notice, as a phrase.
+# Why a commit has dropped a notification, as a phrase.
 _DROPPED = {"too_many": "too many waited", "no_room": "the disk is full"}
-# Records of lost notices that wait until the journal can be written; of more, the oldest go.
+# Number of records of lost notifications that wait until the journal can be written; more drop the oldest.
 _MAX_UNWRITTEN = 1000
 
 
 class Notifying:
-    """For the engine's thread."""
+    """The notifications that are not delivered yet. For the engine's thread."""
 
     def __init__(
         self,
@@ -42,28 +42,28 @@ class Notifying:
         self._metrics = metrics
         self._notify = notify
         self.waiting: Mapping[str, Waiting] = {}
-        """What waits for which target. Replaced, never changed, so that it need not be copied to be published."""
+        """The notifications that wait, by target. Replaced, never changed: so publishing needs no copy."""
         self.losses: Mapping[str, Loss] = store.load_losses()
-        """What which target has lost. Replaced, never changed, too."""
+        """The losses, by target. Replaced, never changed: other threads may read it."""
         self._written_losses: Mapping[str, Loss] = self.losses
         self._ended: list[NoticeEnded] = []
         self._ended_ids: list[int] = []
-        """What is still to be deleted; how it ended has been looked at."""
+        """Notifications still to be deleted, whose result has been handled."""
         self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
         self._has_new = False
         self._settled_for: Sequence[NotifyTarget] | None = None
-        """The targets for which all is settled that is known by now; None if something may have changed."""
+        """The targets for which all known notifications were handled; None if something may have changed."""
 
     def end(self, ended: NoticeEnded) -> None:
-        """The sender has delivered the notice, or it is lost."""
+        """Note that the notification was delivered, or is lost."""
         self._ended.append(ended)
 
     def make(
         self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm, settings: Settings
     ) -> list[tuple[str, str]]:
-        """Target and body of each notice of these steps, to be committed with them.
+        """Target and body of each notification about these steps, to be committed with them.
 
-        ``board``: as it is after the steps.
+        ``board``: the open workflows after the steps.
         """
         targets = settings.notify
         if not targets or not any(map(has_news, steps)):
@@ -74,19 +74,19 @@ class Notifying:
                 body = msgspec.json.encode(happening).decode()
                 wanting = [target for target in targets if is_wanted(target, step, happening, vm.names)]
                 notices += [(target.name, body) for target in wanting]
-        except Exception:  # noqa: BLE001 - no event may suffer from it
-            get_logger().exception("a bug in the agent: a notice is missing", log_id=LogId.NOTICES_DROPPED)
+        except Exception:  # noqa: BLE001 - a bug in notifications must not affect events
+            get_logger().exception("a bug in the agent: a notification is missing", log_id=LogId.NOTICES_DROPPED)
         return notices
 
     def committed(self, notices: Sequence[tuple[str, str]], result: CommitResult, now: datetime) -> None:
-        """Count and record what was lost when these were committed."""
+        """Count and record the notifications that were lost in the commit of these."""
         for target, body in result.dropped:
             self._metrics.notices_dropped.labels(target, result.reason).inc()
             self._lose(target, body, _DROPPED[result.reason], now)
         self._has_new = bool(notices) and result.reason != "no_room"
 
     def _status(self, board: Board, now: datetime, vm: Vm, settings: Settings) -> Status:
-        """As much of it as notices need."""
+        """The parts of the status that notifications need."""
         return Status(
             at=now,
             health="ok",
@@ -98,7 +98,7 @@ class Notifying:
         )
 
     def perform(self, steps: Iterable[Step]) -> None:
-        """Have what was committed sent."""
+        """Have the notifications sent that were committed."""
         if self._has_new:
             is_urgent = any(step.workflow.event.type in _URGENT_TYPES for step in steps)
             self._notify(is_urgent=is_urgent)
@@ -106,7 +106,7 @@ class Notifying:
             self._settled_for = None
 
     def settle(self, targets: Sequence[NotifyTarget], now: datetime) -> None:
-        """Forget what has ended, and what waits for targets that the policy lacks. Raises StoreError."""
+        """Delete notifications that have ended, or whose target is not in the policy. Raises StoreError."""
         if targets is self._settled_for and not (self._ended or self._ended_ids or self._unwritten):
             return
         names = [target.name for target in targets]
@@ -130,18 +130,18 @@ class Notifying:
         )
 
     def _drop(self, target: str, count: int) -> None:
-        """What waited for a target that the policy lacks."""
+        """Count and report the notifications that waited for a target that is no longer in the policy."""
         self._metrics.notices_dropped.labels(target, "removed").inc(count)
-        text = "notices are dropped"
+        text = "notifications are dropped"
         get_logger().warning(text, log_id=LogId.NOTICES_DROPPED, target=target, count=count, reason="removed")
 
     def _look_at_ended(self, now: datetime) -> None:
-        # A notice that is lost is still in the state file, which says what it was.
+        # A lost notification is still in the state file, with its body.
         bodies = {ended.id: self._store.notices.load_body(ended.id) for ended in self._ended if ended.lost}
         for ended in self._ended:
             if ended.lost:
                 body = bodies[ended.id]
-                if body is not None:  # else it was one too many meanwhile, and is counted already
+                if body is not None:  # else it was deleted meanwhile as one too many, and is counted already
                     self._lose(ended.target, body, ended.lost, now)
             elif ended.target in self.losses:
                 self.losses = {name: loss for name, loss in self.losses.items() if name != ended.target}
@@ -154,7 +154,7 @@ class Notifying:
         except StoreError as error:
             if error.kind != "full":
                 raise
-            # What is told of losses must not take the room that events need: it is written later.
+            # Records of losses must not take the room that events need: they are written later.
             if self._ended_ids:
                 self._store.end_notices(self._ended_ids)
         else:

@@ -23,16 +23,16 @@ class Machine:
         return time.monotonic()
 
     def boot_id(self) -> str:
-        """See ``host.boot_id``."""
+        """Identifies the boot of this machine, as ``host.boot_id`` does."""
         return host.boot_id()
 
     def is_shutting_down(self) -> bool | None:
-        """See ``processes.is_shutting_down``."""
+        """Whether this machine is shutting down, as ``processes.is_shutting_down`` reports it."""
         return processes.is_shutting_down()
 
 
 class Executor(Protocol):
-    """Does what was decided. No method blocks or raises; results come back to ``Engine.receive``."""
+    """Carries out decisions. No method blocks or raises; results come back to ``Engine.receive``."""
 
     def start_hook(
         self,
@@ -47,25 +47,25 @@ class Executor(Protocol):
         """Run the hook of ``effect``, which the policy may lack (None); HookEnded comes back."""
 
     def cancel_hook(self, key: HookKey, *, is_urgent: bool) -> None:
-        """End the running hook, if there is one; its result says canceled. See ``HookRun.cancel``."""
+        """End the running hook, if any; its result says canceled. ``is_urgent``: see ``HookRun.cancel``."""
 
     def set_deadline(self, key: HookKey, deadline: float | None) -> None:
         """NotBefore has moved; the deadline is monotonic."""
 
     def is_running(self, key: HookKey) -> bool:
-        """Whether such a hook runs, or has ended and that was not taken yet."""
+        """Whether a hook with this key runs, or has ended and its result was not received yet."""
 
     def forget_hook(self, effect: HookStart) -> None:
-        """The end of this hook has been taken."""
+        """Note that the engine has received the result of this hook."""
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; for each of them ApprovalAnswered comes back."""
 
     def forget_approval(self, workflow_id: str) -> None:
-        """The answer to this approval has been taken."""
+        """Note that the engine has received the answer to this approval."""
 
     def is_busy(self) -> bool:
-        """Whether a hook or an approval is under way, or has ended and that was not taken yet."""
+        """Whether a hook or an approval is under way, or has ended and its result was not received yet."""
 
     def cancel_all(self, grace_seconds: float) -> None:
-        """End every hook within the grace."""
+        """End every hook within ``grace_seconds``, by force if necessary."""

@@ -1,8 +1,8 @@
-"""What is remembered beyond the appearance of an event: operators' holds, and recommendations that are over.
+"""Remembers decisions longer than an event is listed: operators' holds, and recommendations that are over.
 
-An event may vanish and come back under its id: a hold counts until it is released, or until a day after the event
+An event may vanish and come back under its id. A hold counts until it is released, or until a day after the event
 was last in a document. A recommendation may be listed long after it has expired, and must not begin again.
-Pure but for ``Remembered``, which keeps what the state file has.
+All is pure except ``Remembered``, which keeps the contents of the state file.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,12 +14,12 @@ from scheduled_events_agent.store import RememberedChanges, Store
 from scheduled_events_agent.workflow import OperatorCommand, RememberedEvent, Signal, Step, Workflow
 
 _REMEMBERED = timedelta(days=1)
-# That a recommendation is still listed is written no more often than this.
+# If a recommendation is still listed, that is written only once in this time.
 _SEEN_AGAIN = timedelta(hours=1)
 
 
 class Remembered:
-    """By the event's key. For the engine's thread; ``known`` is replaced, never changed."""
+    """The remembered events by their keys. For the engine's thread; ``known`` is replaced, never changed."""
 
     def __init__(self, store: Store) -> None:
         """Raises StoreError."""
@@ -28,7 +28,7 @@ class Remembered:
 
     @property
     def holds(self) -> dict[str, RememberedEvent]:
-        """What operators hold, also while the event is away."""
+        """Operators' holds, also those of events that are not in the document."""
         return {key: one for key, one in self.known.items() if one.reason == "hold"}
 
     @property
@@ -37,7 +37,7 @@ class Remembered:
         return frozenset(key for key, one in self.known.items() if one.reason == "expired")
 
     def committed(self, changes: RememberedChanges) -> None:
-        """The changes are on the disk."""
+        """Take over the changes, which are on disk."""
         if changes:
             kept = {key: one for key, one in self.known.items() if key not in changes.removed}
             self.known = {**kept, **changes.put}
@@ -47,7 +47,7 @@ class Remembered:
         self._change(RememberedChanges(removed=frozenset({key})))
 
     def tidy(self, now: datetime, pending: Iterable[Workflow], listed: Collection[str]) -> None:
-        """Forget what was last seen a day ago. Raises StoreError.
+        """Forget events that were last seen a day ago. Raises StoreError.
 
         ``listed``: keys of the last document's events.
         """
@@ -59,14 +59,14 @@ class Remembered:
             self.committed(changes)
 
     def forget(self) -> None:
-        """It was all another VM's; the state file has none of it any more."""
+        """Forget everything: it was another VM's, and has been deleted from the state file."""
         self.known = {}
 
 
 def changes_by_time(
     known: Mapping[str, RememberedEvent], now: datetime, pending: Collection[str], listed: Collection[str]
 ) -> RememberedChanges:
-    """What the time that has passed changes: a day after its event was last seen, nothing is remembered."""
+    """The changes that are due by now: an event is forgotten a day after it was last seen."""
     old = {key for key, one in known.items() if now - one.last_seen_at > _REMEMBERED}
     seen_again = {
         key: replace(one, last_seen_at=now)
@@ -83,7 +83,7 @@ def changes_by_steps(
     unlisted: Iterable[str],
     now: datetime,
 ) -> RememberedChanges:
-    """What these steps change; it is committed with them. ``unlisted``: two answers lack these."""
+    """The changes by these steps, to be committed with them. ``unlisted``: keys that two answers lack."""
     steps = list(steps)
     put, removed = _changes_of_holds(known, signals, steps, now)
     removed |= known.keys() & set(unlisted)

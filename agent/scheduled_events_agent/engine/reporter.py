@@ -1,4 +1,4 @@
-"""What the engine tells: each note of an event to log and metrics, and its own news to log and journal."""
+"""Reports notes of events to log and metrics, and news of the engine itself to log and journal."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import Note, Step, Workflow
 
-# Of more new events than this at once, the log tells of the first few.
+# If there are more new events than this at once, only the first few are logged.
 _MAX_TOLD_AT_ONCE = 10
 _TOLD_OF_MANY = 3
-# Records that wait until the journal can be written; of more, the oldest go.
+# Number of records that wait until the journal can be written; more drop the oldest.
 _MAX_UNWRITTEN = 100
 _LOUD_NOTES = ("held", "without_slot", "hook_missing", "approval_needed", "approval_failed", "recovery_failed")
-# Of what this VM is out of service for, the log has every event.
+# These kinds are logged for every event, because the VM is out of service meanwhile.
 _NEVER_LEFT_OUT = ("hook_missing", "recovery_failed")
 
 
 class Teller:
-    """Of very many events at once the log has only a few; journal and metrics have all of them."""
+    """Reports events. If there are very many at once, the log has only a few; journal and metrics have all."""
 
     def __init__(self, store: Store, metrics: Metrics, command_options: CommandOptions) -> None:
         self._command_options = command_options
@@ -35,7 +35,7 @@ class Teller:
         self._faults = FailureLog("handling an event", LogId.EVENT_FAULT)
 
     def tell_steps(self, steps: Sequence[Step], now: datetime) -> None:
-        """Every note of the steps of one cycle; they have their messages."""
+        """Report every note of the steps of one cycle; the notes have their texts already."""
         self.leave_out([step.workflow.id for step in steps if any(note.kind == "seen" for note in step.notes)])
         for step in steps:
             for note in step.notes:
@@ -67,46 +67,46 @@ class Teller:
         self._metrics.record_note(workflow, note, now.timestamp())
 
     def leave_out(self, workflow_ids: list[str]) -> None:
-        """If these are very many, log only the first few from now on."""
+        """If there are very many of these workflows, log only the first few from now on."""
         if len(workflow_ids) > _MAX_TOLD_AT_ONCE:
             self._left_out.update(workflow_ids[_TOLD_OF_MANY:])
-            text = "very many events at once: the log tells of the first ones, the command history of all"
+            text = "very many events at once: only the first ones are logged, the command history shows all"
             self._log.warning(text, log_id=LogId.MANY_EVENTS, events=len(workflow_ids), told=_TOLD_OF_MANY)
 
     def is_told(self, workflow_id: str) -> bool:
-        """Whether the log tells of this event."""
+        """Whether this event is logged."""
         return workflow_id not in self._left_out
 
     def forget_closed(self, open_ids: Iterable[str]) -> None:
-        """Only these are still open."""
+        """Forget workflows that are closed; ``open_ids`` are those that are still open."""
         self._left_out.intersection_update(open_ids)
 
     def tell_pause(self, seconds: float, now: datetime) -> None:
-        """The machine stood still."""
+        """Report a pause of the machine."""
         self._metrics.pause_seconds.observe(seconds)
         self._metrics.last_pause_seconds.set(seconds)
-        self._log.warning("this machine stood still", log_id=LogId.MACHINE_PAUSED, seconds=round(seconds, 1))
-        self.record("pause", f"stood still for {seconds:.1f}s", now)
+        self._log.warning("this machine was paused", log_id=LogId.MACHINE_PAUSED, seconds=round(seconds, 1))
+        self.record("pause", f"was paused for {seconds:.1f}s", now)
 
     def tell_recreated(self, loss: str, now: datetime) -> None:
-        """The state file was removed or replaced while it was open."""
+        """Report that the state file was removed or replaced while it was open."""
         self._metrics.store_errors.labels("removed").inc()
-        text = "the state file was removed or replaced and has been made anew; nothing that was in it is lost"
+        text = "the state file was removed or replaced and has been created again; nothing that was in it is lost"
         self._log.error(text, log_id=LogId.STATE_LOST, reason=loss)
-        self.record("state_recreated", f"{loss}; made anew, nothing is lost", now)
+        self.record("state_recreated", f"{loss}; created again, nothing is lost", now)
 
     def tell_fault(self, workflow_id: str, fault: Exception, now: float) -> None:
-        """A bug of the agent's own; ``now`` is monotonic."""
+        """Report a bug in the agent; ``now`` is monotonic."""
         self._metrics.faults.inc()
         self._faults.failed(type(fault).__name__, f"{workflow_id}: {fault!r}", now)
 
     def record(self, kind: str, text: str, now: datetime) -> None:
-        """Into the journal, as soon as that can be written; the log has it in any case."""
+        """Write to the journal as soon as that is possible; the log has the message in any case."""
         self._unwritten.append((kind, text, now))
         self.flush()
 
     def flush(self) -> None:
-        """Write the records that the journal has not taken yet."""
+        """Write the records that are not in the journal yet."""
         if not self._unwritten:
             return
         try:

@@ -1,6 +1,6 @@
-"""What other threads see of the engine: one frozen value, which is replaced as a whole and never changed.
+"""The engine's state for other threads: one frozen value, which is replaced as a whole and never changed.
 
-So a thread that reads it twice in a row may get two of them, but never half of one.
+So a thread that reads it twice may get two different snapshots, but never a part of one.
 """
 
 from collections.abc import Mapping
@@ -18,27 +18,27 @@ from scheduled_events_agent.workflow import Board, RememberedEvent
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine as it was when it last published: it copies nothing, since what it holds is never changed."""
+    """The engine's state when it last published. It is no copy: the values in it are never changed."""
 
     settings: Settings
     """The policy in force."""
     cycle_began_at: float
     """When the last cycle began, monotonic."""
     workflows: Board
-    """The open ones."""
+    """The open workflows."""
     identity: Identity
     is_identity_sure: bool
-    """Whether the identity is not perhaps that of the VM whose disk this one has got as a copy."""
+    """False if the identity may be that of another VM whose disk was copied to this one."""
     incarnation: str
     """DocumentIncarnation of the last document that was decided on."""
     other_vm_events: int
-    """How many events of that document only concern other VMs."""
+    """Number of events in that document that concern only other VMs."""
     lacks_expired: bool
-    """Whether that document was the first one that lacked a recommendation that had expired."""
+    """Whether that document was the first one that lacked an expired recommendation."""
     has_decided_on_stale: bool
-    """Whether it was too old to approve an event by it."""
+    """Whether that document was too old for an approval."""
     remembered: Mapping[str, RememberedEvent]
-    """What outlives the appearance of an event, by its key."""
+    """Decisions that outlive the appearance of an event, by its key."""
     fleet: FleetUpdate
     fleet_not_ready: tuple[str, ...]
     """The other VMs that events of this VM wait for."""
@@ -47,24 +47,24 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     losses: Mapping[str, Loss]
     """The notifications that were lost, by target."""
     agent_log: tuple[JournalEntry, ...]
-    """The start of this agent, and how the one before ended."""
+    """The start of this agent, and the last stop of an agent."""
     unclean_starts: tuple[datetime, ...]
-    """See ``Status``."""
+    """Starts after a crash; the field of the same name in ``Status``."""
     bugs: Mapping[str, str]
-    """The events that could not be handled when last decided on: by id, the kind of the error."""
+    """The events that could not be handled in the last decision: the kind of the error, by the event's id."""
     store_failure: str
-    """Why the last cycle could do nothing; "" if it could."""
+    """Why the last cycle could do nothing; "" if it did its work."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What documents may call this VM."""
+        """The names that documents may use for this VM."""
         return names_of(self.settings.vm, self.identity)
 
     @property
     def needs_answer(self) -> bool:
-        """Whether the next answer counts though it is that of before.
+        """Whether the next answer is needed even if its text is the same as before.
 
-        The last one lacked an event that is not over yet, or it was too old to approve an event by it.
+        It is if the last answer lacked an event that is not over yet, or was too old for an approval.
         """
         lacks_event = any(workflow.is_missing for workflow in self.workflows.values())
         return lacks_event or self.lacks_expired or (self.has_decided_on_stale and bool(self.workflows))

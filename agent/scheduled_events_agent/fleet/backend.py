@@ -1,9 +1,9 @@
-"""The seam to the store of a fleet: what a store must do so that the VMs of a group can act together through it.
+"""The storage interface of a fleet: list, put if the ETag matches, delete if the ETag matches.
 
-How the Leases of a Kubernetes cluster would fit, tried on a real API server: the ETag is ``resourceVersion`` and
-``uid`` together, for a PUT with the ``resourceVersion`` of a Lease that is gone creates it anew; the age is the
-answer's Date less the newest time in ``managedFields``, both by the API server's clock; the list goes by a label
-and names no ``resourceVersion``, so that it is current.
+Leases of a Kubernetes cluster would fit; this was tried on a real API server. The ETag is ``resourceVersion`` and
+``uid`` together, since a PUT with the ``resourceVersion`` of a deleted Lease creates it again. The age is the
+answer's Date less the newest time in ``managedFields``, both by the API server's clock. The list selects by a
+label and names no ``resourceVersion``, so it is current.
 """
 
 import hashlib
@@ -14,35 +14,35 @@ from typing import Literal, NamedTuple, Protocol
 from scheduled_events_agent import AgentError
 
 MAX_RECORDS = 2000
-"""Of a group: one for each VM and event under way."""
+"""Most records of a group. There is one for each VM and event under way."""
 
 ErrorKind = Literal["unreachable", "timeout", "throttled", "denied", "not_found", "bad_response", "setup"]
 """not_found: there is no such store. setup: something is wrong on this machine."""
 
 OnRequest = Callable[[str, int | str, float], None]
-"""Gets the method of each request, the status of its answer or the kind of error, and the seconds it took."""
+"""Called after each request with its method, the status of its answer or the kind of error, and its seconds."""
 
 
 class BackendError(AgentError):
-    """The store did not do what it was asked, or did it and the answer was lost."""
+    """A request to the store failed, or it succeeded and the answer was lost."""
 
     def __init__(self, message: str, *, kind: ErrorKind, retry_after: float = 0.0) -> None:
-        """``retry_after``: seconds to leave the store alone, if it said so."""
+        """``retry_after``: seconds that the store asks to wait; 0 if it does not ask."""
         super().__init__(message, kind=kind)
         self.retry_after = retry_after
 
 
 class Record(NamedTuple):
-    """What one VM says of one event."""
+    """The record of one VM about one event."""
 
     key: str
-    """Letters, digits and ``|_.-`` only."""
+    """The key: letters, digits and ``|_.-`` only."""
     etag: str
-    """Changes with each write."""
+    """The version; it changes with each write."""
     age: float | None
     """Seconds between its last write and the list, both by the store's clock; None if the store does not tell."""
     fields: Mapping[str, str]
-    """Below 1 KiB in all."""
+    """The contents, below 1 KiB in all."""
 
 
 class Backend(Protocol):

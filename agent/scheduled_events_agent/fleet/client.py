@@ -1,8 +1,8 @@
-"""One VM's side of the fleet: asks the store, writes what ``plan`` says, and knows when it asks again.
+"""The client of a fleet on one VM: lists the store, does the writes of ``plan``, and schedules the next sync.
 
-Owns the ETags of its own writes, the pauses after failures, and how long events have waited. Starts no thread and
-reads no wall clock; ``sync`` blocks for its requests. The one invariant: a status comes only from a list that was
-sent after the own record was written and that was answered. Nothing is stored: a restart costs one write.
+It keeps the ETags of its own writes, the pauses after failures, and how long events have waited. It starts no
+thread and reads no wall clock; ``sync`` blocks for its requests. Nothing is stored: a restart costs one write.
+Invariant: a status comes only from a list that was requested after the write of the own record was answered.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,18 +21,18 @@ Waited = Literal["slot", "ready"]
 
 _MAX_ROUNDS = 4
 _SHORTEN_TO = 0.8
-"""Lists of many VMs drift apart: each is earlier by up to a fifth, by chance."""
+"""Each list is requested up to a fifth earlier, at random, so that the VMs do not all ask together."""
 _LATE_SECONDS = 125.0
 """A write that raised, or one that was sent twice, may take effect up to two minutes later."""
 _GRANTED_SECONDS = 60.0
-"""So long the engine may take to write down that an event begins, from the list on that has allowed it."""
+"""Time that the engine may take to store that an event begins, counted from the list that allowed it."""
 _BACKOFF_SECONDS = (1.0, 30.0)
 """The first pause after failures, and the longest."""
 
 
 @dataclass(frozen=True)
 class _Confirmed:
-    """An own record as this process has written it."""
+    """A record of this VM as this process has written it."""
 
     etag: str
     fields: Mapping[str, str]
@@ -43,7 +43,7 @@ class _Confirmed:
 
 
 class FleetClient:
-    """For one thread."""
+    """The client of one group. For one thread."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FleetClient:
         on_wait_ended: Callable[[Waited, float], None] = lambda *_: None,
         looks_again: bool = False,
     ) -> None:
-        """``on_wait_ended`` hears for how many seconds an event has waited for its slot, or for the other VMs.
+        """``on_wait_ended`` gets the seconds that an event has waited for its slot, or for the other VMs.
 
         ``looks_again``: requests of an earlier client of this VM may still arrive.
         """
@@ -72,29 +72,29 @@ class FleetClient:
         self._listed = 0
         """How many records the last list had."""
         self._must_list = True
-        """What the store has of this VM is not known."""
+        """Whether the store's records of this VM are not known."""
         self._granted_at: dict[str, float] = {}
-        """When a list last allowed to begin, by the own claim's key."""
+        """When a list last allowed an event to begin, by the key of this VM's claim."""
         self._look_again_at = monotonic() + _LATE_SECONDS if looks_again else None
-        """When to look for what late requests have left."""
+        """When to look for records that late requests have left."""
         self._backoff = Backoff(*_BACKOFF_SECONDS, random)
         self._retry_at = 0.0
         self._waiting_since: dict[tuple[str, Waited], float] = {}
         self.statuses: Mapping[str, FleetEventStatus] = {}
-        """By event, as the last list has it."""
+        """The statuses by event, according to the last list."""
         self.listed_at = float("-inf")
         """When that list was sent, monotonic."""
         self.next_sync_at: float | None = None
-        """Monotonic; None: not before the requests change."""
+        """When the next sync is due, monotonic; None: not before the requests change."""
         self.failures = 0
-        """How many syncs in a row have failed."""
+        """Number of syncs in a row that have failed."""
         self.error: BackendError | None = None
         """Why the store cannot be used; None if it can."""
         self.unavailable_from: float | None = None
-        """Since when, monotonic."""
+        """Since when the store is unavailable, monotonic; None if it is available."""
 
     def sync(self, requests: Iterable[FleetRequest]) -> None:
-        """Write and ask what is due. Never raises BackendError, see ``error``."""
+        """Do the writes and lists that are due. Never raises BackendError; sets ``error`` instead."""
         requests = tuple(requests)
         self._events = {record_key(request.event, request.vm): request.event for request in requests}
         waiting = {request.event: _waits_for_others(request) for request in requests}
@@ -117,7 +117,7 @@ class FleetClient:
 
     def _sync(self, requests: tuple[FleetRequest, ...]) -> None:
         seconds = self._write_known(requests)
-        must_list = self._must_list or self.error is not None  # only an answer tells that it is available again
+        must_list = self._must_list or self.error is not None  # only an answer shows that it is available again
         is_asked = any(_waits_for_others(request) for request in requests)
         if must_list or is_asked or self._is_late_due(self._monotonic()):
             seconds = self._list_and_write(requests) * self._random.uniform(_SHORTEN_TO, 1.0)
@@ -131,7 +131,7 @@ class FleetClient:
         return self._look_again_at is not None and self._look_again_at <= now
 
     def _write_known(self, requests: tuple[FleetRequest, ...]) -> float:
-        """Write what does not depend on other VMs, without a list."""
+        """Do the writes that do not depend on other VMs, without a list."""
         if self._must_list:
             return 0.0
         now = self._monotonic()
@@ -143,7 +143,7 @@ class FleetClient:
         return found.next_sync_seconds
 
     def _list_and_write(self, requests: tuple[FleetRequest, ...]) -> float:
-        """Until a list shows what was written; the last one counts. Returns when the next sync is due."""
+        """List and write until a list shows the writes; the last list counts. Returns the next sync's time."""
         for _ in range(_MAX_ROUNDS):
             sent_at = self._monotonic()
             records = self._backend.list()
@@ -160,7 +160,7 @@ class FleetClient:
         return found.next_sync_seconds
 
     def _note_granted(self, now: float) -> None:
-        """The engine may be about to begin by what a list has allowed: until then its claim does not give way."""
+        """Note which events a list has allowed to begin. The engine may be about to begin: these claims stay."""
         granted = {key: now for key, event in self._events.items() if self.statuses[event].may_begin}
         self._granted_at = {key: at for key, at in self._granted_at.items() if key in self._events} | granted
 
@@ -177,12 +177,12 @@ class FleetClient:
         )
 
     def _carry_out(self, writes: Iterable[Write]) -> bool:
-        """Whether another list must show what has come of it."""
+        """Do the writes. Returns whether another list must show their results."""
         must_list = False
         for write in writes:
             is_own = write.fields is not None or write.key in self._confirmed
             if must_list and not is_own:
-                continue  # first what is waited for; the next list shows this again
+                continue  # writes that others wait for come first; the next list shows this one again
             is_done = self._write(write)
             is_claim = write.fields is not None and write.fields["state"] in ("claimed", "ready")
             if is_own and not is_done:
@@ -191,7 +191,7 @@ class FleetClient:
         return must_list
 
     def _write(self, write: Write) -> bool:
-        """False: the record was changed meanwhile."""
+        """Do one write. Returns False if the record was changed meanwhile."""
         self._confirmed.pop(write.key, None)
         try:
             if write.fields is None:
@@ -199,7 +199,7 @@ class FleetClient:
             fields = {**write.fields, "waits_for": self._waits_for(write)}
             etag = self._backend.put(write.key, fields, write.etag)
         except BackendError:
-            self._must_list = True  # what has come of it is not known
+            self._must_list = True  # whether it was written is not known
             raise
         finally:
             self._look_again_at = self._monotonic() + _LATE_SECONDS
@@ -209,7 +209,7 @@ class FleetClient:
         return True
 
     def _waits_for(self, write: Write) -> str:
-        """For people who look at the fleet: whom a VM that is ready awaits."""
+        """The VMs that a ready VM waits for, as a text for people who look at the fleet."""
         event = self._events.get(write.key, "")
         if write.fields is None or write.fields["state"] != "ready" or event not in self.statuses:
             return ""
@@ -217,7 +217,7 @@ class FleetClient:
         return waits_for_text(tuple(name for name in self.statuses[event].not_ready if name != own))
 
     def _back_off(self, error: BackendError) -> None:
-        """A growing pause, and not the same for all VMs, so that they do not come back together."""
+        """Make a growing pause. It differs between VMs, so that they do not all come back together."""
         now = self._monotonic()
         self.failures += 1
         self._retry_at = self.next_sync_at = now + self._backoff.next_delay(error.retry_after)
@@ -226,7 +226,7 @@ class FleetClient:
             self.unavailable_from = now
 
     def _note_waits(self, requests: tuple[FleetRequest, ...]) -> None:
-        """Start and end the times that events wait. What is no longer requested has not ended its wait."""
+        """Note when events begin and end to wait. An event that is no longer requested has not ended its wait."""
         now = self._monotonic()
         known = {request.workflow_id for request in requests}
         self._waiting_since = {key: at for key, at in self._waiting_since.items() if key[0] in known}

@@ -1,4 +1,4 @@
-"""What signs the requests to a fleet's table: a token for the identity of this VM, or the signature in a file."""
+"""Credentials for a fleet's table: tokens for the managed identity of this VM, or the shared access signature."""
 
 import re
 import socket
@@ -20,7 +20,7 @@ _PATH = "/metadata/identity/oauth2/token"
 _API_VERSION = "2018-02-01"
 _MAX_ANSWER_BYTES = 256 * 1024
 _RENEW_TOKEN_SECONDS = 300.0  # before its end
-_UPDATE_SECONDS = 70.0  # at most, that the service is away (410) while it is updated
+_UPDATE_SECONDS = 70.0  # longest time for which the service is unavailable (410) while it is updated
 _HEADERS = {"Metadata": "true"} | HEADERS
 _MAX_SAS_BYTES = 16 * 1024
 _RENEW_SAS_BEFORE = timedelta(days=7)
@@ -32,7 +32,7 @@ class ManagedIdentityCredential:
     """Tokens for the identity of this VM, from the metadata service. For one thread."""
 
     def __init__(self, endpoint: str, client_id: str | None, audience: str, limit_seconds: float) -> None:
-        """``endpoint``: of the metadata service. ``audience``: the one service that its tokens are for."""
+        """``endpoint``: that of the metadata service. ``audience``: the one service that its tokens are for."""
         self._url = f"{endpoint}{_PATH}"
         self._client_id = client_id
         self._audience = audience
@@ -47,7 +47,7 @@ class ManagedIdentityCredential:
         return self._token
 
     def forget_token(self) -> None:
-        """The token was refused: get another one next time."""
+        """Get another token next time: this one was rejected."""
         self._token = ""
 
     def _fetch(self) -> tuple[str, float]:
@@ -113,9 +113,9 @@ def read_sas(path: Path) -> str:
 
 
 def sas_warnings(path: Path, now: datetime) -> Iterator[str]:
-    """What its own text says against the signature in a file, if it can be read: its end, and what it allows.
+    """Warnings about the signature in a file, if it can be read: it expires, or does not allow enough.
 
-    One with a stored access policy (``si``) says neither; the account has that.
+    If it has a stored access policy (``si``), the account has its expiry and permissions, and there is no warning.
     """
     try:
         fields = parse_qs(read_sas(path))

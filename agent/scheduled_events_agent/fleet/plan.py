@@ -1,14 +1,14 @@
-"""What this VM writes of its events in the fleet's store, and how they stand there: a pure function of one list.
+"""Plans this VM's writes in the fleet's store, and the statuses of its events there: a pure function of one list.
 
-Each VM writes only its own records. An event has a slot as long as a VM of it has a record that is ``claimed``,
-``not_ready`` or ``ready``; nothing is released, a VM that has recovered deletes its record. Of two VMs that both
-write before they list, the later one sees the other: so no lock is needed. All ages are by the store's clock; no
-clock of a VM is compared with that of another one.
+Each VM writes only its own records. An event has a slot while one of its VMs has a record that is ``claimed``,
+``not_ready`` or ``ready``. No slot is released explicitly: a VM that has recovered deletes its record. If two VMs
+both write before they list, the later one sees the other, so no lock is needed. All ages are by the store's clock;
+clocks of VMs are never compared with each other.
 
-    EVENT|VM    requested    it wants to begin
-                claimed      it wants to begin now, and checks whether it may
-                not_ready    it has begun: prepares, is held, is under way, recovers
-                ready        it is prepared
+    EVENT|VM    requested    the VM wants to begin
+                claimed      the VM wants to begin now, and checks whether it may
+                not_ready    the VM has begun: it prepares, is held, the event is under way, or it recovers
+                ready        the VM is prepared
 """
 
 import hashlib
@@ -23,21 +23,21 @@ from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest, some_of
 
 SLOT_SECONDS = 1800.0
-"""So long a record counts for a slot: a VM that reboots for its event is silent and out of service."""
+"""A record counts for a slot for this long: a VM that reboots for its event is silent and out of service."""
 _FRESH_INTERVALS = 3.0
 _RENEW_SECONDS = (20.0, 600.0)
 _RENEW_AT = 0.8
 _DAY_SECONDS = 86_400.0
 _MAX_OLD_DELETES = 20
 _MAX_VM_NAME = 80
-_UNKNOWN_TIME = "~"  # after all times
+_UNKNOWN_TIME = "~"  # sorts after all times
 
 # When the next sync is due, in seconds.
 _CLAIMED_SECONDS = 1.5
 _REQUESTED_SECONDS = 5.0
 _READY_SECONDS = 20.0
 _READY_SECONDS_PER_RECORD = 0.5
-_RENEWALS = 4.0  # so much more often while a VM that is ready has only to write it again
+_RENEWALS = 4.0  # list this many times as often while a ready VM has only to renew its record
 _ALLOWED_SECONDS = 5.0  # the engine has not acted on it yet
 _QUIET_SECONDS = 60.0
 
@@ -47,26 +47,26 @@ class Write(NamedTuple):
 
     key: str
     etag: str
-    """"" creates the record."""
+    """The ETag that the record must have; "" creates it."""
     fields: Mapping[str, str] | None
-    """None deletes it."""
+    """The new contents; None deletes the record."""
 
 
 class Plan(NamedTuple):
     writes: tuple[Write, ...]
     statuses: Mapping[str, FleetEventStatus]
-    """By event. Only those of requests that wait for something allow anything."""
+    """The statuses by event. Only those of requests that wait for something allow anything."""
     next_sync_seconds: float
 
 
 class VmRecord(NamedTuple):
-    """A record that can be read, and what it counts for."""
+    """A record that can be read, and the meaning of its age and state."""
 
     record: Record
     event: str
-    """The event's part of the key."""
+    """The part of the key for the event."""
     vm_key: str
-    """The VM's part of the key."""
+    """The part of the key for the VM."""
     event_id: str
     vm: str
     vm_id: str
@@ -78,7 +78,7 @@ class VmRecord(NamedTuple):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the VM was heard of lately; False if the store tells no ages."""
+        """Whether the VM has written the record lately; False if the store gives no ages."""
         age = self.record.age
         return age is not None and age <= _FRESH_INTERVALS * self.renew_seconds
 
@@ -112,7 +112,7 @@ def record_key(event: str, vm: str) -> str:
 
 
 def read_record(record: Record) -> VmRecord:
-    """What any program may have written, with what is no text of the agent's made harmless."""
+    """Read a record, which any program may have written: unexpected values are made harmless."""
     event, _, vm_key = record.key.partition("|")
     fields = record.fields
     event_id = fields.get("id", "")
@@ -140,7 +140,7 @@ def _time_in_order(text: str) -> str:
 
 
 def _time_text(at: datetime | None) -> str:
-    """In UTC, such that times sort as their texts do."""
+    """The time as text in UTC, so that times sort as their texts do."""
     return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ").zfill(20) if at else ""
 
 
@@ -151,7 +151,7 @@ def _renew_seconds(text: str) -> float:
 
 
 def waits_for_text(names: tuple[str, ...]) -> str:
-    """Whom a VM that is ready awaits."""
+    """The VMs that a ready VM waits for, as a text."""
     return some_of([name[:_MAX_VM_NAME] for name in names])
 
 
@@ -166,13 +166,13 @@ def plan(
     listed_at: float,
     listed: int,
 ) -> Plan:
-    """What to write by this list of the group's records, and how the requests stand by it.
+    """The writes and the statuses that follow from this list of the group's records.
 
-    ``confirmed``: by key, for the own records, the ETag of the last write of this process that was answered.
-    ``granted``: keys of own claims that a list has lately allowed to begin. The engine may be about to, so they do
-    not give way. ``listed_at``: when the list was sent, on the clock of ``FleetRequest.seen_at``. ``listed``: how
-    many records the group has. If ``records`` are the own ones only, nothing counts but the writes of requests
-    with stage not_ready or ready.
+    ``confirmed``: for this VM's records, by key, the ETag of the last write of this process that was answered.
+    ``granted``: keys of this VM's claims that a list has lately allowed to begin. The engine may be about to, so
+    these claims stay. ``listed_at``: when the list was requested, on the clock of ``FleetRequest.seen_at``.
+    ``listed``: number of records of the group. If ``records`` has only this VM's records, only the writes of
+    requests with stage not_ready or ready count.
     """
     group = _Group(
         records={record.key: read_record(record) for record in records},
@@ -196,7 +196,7 @@ def plan(
         if write is not None:
             writes.append(write)
         elif own is not None:
-            interval = min(interval, own.renew_seconds)  # then it is written again
+            interval = min(interval, own.renew_seconds)  # it is renewed then
         status = statuses[request.event]
         seconds.append(_ALLOWED_SECONDS if status.may_begin or status.is_all_ready else interval)
     writes += group.deletes({record_key(request.event, request.vm) for request in requests})
@@ -205,7 +205,7 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """The records of one list, by their keys, and what this VM knows besides; see ``plan``."""
+    """The records of one list by their keys, and the other arguments of ``plan``."""
 
     records: Mapping[str, VmRecord]
     vm_id: str
@@ -216,24 +216,24 @@ class _Group:
     listed: int
 
     def own(self, request: FleetRequest) -> VmRecord | None:
-        """The VM's own record for the event; None also if it is that of another VM with this name."""
+        """This VM's record for the event; None also if another VM with this name has written it."""
         found = self.records.get(record_key(request.event, request.vm))
         return found if found is not None and found.vm_id == self.vm_id else None
 
     def _other_of_the_name(self, request: FleetRequest) -> VmRecord | None:
-        """Another VM writes under the name of this one."""
+        """The record of another VM that writes under this VM's name; None if there is none."""
         found = self.records.get(record_key(request.event, request.vm))
         is_other = found is not None and found.vm_id != self.vm_id and found.may_be_alive
         return found if is_other else None
 
     def _is_confirmed(self, own: VmRecord) -> bool:
-        """Whether the list was sent after this process heard that it has written the record as it is."""
+        """Whether the list was requested after the write of the record, as it is now, was answered."""
         return self.confirmed.get(own.record.key) == own.record.etag
 
     # --- slots
 
     def state_of(self, request: FleetRequest) -> str:
-        """What the own record must say."""
+        """The state that this VM's record must have."""
         if request.stage != "requested" or not request.needs_slot or self.max_events is None:
             return request.stage
         own = self.own(request)
@@ -279,7 +279,7 @@ class _Group:
         return list(dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order)))
 
     def _is_waiting(self, one: VmRecord) -> bool:
-        """Whether it waits, and its VM is alive. This VM is: the store need not tell that."""
+        """Whether it waits and its VM is alive. This VM is alive, whatever the store's age of its record."""
         return one.is_waiting or (one.state == "requested" and self._is_confirmed(one))
 
     def _has_joined(self, request: FleetRequest) -> bool:
@@ -290,7 +290,7 @@ class _Group:
     # --- what is asked
 
     def status_of(self, request: FleetRequest, state: str) -> FleetEventStatus:
-        """``state``: what the own record must say."""
+        """The status of the requested event. ``state``: the state that this VM's record must have."""
         other = self._other_of_the_name(request)
         if other is not None:
             return FleetEventStatus(workflow_id=request.workflow_id, other_vm_id=other.vm_id or "unknown")
@@ -315,7 +315,7 @@ class _Group:
         return next(one.event_id for one in self.records.values() if one.event == event)
 
     def _not_ready(self, request: FleetRequest) -> tuple[str, ...]:
-        """Of the VMs that are awaited, and of those that have begun all the same."""
+        """The VMs that are not ready, among those that are waited for and those that have begun nevertheless."""
         records = {one.vm_key: one for one in self._of(event_key(request.event))}
         named = {plain_key(name): name for name in request.awaited}
         unnamed = {key: one.vm for key, one in records.items() if one.counts_for_slot and key not in named}
@@ -327,7 +327,10 @@ class _Group:
         )
 
     def _awaits_renewal(self, request: FleetRequest) -> bool:
-        """Whether a VM is ready but wrote so before this VM saw the event: it counts when it is written again."""
+        """Whether a VM's record says ready, but is older than this VM's first sight of the event.
+
+        Such a record counts only after it is renewed.
+        """
         seen_seconds = self.listed_at - request.seen_at
         ready = [one for one in self._of(event_key(request.event)) if one.state == "ready" and one.is_fresh]
         return not all(_is_ready(one, seen_seconds) for one in ready)
@@ -335,7 +338,7 @@ class _Group:
     # --- what is written
 
     def interval_of(self, request: FleetRequest, state: str, status: FleetEventStatus) -> float:
-        """How long nothing needs to be asked or written."""
+        """Seconds for which no list or write is needed."""
         if state == "claimed" and not status.other_vm_id:
             return _CLAIMED_SECONDS
         if state in ("claimed", "requested"):
@@ -346,7 +349,7 @@ class _Group:
         return _QUIET_SECONDS
 
     def write_of(self, request: FleetRequest, state: str, interval: float) -> Write | None:
-        """None: the record says what it must."""
+        """The write that is needed; None if the record is as it must be."""
         if self._other_of_the_name(request) is not None:
             return None
         key = record_key(request.event, request.vm)
@@ -369,7 +372,7 @@ class _Group:
         return Write(key, found.record.etag if found else "", fields)
 
     def deletes(self, requested: set[str]) -> list[Write]:
-        """Own records that nothing is requested for, and some of others that are older than a day."""
+        """Deletes of this VM's records without a request, and of some records of others older than a day."""
         left = [one for one in self.records.values() if one.record.key not in requested]
         mine = [one.record for one in left if one.vm_id == self.vm_id]
         others = [one.record for one in left if one.vm_id != self.vm_id]
@@ -378,6 +381,9 @@ class _Group:
 
 
 def _is_ready(one: VmRecord, seen_seconds: float) -> bool:
-    """Not if it was written before this VM saw this appearance of the event: it may be about an earlier one."""
+    """Whether the record says ready, and was written after this VM first saw this appearance of the event.
+
+    An older record may be about an earlier appearance.
+    """
     age = one.record.age
     return one.state == "ready" and one.is_fresh and age is not None and age <= seen_seconds

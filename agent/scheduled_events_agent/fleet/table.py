@@ -1,7 +1,7 @@
 """A fleet's records in Azure Table Storage: four requests of its REST interface, over the agent's own transport.
 
-Owns how a record is stored, and what each answer of the service means. The one invariant: each call ends in
-bounded time, and everything that goes wrong is a BackendError without the signature, or the URL that has it.
+It defines how a record is stored, and the meaning of each answer of the service. Invariant: each call ends in
+bounded time, and every error is a BackendError whose text has neither the signature nor the URL with it.
 """
 
 import json
@@ -37,7 +37,7 @@ _LIST_SECONDS = 30.0
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024  # the service gives 4 MiB at a time
 _RECORDS_PER_PAGE = 1000  # the service gives no more
 _MAX_RETRY_AFTER_SECONDS = 300.0
-# With Azure's own names of clouds: https://ACCOUNT.table.core.windows.net, .usgovcloudapi.net, .chinacloudapi.cn.
+# The URLs of Azure's clouds: https://ACCOUNT.table.core.windows.net, .usgovcloudapi.net, .chinacloudapi.cn.
 _AUDIENCE = "https://storage.azure.com"
 _AUDIENCES = {".usgovcloudapi.net": "https://storage.azure.us", ".chinacloudapi.cn": "https://storage.azure.cn"}
 _HEADERS = {
@@ -56,7 +56,7 @@ _KINDS: dict[HttpErrorKind, ErrorKind] = {
     "too_large": "bad_response",
     "malformed": "bad_response",
 }
-"""Of no answer; each other one is ``unreachable``."""
+"""Kinds of requests without an answer; each other kind becomes ``unreachable``."""
 _CODE = re.compile(r'"code"\s*:\s*"([A-Za-z]{1,64})"|<(?:\w+:)?code>([A-Za-z]{1,64})<', re.IGNORECASE)
 _OWN_NAMES = ("PartitionKey", "RowKey", "Timestamp")
 _CHANGED = {
@@ -75,7 +75,7 @@ def connect(
     *,
     partition: str = "fleet",
 ) -> "TableBackend":
-    """The records of a group; asks nothing yet. ``endpoint``: of the metadata service. Raises BackendError."""
+    """The table of a group; sends no request yet. ``endpoint``: the metadata service's. Raises BackendError."""
     address = parse_table(settings.table)
     if address is None:
         raise BackendError("fleet.table is no URL of a table", kind="setup")
@@ -93,7 +93,7 @@ def errors(settings: FleetSettings) -> Iterator[tuple[str, str]]:
 
 
 def warnings(settings: FleetSettings) -> Iterator[tuple[str, str]]:
-    """Who else can read the table's secret, and what it says against itself: path and message."""
+    """Warnings about the table's secret: who else can read it, when it expires. Path and message of each."""
     sas_file = _given(settings).sas_file
     if not sas_file or is_foreign_path(sas_file):
         return
@@ -110,8 +110,8 @@ def _given(settings: FleetSettings) -> FleetCredential:
 class TableBackend:
     """The records of one partition: see ``scheduled_events_agent.fleet.backend``. For one thread.
 
-    A write takes up to 40 seconds (a token and an exchange, both once more if the token is refused), a list 70,
-    and what the system takes to look up a name.
+    A write takes up to 40 seconds (a token and an exchange, both once more if the token is rejected), a list 70,
+    plus the time that the system needs to look up a name.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TableBackend:
         audience = next((one for end, one in _AUDIENCES.items() if host_name.endswith(end)), _AUDIENCE)
         self._identity = ManagedIdentityCredential(endpoint, given.client_id, audience, _EXCHANGE_SECONDS)
         self.clock_skew_seconds: float | None = None
-        """How far this machine's clock was ahead of the service's, when it last answered."""
+        """Seconds that this machine's clock was ahead of the service's at its last answer; None before that."""
 
     def list(self) -> list[Record]:
         deadline = monotonic() + _LIST_SECONDS
@@ -148,7 +148,7 @@ class TableBackend:
             answer = self._ask("GET", f"()?{urlencode(query | next_page, quote_via=quote)}")
             page = _parse_page(answer.content, _parse_date(answer))
             if page is None:
-                text = f"{self._account_url}: the answer is not one of a table"
+                text = f"{self._account_url}: the answer does not come from a table"
                 raise BackendError(text, kind="bad_response")
             records += page
             if len(records) > MAX_RECORDS:
@@ -186,7 +186,7 @@ class TableBackend:
     def _ask(
         self, method: str, place: str, fields: Mapping[str, str] | None = None, etag: str = ""
     ) -> httpx.Response:
-        """The answer, which is a success. ``place``: what follows the table's name. Raises BackendError."""
+        """The answer, if it is a success. ``place``: the part of the URL after the table. Raises BackendError."""
         url = f"{self._account_url}/{self._table}{place}"
         headers = _HEADERS | {"x-ms-date": formatdate(usegmt=True)}
         if fields is not None:
@@ -224,7 +224,7 @@ class TableBackend:
         return answer
 
     def _refusal(self, answer: httpx.Response) -> BackendError:
-        """What an answer that is no success means."""
+        """The error for an answer that is no success."""
         status = answer.status_code
         failure = error_for_status(answer, _KIND_OF_STATUS)
         code = _parse_code(answer.content)
@@ -249,7 +249,7 @@ class TableBackend:
 
     def _access_remedy(self, code: str) -> str:
         if code == "KeyBasedAuthenticationNotPermitted":
-            return "the storage account takes no shared access signatures: use the identity of this VM"
+            return "the storage account accepts no shared access signatures: use the identity of this VM"
         if self._sas_file:
             needs = "it must be valid now, for this table, and allow read, add, update and delete"
             remedy = f"the shared access signature in {self._sas_file} is not accepted: {needs}"
@@ -263,7 +263,7 @@ class TableBackend:
 
 
 class _PreconditionFailedError(BackendError):
-    """The record is there though it must not be, has another ETag, or is gone."""
+    """The record exists although it must not, has another ETag, or is gone."""
 
     def __init__(self, message: str, *, is_gone: bool) -> None:
         super().__init__(message, kind="bad_response")
@@ -273,7 +273,7 @@ class _PreconditionFailedError(BackendError):
 def _exchange(
     proxy: str | None, method: str, url: str, headers: Mapping[str, str], body: bytes
 ) -> httpx.Response | BackendError:
-    """The whole answer. An error is returned, not raised: so its traceback has no URL with a signature."""
+    """The whole answer. An error is returned, not raised, so that its traceback has no URL with a signature."""
     try:
         target = httpx.URL(url)
         context = trusting(None) if target.scheme == "https" else None
@@ -305,7 +305,7 @@ def _parse_page(body: bytes, date: datetime | None) -> list[Record] | None:
 
 
 def _parse_record(entity: Mapping[str, Any], date: datetime | None) -> Record | None:
-    """A record that any program may have written: only its texts count. None if it has no key or ETag."""
+    """A record, which any program may have written: only its texts count. None if it has no key or ETag."""
     key = entity.get("RowKey")
     etag = entity.get("odata.etag")
     if not isinstance(key, str) or not isinstance(etag, str) or not etag.isascii() or not etag.isprintable():
@@ -339,7 +339,7 @@ def _parse_date(answer: httpx.Response) -> datetime | None:
 
 
 def _parse_continuation(headers: httpx.Headers) -> dict[str, str]:
-    """What to ask for the next page with; empty if there is none."""
+    """The parameters of the request for the next page; empty if there is none."""
     names = ("NextPartitionKey", "NextRowKey")
     return {name: headers[f"x-ms-continuation-{name}"] for name in names if f"x-ms-continuation-{name}" in headers}
 

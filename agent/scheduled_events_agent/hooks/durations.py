@@ -1,7 +1,7 @@
-"""How long hooks may take: their time limits, or less where their last runs are known.
+"""Estimates how long hooks take: their time limits, or less if their last runs are known.
 
-Owns what is remembered of earlier runs. Does no I/O. The one invariant: what is not known to be shorter counts
-with its time limits.
+It keeps the durations of earlier runs. Does no I/O. Invariant: a hook whose runs are not known to be shorter
+counts with its time limits.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.workflow import HookOutcome
 
 _KEEP = 5
-# A hook may take so many times as long as the longest run that is remembered, and so many seconds more.
+# A hook may take this many times as long as the longest remembered run, and this many seconds more.
 _FACTOR = 2.0
 _MARGIN_SECONDS = 10.0
 
@@ -21,12 +21,12 @@ class HookTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The last successful runs of one hook in ``prepare``."""
 
     command: str
-    """What it ran, as a digest: another command may take another time."""
+    """A digest of the command: another command may take another time."""
     seconds: tuple[float, ...]
 
 
 KnownTimes = Mapping[str, HookTimes]
-"""By the hook's name."""
+"""The value for each hook, by its name."""
 # Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
 _DECODER = msgspec.json.Decoder(dict[str, HookTimes])
 
@@ -34,7 +34,7 @@ _DECODER = msgspec.json.Decoder(dict[str, HookTimes])
 def with_run(
     known: KnownTimes, name: str, hook: Hook, outcome: HookOutcome, seconds: float
 ) -> dict[str, HookTimes]:
-    """What is known after one more run."""
+    """The known times after one more run."""
     command = _digest(hook)
     before = known.get(name)
     others = {key: times for key, times in known.items() if key != name}
@@ -47,7 +47,7 @@ def with_run(
 
 
 def may_take_seconds(known: KnownTimes, name: str, hook: Hook) -> float:
-    """How long the hook may take, with all its attempts."""
+    """How long the hook may take according to its last runs, with all its attempts."""
     times = known.get(name)
     if times is None or not times.seconds or times.command != _digest(hook):
         return hook.limit_seconds
@@ -55,12 +55,12 @@ def may_take_seconds(known: KnownTimes, name: str, hook: Hook) -> float:
 
 
 def encode(known: KnownTimes) -> str:
-    """As a text for the state file."""
+    """The known times as a text for the state file."""
     return msgspec.json.encode(known).decode()
 
 
 def decode(text: str) -> dict[str, HookTimes]:
-    """What ``encode`` has written; nothing if that cannot be read."""
+    """The known times from a text of ``encode``; none if it cannot be read."""
     try:
         return _DECODER.decode(text)
     except msgspec.DecodeError:

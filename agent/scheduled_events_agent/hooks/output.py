@@ -1,7 +1,7 @@
-"""Reads what one hook writes: lines as they come, the end for the result, secrets taken out.
+"""Reads the output of one hook: passes lines on, keeps the end for the result, and masks secrets.
 
-The one invariant: the hook never waits for its output to be read for longer than a flood deserves, and reading
-ends when ``finish`` says so, whatever else holds the pipe open.
+Invariant: the hook waits for its output to be read only if it floods the pipe. Reading ends with ``finish``, even
+if another process keeps the pipe open.
 """
 
 import os
@@ -20,7 +20,7 @@ from scheduled_events_agent.policy import Hook, is_secret_name
 
 _MAX_LINE_BYTES = 2000
 _TAIL_BYTES = 4096
-# A program that prints without end is slowed down to this, so that reading it costs little CPU.
+# A program that prints without end is slowed down after this much, so that reading costs little CPU.
 _FREE_BYTES = 4 << 20
 _MAX_BYTES_PER_SECOND = 32 << 20
 _FULL_PIPE_PAUSE_SECONDS = 0.002
@@ -33,18 +33,18 @@ _MAX_CREDENTIAL_BYTES = 1 << 16
 class HookOutput:
     """A pipe for a hook's output and a thread that reads it until ``finish``.
 
-    The reader does not wait for the end of the pipe: a process that got away could hold it open for ever, and a
-    hook may close its side early. We keep the pipe open, and end it with random bytes.
+    The reader does not wait for the end of the pipe: a process that escaped could keep it open for ever, and a
+    hook may close its side early. So the agent keeps the pipe open, and marks the end with random bytes.
     """
 
     def __init__(self, on_line: Callable[[str], bool], secrets: Sequence[bytes]) -> None:
-        """``on_line`` returns whether it wants more lines. Raises OSError, RuntimeError."""
+        """``on_line`` gets each line, and returns whether it wants more. Raises OSError, RuntimeError."""
         self._on_line = on_line
-        # Enough beyond each limit is kept that no secret is cut, for then it would not be found.
+        # More than each limit is kept, so that no secret is cut: a part of it would not be found.
         self._margin = max(map(len, secrets), default=0)
         self._secrets = re.compile(b"|".join(map(re.escape, secrets))) if secrets else None
         self._wants_lines = True
-        # Its first byte ends no line: what ends like the mark begins is held back.
+        # The first byte of the mark ends no line. Output that ends like the beginning of the mark is kept back.
         self._end_mark = b"\0" + os.urandom(15)
         self._tail = b""
         self._line = b""
@@ -65,7 +65,7 @@ class HookOutput:
                 try:
                     mark = mark[os.write(self.descriptor, mark) :]
                 except OSError:
-                    # The hook made the pipe non-blocking, which holds for our side too, and filled it.
+                    # The hook made the pipe non-blocking, also for the agent's side, and filled it.
                     self._thread.join(_FULL_PIPE_PAUSE_SECONDS)
             self._thread.join()
         finally:
@@ -117,7 +117,7 @@ class HookOutput:
             self._wants_lines = False
 
     def _to_text(self, data: bytes) -> str:
-        """Without what would colour or garble a terminal; lines end as they do on Linux."""
+        """The text without sequences that colour or garble a terminal; lines end as on Linux."""
         text = processes.decode_output(data).replace("\r\n", "\n")
         return printable(_ESCAPES.sub("", text), keep="\t\n")
 
@@ -126,10 +126,10 @@ class HookOutput:
 
 
 def secrets_of(hook: Hook) -> list[bytes]:
-    """Texts that the hook knows and its output should not repeat, the longest first.
+    """Secrets that the hook has and its output should not contain, the longest first.
 
-    They come from variables whose names say so and from the files of CREDENTIALS_DIRECTORY. Each line counts by
-    itself, since output comes line by line.
+    They come from variables with names of secrets and from the files of CREDENTIALS_DIRECTORY. Each line of a
+    secret counts by itself, since output comes line by line.
     """
     texts = [value.encode("utf-8", "surrogateescape") for name, value in hook.env.items() if is_secret_name(name)]
     if directory := processes.base_environment(hook.user).get("CREDENTIALS_DIRECTORY"):

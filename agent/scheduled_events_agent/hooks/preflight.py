@@ -1,4 +1,4 @@
-"""What this machine says about a policy before any hook runs: programs it lacks, files that others could change.
+"""Checks a policy against this machine before any hook runs: missing programs, files that others could change.
 
 ``check`` prints its findings, ``doctor`` groups them, and an agent that starts logs them.
 """
@@ -34,10 +34,10 @@ _SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
 
 
 Use = Literal["code", "exchange", "pages"]
-"""Code: it says what is done. Exchange: notify and fleet need it. Pages: the web server needs it."""
+"""Use of a file. code: it decides what runs. exchange: for notify and fleet. pages: for the web server."""
 
 
-# Of files that an agent as root does not use if others could change them.
+# Hints for files that an agent as root does not use if others could change them.
 _ROOT_HINTS: dict[Use, str] = {
     "code": "run that command: an agent that runs as root or LocalSystem does not start before",
     "exchange": "run that command: an agent that runs as root or LocalSystem does not use the file before",
@@ -54,26 +54,26 @@ class Finding(NamedTuple):
 
     subject: Literal["permission", "secret", "state", "web", "hook", "notify", "fleet"]
     key: str
-    """Of the policy; "" for the whole file."""
+    """Path of the key in the policy; "" for the whole file."""
     severity: Severity
     """Error: this machine does not use the policy."""
     message: str
     hint: str = ""
-    """What to do, if the message does not say so itself."""
+    """A hint what to do, if it is not in the message."""
 
 
 class NamedFile(NamedTuple):
     """A file that a policy names, or the policy itself."""
 
     path: str
-    """Of the key, as problems have it."""
+    """Path of the key that names the file, as problems show it."""
     file: Path
     user: str | None = None
     """The account that the hook runs as."""
 
 
 def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
-    """The files of a policy that are used so, without those that a program or a shell line names in its turn."""
+    """The files of a policy with this use. Files that a program or a shell line names are not among them."""
     settings = loaded.settings
     if use == "code":
         if loaded.name != BUILT_IN_NAME:
@@ -100,10 +100,10 @@ def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
 
 
 def check_machine(loaded: Loaded, *, is_root: bool) -> Iterator[Finding]:
-    """All that this machine says about the policy: files that others could change, and what hooks lack here.
+    """All findings about the policy on this machine: files that others could change, and what hooks lack here.
 
-    ``is_root``: whether the agent runs as root or LocalSystem. Paths of the other system are not looked for: then
-    the policy is for another machine.
+    ``is_root``: whether the agent runs as root or LocalSystem. Paths of the other operating system are not
+    checked: the policy is for another machine then.
     """
     for use in get_args(Use):
         yield from _exposed_files(loaded, use, is_root=is_root)
@@ -116,7 +116,7 @@ def check_machine(loaded: Loaded, *, is_root: bool) -> Iterator[Finding]:
 def rejections(loaded: Loaded, *, is_start: bool = False) -> Iterator[Finding]:
     """Why a process that is root rejects the policy: others could change it or files that it names.
 
-    An agent that starts goes on without the files of ``notify`` and ``fleet``: what needs them fails.
+    An agent that starts goes on without the files of ``notify`` and ``fleet``: requests that need them fail.
     """
     if not host.is_privileged():
         return
@@ -131,7 +131,7 @@ def problems(loaded: Loaded, findings: Iterable[Finding]) -> tuple[Problem, ...]
 
 
 def _exposed_files(loaded: Loaded, use: Use, *, is_root: bool) -> Iterator[Finding]:
-    """Which other account could change a file that is used so."""
+    """Findings about files with this use that other accounts could change."""
     seen = set[Finding]()  # most often several files are of one directory
     for key, file, user in named_files(loaded, use):
         if is_foreign_path(str(file)):
@@ -149,7 +149,7 @@ def _exposed_files(loaded: Loaded, use: Use, *, is_root: bool) -> Iterator[Findi
 
 
 def _exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
-    """That every account can read secrets which stand in the policy itself: one finding for all of them."""
+    """A warning if every account can read secrets in the policy itself: one for all of them."""
     first, *others = _literal_secrets(loaded.settings) or [""]
     fault = host.exposure_fault(Path(loaded.name)) if first else None
     if fault:
@@ -162,10 +162,10 @@ def _exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
 
 
 def hook_tampering_fault(hook: Hook) -> str | None:
-    """Which other account could change what the hook runs, and the way out; None if none is known.
+    """Which other account could change what the hook runs, and what to do; None if none is known.
 
-    Looked at are the program, the interpreter in its first line, and arguments that are programs or scripts, if
-    their paths are absolute. What a shell line names, or a program starts in its turn, is not.
+    The program, the interpreter in its first line, and arguments that are programs or scripts are checked if their
+    paths are absolute. Programs that a shell line names, or that a program starts, are not checked.
     """
     for file in _code_files(hook):
         fault = host.tampering_fault(file, hook.user)
@@ -175,7 +175,7 @@ def hook_tampering_fault(hook: Hook) -> str | None:
 
 
 def _literal_secrets(settings: Settings) -> list[str]:
-    """The keys whose values are secrets, most likely."""
+    """The keys whose values are probably secrets."""
     paths = []
     for index, target in enumerate(settings.notify):
         if isinstance(target.to, str):
@@ -191,14 +191,14 @@ def _literal_secrets(settings: Settings) -> list[str]:
 
 
 def _check_state_dir(loaded: Loaded) -> Iterator[Finding]:
-    """Why the state is not safe from others, from the system, or from Azure."""
+    """Why other accounts could reach the state, or the system or Azure could delete it."""
     settings = loaded.settings
     chosen = settings.agent.state_dir
     if chosen and is_foreign_path(chosen):
         return
     state_dir = Path(chosen) if chosen else host.default_state_dir()
     is_cleared = any(state_dir.is_relative_to(place) for place in host.cleared_places())
-    if is_cleared and "agent.state_dir" in loaded.parsed.lines:  # who tries something may choose it by an option
+    if is_cleared and "agent.state_dir" in loaded.parsed.lines:  # for a trial, an option may name such a directory
         text = f"{state_dir} is in a directory that the system clears: a reboot may lose the state"
         yield Finding("state", "agent.state_dir", "warning", text, _STATE_HINT)
     if disk := processes.temporary_disk(state_dir):
@@ -212,7 +212,7 @@ def _check_state_dir(loaded: Loaded) -> Iterator[Finding]:
 
 
 def _check_web_config(agent: AgentSettings) -> Iterator[Finding]:
-    """Why the pages would not be shown, or to too many."""
+    """Why the HTTP server would not start, or who else could read its pages."""
     if agent.web_config is None or agent.listen == "off" or is_foreign_path(agent.web_config):
         return
     from scheduled_events_agent.web import tls  # noqa: PLC0415  # 8 ms of OpenSSL
@@ -222,7 +222,7 @@ def _check_web_config(agent: AgentSettings) -> Iterator[Finding]:
         config = tls.load_web_config(path)
     except tls.TlsError as error:
         for problem in str(error).splitlines():
-            text = f"without it the pages are not shown: {problem}"
+            text = f"without it no pages are served: {problem}"
             yield Finding("web", "agent.web_config", "warning", text, "correct it, or remove the key")
         return
     for doubt in web_config.doubts(config, is_open=is_open(agent.listen)):
@@ -238,7 +238,7 @@ def _check_hooks(settings: Settings) -> Iterator[Finding]:
 
 
 def _hook_faults(hook: Hook) -> Iterator[tuple[str, str]]:
-    """What this machine lacks to run the hook: the hook's key, and why."""
+    """Why this machine cannot run the hook: the hook's key, and the reason."""
     if hook.cwd is not None and not is_foreign_path(hook.cwd) and not Path(hook.cwd).is_dir():
         yield "cwd", f"{hook.cwd} is not a directory on this machine"
     if hook.run:
@@ -272,7 +272,7 @@ def _program_fault(hook: Hook) -> str | None:
 
 
 def _command_line_fault(name: str, hook: Hook) -> str:
-    """About a name with spaces, of which no more is shown than a program's name: the rest may be secret."""
+    """The error for a name with spaces. It shows a program's name at most: the rest may be secret."""
     what = "there is no such program; it has spaces and is not shown here, for it may be secret"
     first = name.split(maxsplit=1)[0]
     program = processes.find_program(first, hook.cwd, hook.env)

@@ -1,10 +1,10 @@
 """Runs one hook: environment, attempts, time limit, whole process tree, output.
 
-Does not know which hooks an event needs, when, or what their results mean. The one invariant: ``HookRun.run``
-returns soon after the hook's time is up, whatever the hook does, and all that the hook started is gone then.
+It does not know which hooks an event needs, when, or what their results mean. Invariant: ``HookRun.run`` returns
+soon after the hook's time is up, whatever the hook does. All processes that the hook started are gone then.
 
-When a hook's main process ends, what it left running is ended too: what must live longer belongs to the service
-manager (``systemctl start``, ``sc start``).
+When a hook's main process ends, processes that it left running are ended too. A process that must live longer
+belongs to the service manager (``systemctl start``, ``sc start``).
 """
 
 import os
@@ -32,10 +32,10 @@ from scheduled_events_agent.workflow import HookOutcome, Rank
 _GRACE_SECONDS = 5.0
 _LEFTOVER_GRACE_SECONDS = 1.0
 _URGENT_GRACE_SECONDS = 1.0
-# At a deadline everything must be gone, so the grace comes before it; at most this part of the time.
+# At a deadline all processes must be gone, so the grace period is before it; at most this part of the time.
 _GRACE_SHARE = 0.1
-# What SIGKILL does not end within this (a process stuck in the kernel) is abandoned, but not before so many
-# tries: where very many processes starve this one, each try takes seconds.
+# A process that SIGKILL does not end within this time (it is stuck in the kernel) is abandoned, but only after so
+# many tries: if very many processes slow this one down, each try takes seconds.
 _KILL_SECONDS = 10.0
 _KILLS = 3
 _CHECK_SECONDS = (0.002, 0.05)  # first and longest pause between two looks at processes that are ending
@@ -51,11 +51,11 @@ class HookResult(msgspec.Struct, frozen=True, kw_only=True):
     hook: str
     outcome: HookOutcome
     exit_code: int | None
-    """Of the last attempt; less than 0 for a signal; None if it did not start, or its code was lost."""
+    """Exit code of the last attempt; negative for a signal; None if it did not start, or its code was lost."""
     attempts: int
-    """How many were begun."""
+    """Number of attempts that were begun."""
     duration_seconds: float
-    """From the first attempt's start to the last one's end, the pauses between them included."""
+    """Time from the first attempt's start to the last one's end, including the pauses between them."""
     tail: str
     """The end of the last attempt's output, 4 KiB at most."""
     detail: str
@@ -92,7 +92,7 @@ def hook_environment(
 
 
 def end_leftovers(instance: str) -> int:
-    """End what hooks of an earlier agent with this ``instance`` left running; returns the number of processes.
+    """End processes that hooks of an earlier agent with this ``instance`` left running. Returns their number.
 
     Call it once at start, before any hook runs. An ``instance`` that only begins like this one is another agent's.
     """
@@ -100,7 +100,7 @@ def end_leftovers(instance: str) -> int:
 
 
 class HookQueue:
-    """The runs of a hook that must not overlap: of those that wait, the one of the lowest rank is next."""
+    """Serializes the runs of a hook: of those that wait, the one with the lowest rank is next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,12 +108,12 @@ class HookQueue:
         self._running: HookRun | None = None
 
     def join(self, run: "HookRun") -> None:
-        """Wait for its turn from now on."""
+        """Add the run to those that wait."""
         with self._lock:
             self._waiting.append(run)
 
     def has_turn(self, run: "HookRun") -> bool:
-        """Whether it may run now; then no other one may, until it leaves."""
+        """Whether the run may begin now. If so, no other run may begin until it leaves."""
         with self._lock:
             if self._running is None and min(self._waiting, key=lambda one: one.rank) is run:
                 self._waiting.remove(run)
@@ -121,7 +121,7 @@ class HookQueue:
             return self._running is run
 
     def leave(self, run: "HookRun") -> None:
-        """It has ended, or waits no longer."""
+        """Remove the run: it has ended, or waits no longer."""
         with self._lock:
             if self._running is run:
                 self._running = None
@@ -130,17 +130,16 @@ class HookQueue:
 
 
 HookQueues = defaultdict[str, HookQueue]
-"""By the hook's name."""
+"""The value for each hook, by its name."""
 
 
 class HookRun:
     """One run of one hook, attempts included. ``run`` blocks; everything else may be called from any thread.
 
     ``deadline`` (monotonic): the hook and all that it started must be gone by then. None: only the hook's own time
-    limit counts. ``on_line`` gets each line of output, on another thread; it should not block. ``instance`` tells
-    this agent from others of this machine, for ``end_leftovers``: the absolute path of its state file. ``queues``:
-    shared by the runs that must not overlap; of those that wait for their turn, the one of the lowest ``rank`` is
-    next.
+    limit counts. ``on_line`` gets each line of output, on another thread; it should not block. ``instance``
+    identifies this agent on this machine, for ``end_leftovers``: the absolute path of its state file. ``queues``:
+    shared by the runs that must not overlap; of those that wait, the one with the lowest ``rank`` is next.
     """
 
     def __init__(
@@ -159,9 +158,9 @@ class HookRun:
         self.name = name
         self.rank = rank
         self.is_queued = queues is not None and hook.serialize
-        """Whether it waits for another run of the same hook to end; for any thread."""
+        """Whether the hook waits for another run of it to end; for any thread."""
         self.since = datetime.now(UTC)
-        """Since when it waits, or runs; for any thread."""
+        """Since when the hook waits, or runs; for any thread."""
         self._hook = hook
         self._environment = environment
         self._stdin = stdin
@@ -178,7 +177,7 @@ class HookRun:
         self._changed = threading.Condition()
 
     def run(self) -> HookResult:
-        """Run the hook to its end. Never raises for what the hook does, nor if it cannot be started."""
+        """Run the hook to its end. Never raises because of the hook, nor if it cannot be started."""
         queue = self._queue
         if queue is None:
             return self._run_attempts(time.monotonic())
@@ -205,7 +204,7 @@ class HookRun:
             self._changed.notify_all()
 
     def set_deadline(self, deadline: float | None) -> None:
-        """Move the deadline, earlier or later; see the class."""
+        """Move the deadline of the run, earlier or later."""
         with self._changed:
             self._deadline = inf if deadline is None else deadline
             self._changed.notify_all()
@@ -239,7 +238,7 @@ class HookRun:
         started_at = time.monotonic()
         self._has_ended = False
         self._exit_code = None
-        # Not only when the policy is read: its owner may have changed since.
+        # Checked here, too, not only when the policy is read: the owner may have changed since.
         if host.is_privileged() and (fault := hook_tampering_fault(self._hook)):
             return self._result(attempt, begun_at, "not_started", fault)
         try:
@@ -269,7 +268,7 @@ class HookRun:
         )
 
     def _watch(self, tree: processes.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
-        """Wait for the tree's end, or end it."""
+        """Wait for the end of the process tree, or end it."""
         try:
             threading.Thread(target=self._await_end, args=(tree,), name=f"hook-{self.name}", daemon=True).start()
         except RuntimeError as error:
@@ -318,7 +317,7 @@ class HookRun:
                 elif is_time_up:
                     return "timeout" if now >= timeout_at else "deadline"
                 else:
-                    # If this process was stopped meanwhile, the hook may have ended in time: look once more.
+                    # If this process was stopped meanwhile, the hook may have ended in time: check once more.
                     is_time_up = True
                     self._changed.wait(_CHECK_SECONDS[1])
 
@@ -338,7 +337,7 @@ class HookRun:
             tree.close()
 
     def _end(self, tree: processes.ProcessTree, grace_seconds: float) -> bool:
-        """End what still runs: SIGTERM, wait, SIGKILL. Returns whether all of it is gone."""
+        """End the processes that still run: SIGTERM, wait, SIGKILL. Returns whether all of them are gone."""
         asked_at = time.monotonic()
         kill_at: float | None = None
         pause, longest_pause = _CHECK_SECONDS

@@ -1,7 +1,7 @@
-"""What differs between Linux and Windows, and nothing else; ``processes`` has what takes long to load.
+"""The differences between Linux and Windows, and nothing else. ``processes`` has the parts that load slowly.
 
-The two packages define what the agent uses of them with the same signatures. They know nothing of events, policy
-or hooks, and import nothing of the agent but its base error.
+The two packages define the same functions with the same signatures. They know nothing of events, policy or hooks.
+From the agent they import only its base error.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""What else is on this machine that the agent should know of: others that act on events, disks that do not last.
+"""Detects other programs that approve events, and Azure's temporary disk.
 
-Decides nothing. The one invariant: what cannot be read is not there. ``root`` is the root of the file system.
+Sources that cannot be read are ignored. ``root`` is the root of the file system.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 Life = Literal["active", "maybe", "installed"]
-"""active: it approves; maybe: it runs, and whether it approves cannot be seen; installed: it does not run."""
+"""active: it approves. maybe: it runs, and it is not known whether it approves. installed: it does not run."""
 
 _UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
 _INTERPRETER = re.compile(r"(python|bash|sh|ruby|perl)[0-9.]*")
@@ -23,7 +23,7 @@ _OWN_PROGRAM = re.compile(
 _PYTHON = re.compile(r"(.*[\\/])?pythonw?[0-9.]*(\.exe)?", re.IGNORECASE | re.DOTALL)
 _CIB = "var/lib/pacemaker/cib/cib.xml"
 _CIB_AGENT = re.compile(r'\btype="(azure-events(?:-az)?)"')
-# Some resource is not to run; which one, only the cluster tells.
+# Some resource is not to run. Only the cluster knows which one.
 _CIB_STOPPED = re.compile(r'\bname="target-role" value="Stopped"')
 
 
@@ -32,7 +32,7 @@ class Approver(NamedTuple):
 
     name: str
     where: str
-    """By what it was found."""
+    """The evidence: where the program was found."""
     life: Life
     way_out: str
 
@@ -45,7 +45,7 @@ class ActingAgent(NamedTuple):
 
 
 STOP_ONE = "stop one of the two, or start it with --observe"
-"""What to do about it."""
+"""The hint if two programs approve events."""
 
 
 class OwnService(NamedTuple):
@@ -54,10 +54,10 @@ class OwnService(NamedTuple):
     is_enabled: bool
     """Whether it is started with the machine."""
     state: str
-    """In the manager's words."""
+    """The state, as the manager calls it."""
     is_running: bool
     pid: int
-    """0 if it does not run."""
+    """Pid of the main process; 0 if the service does not run."""
     account: str
     """The account that it runs as."""
     is_stale: bool
@@ -201,7 +201,7 @@ def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> 
 
 
 def _is_program(words: list[str], program: str) -> bool:
-    """Whether the command runs it, itself or as a script; not whether it only names it."""
+    """Whether the command runs the program, itself or as a script. Naming it as an argument is not enough."""
     script = words[1:2] if _INTERPRETER.fullmatch(PurePosixPath(words[0]).name) else []
     return any(
         word.startswith(program) if program.startswith("/") else PurePosixPath(word).name == program

@@ -1,6 +1,6 @@
 """DHCP option 245 in the records of DHCP clients: where a VM outside a virtual network finds its endpoint.
 
-Does no I/O. The one invariant: what cannot be read says nothing; it never raises.
+Does no I/O. Invariant: nothing here raises. A record that cannot be parsed counts as one without the option.
 """
 
 import re

@@ -34,7 +34,7 @@ def mount_of(path: Path) -> Mount | None:
 
 
 def is_temporary(mount: Mount, root: Path = Path("/")) -> bool:
-    """Whether it is Azure's temporary disk, which comes empty after a redeployment."""
+    """Whether it is Azure's temporary disk, which is empty after a redeployment."""
     links = [link for pattern in _TEMPORARY_LINKS for link in root.glob(pattern) if link.is_symlink()]
     is_device = mount.place != "/" and mount.device.startswith("/dev/")
     return is_device and PurePosixPath(mount.device).name in [link.readlink().name for link in links]

@@ -1,7 +1,7 @@
-"""The base error of everything that a system refuses."""
+"""Base class of operating-system errors."""
 
 from scheduled_events_agent import AgentError
 
 
 class HostError(AgentError):
-    """The system refused something, or something it was expected to have is missing."""
+    """The system denied an operation, or something that it was expected to have is missing."""

@@ -1,6 +1,6 @@
-"""What differs of processes: hooks, other programs, the own service; and the disks, which psutil knows as well.
+"""Functions that differ between the systems and import psutil: hooks, other programs, the own service, disks.
 
-Apart from ``scheduled_events_agent.host``, as psutil takes longer to load than Python itself.
+They are not in ``scheduled_events_agent.host`` because psutil takes longer to load than Python itself.
 """
 
 import sys

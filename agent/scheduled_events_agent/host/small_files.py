@@ -1,6 +1,6 @@
-"""Reads a small file of settings or secrets without waiting for what is not a file.
+"""Reads a small file of settings or secrets, and never waits.
 
-Who opens a named pipe waits until another process writes into it.
+A plain open of a named pipe would wait until another process writes into the pipe.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a person types to find out why the agent does not answer."""
+"""Commands to find out why the agent does not answer."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ class SupervisorCommands(NamedTuple):
     """Command lines of this system."""
 
     prefix: str
-    """What an account without privileges puts before a command of the agent, such as sudo and a blank."""
+    """The prefix of a command for an account without privileges, such as sudo and a blank."""
     status: str
     start: str
     reload: str

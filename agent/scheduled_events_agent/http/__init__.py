@@ -1,6 +1,6 @@
-"""HTTP as all clients of the agent use it; it knows no service.
+"""HTTP for all clients of the agent. It knows no particular service.
 
 transport.py  one exchange within one deadline, with a bounded answer, TLS and a proxy
-errors.py     what can go wrong: one list of kinds, and which exception or status is which
-    retry.py      the growing pause after failures
+errors.py     one list of error kinds, and the kind of each exception and status
+retry.py      the growing pause after failures
 """

@@ -1,7 +1,7 @@
-"""What can go wrong with a request: one list of kinds, and which exception or status is of which kind.
+"""Errors of requests: one list of kinds, and the kind of each exception and status.
 
-The one invariant: a message has neither a URL nor a text of the service or of a library, so it holds no secret.
-Each client words its own sentence around it.
+Invariant: a message has neither a URL nor a text of the service or of a library, so it holds no secret. Each
+client adds its own sentence.
 """
 
 import re
@@ -20,21 +20,21 @@ HttpErrorKind = Literal[
     "redirect", "bad_request", "denied", "not_found", "gone", "throttled", "server_error", "unexpected_status",
     # an answer that says nothing, or not what was asked for
     "empty", "unconfirmed",
-    # the fault is on this machine, or in what is sent
+    # the error is on this machine, or in the request
     "setup", "bug", "rejected",
 ]  # fmt: skip
 IMDS_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
     "timeout", "refused", "unreachable", "bad_request", "not_found", "gone", "throttled", "server_error",
     "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
 )  # fmt: skip
-"""Those that a request to the metadata service can end with."""
+"""Kinds with which a request to the metadata service can end."""
 NOTICE_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
     "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
     "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected",
 )  # fmt: skip
-"""Those that a notice can fail with."""
+"""Kinds with which a notification can fail."""
 REQUEST_ERRORS = (httpx.TransportError, httpx.InvalidURL, ValueError)
-"""What sending a request raises: an argument for ``classify``."""
+"""The exceptions of sending a request, for ``classify``."""
 
 _KIND_OF_STATUS: dict[int, HttpErrorKind] = {404: "not_found", 429: "throttled"}
 
@@ -53,7 +53,7 @@ class HttpFailure(NamedTuple):
 
 
 def classify(error: Exception) -> HttpFailure:
-    """What an exception of ``REQUEST_ERRORS`` means."""
+    """The kind and message of an exception of ``REQUEST_ERRORS``."""
     if isinstance(error, httpx.TimeoutException):
         return HttpFailure("timeout", "no whole answer in time")
     if isinstance(error, httpx.ConnectError):
@@ -82,7 +82,7 @@ def _classify_cause(cause: BaseException | None) -> HttpFailure:
 
 
 def error_for_status(response: httpx.Response, own_kinds: Mapping[int, HttpErrorKind]) -> HttpFailure:
-    """What an answer means that is no success. ``own_kinds``: of statuses, as this one service means them."""
+    """The kind and message of an answer that is no success. ``own_kinds``: this service's own kinds, by status."""
     status = response.status_code
     if 300 <= status < 400:
         usual: HttpErrorKind = "redirect"
@@ -95,7 +95,7 @@ def error_for_status(response: httpx.Response, own_kinds: Mapping[int, HttpError
 
 
 def _parse_retry_after(value: str) -> float | None:
-    """Seconds from now that the header gives, as a number or an HTTP date; None for anything else."""
+    """Seconds from now according to the header, a number or an HTTP date; None for anything else."""
     if re.fullmatch(r"[0-9]{1,9}", value):
         return float(value)
     try:

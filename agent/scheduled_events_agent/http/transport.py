@@ -1,7 +1,7 @@
 """HTTP with limits: httpx transports for services that are not trusted.
 
-Owns one deadline for a whole exchange, however slowly bytes arrive, and the size of an answer. Knows no service.
-The one invariant: each request has a connection of its own, so what is left on one is never the next answer.
+It sets one deadline for a whole exchange, however slowly bytes arrive, and limits the size of an answer.
+Invariant: each request has its own connection, so bytes that are left on one are never read as the next answer.
 """
 
 import ipaddress
@@ -30,7 +30,7 @@ HEADERS = {
     "Accept-Encoding": "identity",
     "Connection": "close",
 }
-"""Of every request."""
+"""Headers of every request."""
 
 # httpx would unpack a small answer into a huge one, send cookies back, which may grow, and fail on an odd address.
 _DROPPED_HEADERS = (b"content-encoding", b"set-cookie", b"location")
@@ -62,7 +62,7 @@ def trusting(ca_file: str | None) -> ssl.SSLContext:
 
 
 def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
-    """The proxy on the way to a URL; the setting may be ``environment``. Raises SetupError."""
+    """The proxy for a URL; the setting may be ``environment``. Raises SetupError."""
     proxy = _proxy_of_environment(url) if setting == "environment" else setting
     if not proxy:
         return None
@@ -76,7 +76,7 @@ def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
 
 
 def _proxy_of_environment(url: httpx.URL) -> str | None:
-    """What HTTPS_PROXY or HTTP_PROXY name, unless an entry of NO_PROXY is about this host."""
+    """The proxy of HTTPS_PROXY or HTTP_PROXY, unless an entry of NO_PROXY is about this host."""
     variables = {name.lower(): value for name, value in os.environ.items()}
     for entry in variables.get("no_proxy", "").split(","):
         if _is_about(entry.strip().lower(), url):
@@ -89,7 +89,7 @@ def _is_about(entry: str, url: httpx.URL) -> bool:
     if entry == "*":
         return True
     network = _network(entry)
-    if network is None:  # it may end with a port, as an IPv6 address alone may seem to do
+    if network is None:  # it may end with a port; checked second, as an IPv6 address may look like that
         place, _, port = entry.rpartition(":")
         if place and port.isdecimal():
             if int(port) != (url.port or _DEFAULT_PORTS[url.scheme]):
@@ -118,9 +118,9 @@ class BoundedTransport(httpx.BaseTransport):
     """For ``httpx.Client``: HTTP/1.1 or HTTPS, directly or through an HTTP proxy. For any thread.
 
     Keeps nothing between requests. The client's ``read`` time-out, in seconds, bounds the whole exchange, and its
-    ``connect`` time-out the connecting as well. A host name is resolved by the system, in its own time. Raises
-    httpx.TransportError; httpx.ProxyError if the proxy refuses. The extension ``headers`` of a response has the
-    headers that httpx must not see, too.
+    ``connect`` time-out bounds the connecting. The system resolves host names, in its own time. Raises
+    httpx.TransportError; httpx.ProxyError if the proxy refuses. The extension ``headers`` of a response has all
+    headers, including those that httpx must not see.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class BoundedTransport(httpx.BaseTransport):
         family: socket.AddressFamily = socket.AF_UNSPEC,
         is_cut: bool = False,
     ) -> None:
-        """``max_bytes``: of an answer. ``ssl_context``: for HTTPS; by default it trusts as the system does.
+        """``max_bytes``: the limit of an answer. ``ssl_context``: for HTTPS; by default that of the system.
 
         ``on_progress`` is called before each wait with the seconds that it may take.
 
-        ``family``: of the addresses that are connected to; by default any.
+        ``family``: the family of the addresses to connect to; by default any.
 
         ``is_cut``: a body that is too long, or does not end in time, is no error; its beginning is kept.
         """
@@ -232,7 +232,7 @@ class _Backend(httpcore.NetworkBackend):
 class _BoundedStream(httpcore.NetworkStream):
     """A connection whose waits all end at its deadline, and which gives a bounded number of bytes.
 
-    While ``is_in_head`` it gives few, as h11 itself reads any number of interim answers.
+    While ``is_in_head``, that number is small, because h11 itself reads any number of interim answers.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class _BoundedStream(httpcore.NetworkStream):
         self.is_in_head = True
         self.is_cut = is_cut
         self.error: OSError | None = None
-        """Why there is no connection, as the system says it."""
+        """Why there is no connection: the error of the system."""
 
     def _seconds_left(self) -> float:
         left = self._deadline - monotonic()
@@ -263,7 +263,7 @@ class _BoundedStream(httpcore.NetworkStream):
         return left
 
     def connect(self, host: str, port: int) -> None:
-        """To the first address that answers; they share the time."""
+        """Connect to the first address that answers; all addresses share the time."""
         limit = self._connect_seconds
         try:
             self._on_progress(_RESOLVE_SECONDS)
@@ -291,7 +291,7 @@ class _BoundedStream(httpcore.NetworkStream):
         except OSError as error:  # ssl.SSLError is one
             self.error = error
             if isinstance(error, ssl.SSLError):
-                trusting.cache_clear()  # the certificates may be other ones by now
+                trusting.cache_clear()  # the certificates may have changed
             raise httpx.ConnectError("the TLS handshake failed") from error
         return self
 
@@ -376,7 +376,7 @@ def _open(
 
 
 def _slice_before(deadline: float, on_progress: Callable[[float], None]) -> float:
-    """How long to wait at a time, which is announced. Raises TimeoutError."""
+    """How long to wait at a time. Announces the wait to ``on_progress``. Raises TimeoutError."""
     seconds = min(deadline - monotonic(), _SLICE_SECONDS)
     if seconds <= 0:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""In which api-version the document is asked for, and what it means if the newest one fails. Does no I/O."""
+"""Chooses the api-version; falls back to an older one if the newest one fails. Does no I/O."""
 
 from collections.abc import Callable
 from math import inf
@@ -17,9 +17,9 @@ from scheduled_events_agent.imds.document import (
 T = TypeVar("T")
 
 GENERAL_VERSION: ApiVersion = "2020-07-01"
-"""The newest one that every VM has."""
+"""The newest api-version that every VM has."""
 PREVIEW_TIMEOUT_SECONDS = 2.0
-"""So long the newest version may take: events are worth more than recommendations."""
+"""Time limit for the newest version: events are more important than recommendations."""
 _REFUSALS = ("bad_request", "not_found")
 # One failure may be an outage of a moment, so the second one in a row counts.
 _ENOUGH_FAILURES = 2
@@ -28,13 +28,13 @@ _ASK_AGAIN_AFTER_REFUSAL_SECONDS = 24 * 3600.0
 
 
 class BestAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What ``ask_best`` got."""
+    """The result of ``ask_best``."""
 
     content: T
     version: ApiVersion
-    """In which it came."""
+    """The api-version of the answer."""
     error: AgentError | None = None
-    """Why it did not come in the newest version, if that was asked for."""
+    """Why the newest version failed, if that was asked for and failed."""
 
 
 class VersionFallback(msgspec.Struct, frozen=True):
@@ -42,9 +42,9 @@ class VersionFallback(msgspec.Struct, frozen=True):
 
     count: int = 0
     last: float = 0.0
-    """When, monotonic."""
+    """When it failed last, monotonic."""
     reason: str = ""
-    """What it does instead of answering, as a phrase."""
+    """How the service failed to answer, as a phrase."""
     is_refused: bool = False
     """Whether each of these failures says that the service does not know the version."""
 
@@ -64,7 +64,7 @@ class VersionFallback(msgspec.Struct, frozen=True):
         return not_available(self.reason) if self.is_settled else ""
 
     def after(self, asked: tuple[ApiVersion, ...], error: AgentError | None, now: float) -> "VersionFallback":
-        """The same after a cycle that asked for ``asked`` and was answered; ``error``: of the newest version."""
+        """The state after a cycle that asked for ``asked`` and was answered. ``error``: the newest version's."""
         if len(asked) == 1:
             return self
         if error is None:
@@ -77,12 +77,12 @@ NONE_YET = VersionFallback()
 
 
 def not_available(reason: str) -> str:
-    """What log, status and doctor say if the newest version fails for this reason."""
+    """The text of log, status and doctor if the newest version fails for this reason."""
     return f"{RECOMMENDATION} events are not available: api-version {RECOMMENDING_VERSION} {reason}"
 
 
 def reason_of(error: AgentError) -> str:
-    """What the service does instead of answering in a version, as a phrase without a subject."""
+    """The service's failure to answer in a version, as a phrase without a subject."""
     status = getattr(error, "status", None)
     if status is not None:
         return f"answers {status}"

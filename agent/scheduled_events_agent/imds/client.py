@@ -1,8 +1,7 @@
-"""The edge to the metadata service: fetch the document, post approvals, ask for this VM's name.
+"""Client of the metadata service: fetches the document, posts approvals, asks for this VM's name.
 
-Owns the requests, and the pause after each kind of failure. Reads no document and decides nothing. The one
-invariant: what is returned is the whole body of an answer with status 200; everything else is an ImdsError, and
-in time.
+It also has the pause after each kind of failure. It parses no document and decides nothing. Invariant: a request
+returns the whole body of an answer with status 200. Everything else is an ImdsError, and comes in time.
 """
 
 import socket
@@ -25,7 +24,7 @@ from scheduled_events_agent.imds.text import DocumentError, clean_text, excerpt,
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 # DHCP option 245 inside a virtual network: another service of the host, which has no scheduled events.
 _WIRE_SERVER = "168.63.129.16"
-# The instance document has versions of its own; only the whole document is the same in all of them.
+# The instance document has its own api-versions; only the whole document is the same in all of them.
 _INSTANCE_PATH = "/metadata/instance?api-version=2021-12-13&format=json"
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024  # 1,000 events with 100 resources each are 3 MiB
 _HEADERS = {"Metadata": "true"} | HEADERS
@@ -40,14 +39,14 @@ _WAY_OUT: dict[HttpErrorKind, str] = {
 }
 
 # Other failures do not slow polling down: a Spot VM has 30 s of notice, and a longer pause would use them up.
-# Microsoft's page asks for 2, 4, 8, 16 after 429. After 400 one quick second look is enough.
+# Microsoft's page asks for 2, 4, 8, 16 after 429. After 400 one quick retry is enough.
 _BACKOFF_SECONDS: dict[str, tuple[float, float]] = {
     "throttled": (2.0, 16.0),
     "bad_request": (5.0, 10.0),
 }
 """The first pause, which doubles, and the longest."""
 _RETRY_AFTER_SECONDS = (1.0, 16.0)
-"""Bounds for what a 429 asks for."""
+"""Shortest and longest pause that a 429 can ask for."""
 
 
 class ImdsError(AgentError):
@@ -63,7 +62,7 @@ class ImdsError(AgentError):
         retry_after: float | None = None,
         status: int | None = None,
     ) -> None:
-        """``retry_after``: seconds that the service asks to wait; ``status``: of its answer, if it gave one."""
+        """``retry_after``: seconds that the service asks to wait; ``status``: that of its answer, if any."""
         super().__init__(message, kind=kind)
         self.retry_after = retry_after
         self.status = status
@@ -84,27 +83,27 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """This VM; "" where the service did not say."""
 
     name: str
-    """As in Resources; it may differ from the host name."""
+    """The VM's name as in Resources; it may differ from the host name."""
     vm_id: str
     group: str = ""
     """The scale set that the VM is in."""
 
     def completed_by(self, known: "Identity") -> "Identity":
-        """With what was known before, where this lacks it."""
+        """This identity, completed with the values of ``known`` where it has none."""
         return Identity(
             name=self.name or known.name, vm_id=self.vm_id or known.vm_id, group=self.group or known.group
         )
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer of any status, for a diagnosis."""
+    """A whole answer with any status, for a diagnosis."""
 
     status: int
     headers: dict[str, str]
-    """Names in lower case."""
+    """The headers, with names in lower case."""
     body: bytes
     fault: ImdsError | None
-    """What a client makes of it; None for status 200."""
+    """The error that a client raises for this answer; None for status 200."""
 
 
 def resolve_endpoint(setting: str) -> str:
@@ -218,7 +217,7 @@ class ImdsClient:
         return identity
 
     def inspect(self, what: Literal["document", "instance"]) -> Answer:
-        """An answer of any status, with its headers. Raises ImdsError if no whole answer comes in time."""
+        """An answer with any status, and its headers. Raises ImdsError if no whole answer comes in time."""
         if what == "document":
             request = self._build("GET", self._document_url, self._fetch_timeout)
         else:
@@ -232,7 +231,7 @@ class ImdsClient:
         )
 
     def _build(self, method: str, url: httpx.URL, timeout: float, content: bytes | None = None) -> httpx.Request:
-        # Only the answer may take long the first time; a service that does not even connect is away.
+        # Only the answer may take long the first time; a service that does not even connect is unavailable.
         limits = httpx.Timeout(timeout, connect=self._request_timeout)
         headers = {"Content-Type": "application/json"} if content else None
         return self._client.build_request(method, url, content=content, headers=headers, timeout=limits)
@@ -250,7 +249,7 @@ class ImdsClient:
         except REQUEST_ERRORS as error:
             failure, detail = classify(error), str(error)
         else:
-            # httpx's refers to the response: each answer would stay in memory until garbage is collected.
+            # httpx's own stream refers to the response: each answer would stay in memory until garbage collection.
             response.stream = httpx.ByteStream(b"")
             return response
         what = detail
@@ -299,7 +298,7 @@ def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:
 
 
 def _error(request: httpx.Request, what: str, kind: HttpErrorKind) -> ImdsError:
-    # A refused approval says more about the event than about the api-version.
+    # If an approval is rejected, that is rather because of the event than because of the api-version.
     is_about_event = request.method == "POST" and kind == "bad_request"
     way_out = "" if is_about_event else _WAY_OUT.get(kind, "")
     return ImdsError(f"{request.method} {request.url}: {what}{way_out}", kind=kind)

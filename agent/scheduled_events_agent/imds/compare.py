@@ -9,11 +9,11 @@ from scheduled_events_agent.imds.document import Document, ScheduledEvent
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """One answer lacks the event that was known by ``key``; whether it is over, the next one tells."""
+    """One answer lacks the event that was known by ``key``. The next answer shows whether it is over."""
 
     key: str
     names_others: bool = False
-    """It is listed, but no longer for this VM."""
+    """The event is listed, but no longer names this VM."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Gone(msgspec.Struct, frozen=True):
     status: str = ""
     """Completed or Canceled if the document says so."""
     names_others: bool = False
-    """It is listed, but no longer for this VM."""
+    """The event is listed, but no longer names this VM."""
 
 
 def compare(
@@ -38,17 +38,18 @@ def compare(
     document: Document,
     missing: Mapping[str, bool] = MappingProxyType({}),
 ) -> list[Seen | Missing | Gone]:
-    """What ``document`` says that differs from the ``known`` events (by key).
+    """The differences between ``document`` and the ``known`` events (by key).
 
-    ``missing``: those of them that the answers before lacked, and whether it is gone if this one lacks it too.
+    ``missing``: known events that earlier answers lacked; the value says whether the event is gone if this answer
+    lacks it too.
 
-    Microsoft's mock server gives events new ids, when they start and later: an event that is missing when one with
-    the same type, source, resources and description first appears as Started is the same one, renamed.
+    Microsoft's mock server gives events new ids, when they start and later. If an event is missing, and one with
+    the same type, source, resources and description first appears as Started, it is the same event, renamed.
     """
     present = {event.key: event for event in document.events}
     absent = {key: event for key, event in known.items() if key not in present}
     renamable: dict[tuple[object, ...], list[str]] = {}
-    # Of several that are alike, one that is yet to start is the likelier one to have started now.
+    # If several look the same, one that has not started yet is more likely to have started now.
     for key, event in sorted(absent.items(), key=lambda item: item[1].is_started):
         if key not in document.ended:
             renamable.setdefault(likeness(event), []).append(key)
@@ -73,5 +74,5 @@ def compare(
 
 
 def likeness(event: ScheduledEvent) -> tuple[object, ...]:
-    """What stays when an event gets a new id, as the mock server of Microsoft gives it."""
+    """The fields that stay the same when Microsoft's mock server gives an event a new id."""
     return event.type, event.source, event.resources, event.description

@@ -1,8 +1,7 @@
-"""What Azure says: the Scheduled Events document as frozen values, with every quirk of its text.
+"""The Scheduled Events document as frozen values; the parser handles every known quirk of its text.
 
-Owns the reading of a document and of one event, and the words of the protocol. Does no I/O and knows
-neither the policy nor the time. The one invariant: a text that is not a whole document is an error and
-never "no events", for an event that is missing counts as over.
+Pure: does no I/O, and knows neither the policy nor the time. Invariant: an unreadable document is an error, never
+an empty list, because an event that is missing counts as over.
 """
 
 import re
@@ -26,7 +25,7 @@ SourceName = Literal["Platform", "User"]
 Affects = Literal["self", "shared", "others", "unknown"]
 
 EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
-"""In the order of their severity."""
+"""The event types, in the order of their severity."""
 RECOMMENDATION: EventTypeName = "SpotRebalanceRecommendation"
 RECOMMENDING_VERSION: ApiVersion = "2024-07-09"
 """The first api-version whose documents have recommendations; versions compare as texts."""
@@ -35,15 +34,15 @@ PROMISED_NOTICE_SECONDS: dict[str, float] = {
     "Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Terminate": 300.0, "Preempt": 30.0,
 }  # fmt: skip
 """How long before its start Azure announces an event at the latest."""
-# Of a printable id; a longer one is shown by its beginning and a mark of its own. Azure's have 36 characters.
+# Longest id that is shown whole; of a longer one the beginning and a hash are shown. Azure's have 36 characters.
 _MAX_SHOWN_ID = 128
 _MARKED_ID = re.compile(r"~[0-9a-f]{12}$")
-# Far more than a service sends, and little enough that reading them takes no long time and little memory.
+# Far more events than the service sends, but few enough to be read quickly and with little memory.
 MAX_EVENTS = 2000
 MAX_OWN_EVENTS = 100
-# A year. Real ones take seconds to minutes; what is longer is no estimate.
+# A year. Real interruptions take seconds to minutes; a longer value is no estimate.
 _LONGEST_DURATION_SECONDS = 31_536_000.0
-# Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
+# Event Grid has these two statuses; the endpoint was never seen to send them. Both mean that the event is over.
 _ENDED = ("Completed", "Canceled")
 _CANONICAL = {
     word.casefold(): word for word in (*EVENT_TYPES, "Scheduled", "Started", *_ENDED, "Platform", "User")
@@ -54,21 +53,21 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """One event of a document. Names are the service's; texts are trimmed and printable."""
 
     id: str
-    """For people and hooks; compare by ``key``. Empty if the document gave none."""
+    """The id for people and hooks; compare by ``key``. "" if the document has none."""
     type: str
-    """One of EVENT_TYPES in their spelling, else the word received, "" if there was none."""
+    """One of EVENT_TYPES in their spelling, else the text received; "" if there was none."""
     status: str
     source: str = ""
     """``Platform`` or ``User``; "" before api-version 2019-08-01."""
     resources: tuple[str, ...] = ()
     not_before: datetime | None = None
-    """Aware, UTC. None (blank, missing, unreadable) means: may start now."""
+    """NotBefore, an aware time in UTC. None (blank, missing, unreadable): the event may start now."""
     duration_seconds: float | None = None
     """Azure's estimate of the interruption; None when unknown (-1 or missing)."""
     description: str = ""
     resource_type: str = ""
     received_id: str = ""
-    """The id exactly as received, where ``id`` is only a printable copy of it."""
+    """The id exactly as received, if ``id`` is only a printable copy of it; else ""."""
     id_fault: str = ""
     """Why the id cannot be sent back exactly, as a clause; "" if it can."""
     is_ambiguous: bool = False
@@ -76,7 +75,7 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def approval_id(self) -> str:
-        """What an approval sends back: the id exactly as received; "" if that is not possible."""
+        """The id that an approval sends back, exactly as received; "" if that is not possible."""
         return "" if self.id_fault else self.received_id or self.id
 
     @property
@@ -93,12 +92,12 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Identity of the event: its id without regard to case."""
         # An event without an id can be followed but never approved.
         key = self.id.casefold() or "-".join(["no-id", self.type, *self.resources]).casefold()
-        # An eviction under the id of its recommendation is prepared for on its own.
+        # An eviction with the id of its recommendation counts as a separate event.
         return f"{key}-recommendation" if self.is_recommendation else key
 
     @property
     def is_recommendation(self) -> bool:
-        """Whether it is only an early warning: that a Spot VM may be evicted, in an event of its own."""
+        """Whether it only warns that a Spot VM may be evicted soon; the eviction is a separate event."""
         return self.type == RECOMMENDATION
 
     @property
@@ -107,7 +106,7 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def starts_at(self) -> datetime | None:
-        """Until when there is time to prepare; None: it may start now, or never starts."""
+        """Until when there is time to prepare; None if it may start now, or never starts."""
         return None if self.is_recommendation else self.not_before
 
     @property
@@ -115,7 +114,7 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.status in _ENDED
 
     def affects(self, names: Iterable[str]) -> Affects:
-        """Whom the event touches, seen from the VM that goes by any of ``names``."""
+        """Whether the event names only the VM with one of ``names``, others too, or only others (if known)."""
         mine = plain_names(names)
         if not mine or not self.resources:
             return "unknown"
@@ -127,28 +126,28 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return "self" if True in found else "others"
 
     def position(self, names: Iterable[str]) -> int | None:
-        """How many Resources stand before the VM that goes by any of ``names``; None if it is not there."""
+        """Number of Resources listed before the VM with one of ``names``; None if it is not listed."""
         mine = plain_names(names)
         return next((i for i, resource in enumerate(self.resources) if plain_name(resource) in mine), None)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """What one successful request returned."""
+    """The document that one successful request returned."""
 
     incarnation: str
-    """For logs and for the 2017-03-01 form of the approval; never a gate. "" if missing."""
+    """DocumentIncarnation, for logs and for approvals in 2017-03-01. It is used for no decision. "" if missing."""
     events: tuple[ScheduledEvent, ...]
     """Events that are pending or under way, in document order, one per key."""
     ended: dict[str, str] = {}
     """Key and status of the events that are listed as over."""
     has_recommendations: bool = True
-    """Whether it lists recommendations, as documents of older api-versions do not."""
+    """Whether the document can list recommendations; those of older api-versions cannot."""
     answered: float = 0.0
     """When it was received, on the monotonic clock."""
 
 
 def parse_document(body: bytes) -> Document:
-    """Read an answer of the endpoint. Raises DocumentError, which says what was found instead."""
+    """Read an answer of the endpoint. Raises DocumentError, whose text says what was found instead."""
     data = _decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("Events"), list):
         raise DocumentError(f'expected an object with a list "Events"; got {excerpt(body)}')
@@ -168,7 +167,7 @@ def parse_document(body: bytes) -> Document:
 
 
 def refuse_too_many(document: Document, names: Iterable[str]) -> None:
-    """Raises DocumentError if more events than can be real may concern the VM that goes by any of ``names``."""
+    """Raises DocumentError if implausibly many events may concern the VM with one of ``names``."""
     names = tuple(names)
     count = sum(event.affects(names) != "others" for event in document.events)
     if count > MAX_OWN_EVENTS:
@@ -204,9 +203,9 @@ def to_azure_json(event: ScheduledEvent) -> bytes:
 
 
 def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
-    """One event, however often it is listed: an approval of its id would cover the resources of all.
+    """Merge entries with the same id into one event: an approval of the id counts for all their resources.
 
-    Where the twins contradict each other, the merged event is the one that leaves the least time to prepare.
+    If the entries contradict each other, the merged event has the values that leave the least time to prepare.
     """
     first = twins[0]
     if len(twins) == 1:
@@ -225,7 +224,7 @@ def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
 
 
 def _urgency(event: ScheduledEvent) -> tuple[object, ...]:
-    """Sorts what is still to start before what has started or ended, then by NotBefore, severity and length."""
+    """Sort key: events that have not started before those that have; then NotBefore, severity and length."""
     severity = EVENT_TYPES.index(event.type) if event.type in EVENT_TYPES else -1
     not_before = event.not_before.timestamp() if event.not_before else float("-inf")
     seconds = float("inf") if event.duration_seconds is None else event.duration_seconds
@@ -241,7 +240,7 @@ def _decode(body: bytes) -> Any:
 
 def _to_event(item: Any, where: str) -> ScheduledEvent:
     if not isinstance(item, dict):
-        # Skipping it could make a known event look as if it were over.
+        # Skipping the entry could make a known event look as if it were over.
         raise DocumentError(f"{where}: expected an object; got {shown(item)}")
     get = item.get
     shown_id, received_id, id_fault = _identify(get("EventId"))
@@ -272,7 +271,7 @@ def _identify(value: Any) -> tuple[str, str, str]:
         return value, "", ""
     from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, and Azure's ids need none of it
 
-    # What differs only in what is not shown must not become one event.
+    # Ids that differ only in characters that are not shown must not become one event.
     mark = sha256(value.casefold().encode()).hexdigest()[:12]
     shown = f"{shown[: _MAX_SHOWN_ID - 13].rstrip()}~{mark}"
     if len(value) > MAX_TEXT:
@@ -306,7 +305,7 @@ def _parse_time(text: str) -> datetime | None:
     from email.utils import parsedate_to_datetime  # noqa: PLC0415  # 5 ms, and most commands parse no document
 
     try:
-        # RFC 1123 as the endpoint sends it (the weekday is often wrong and is not looked at), or ISO 8601
+        # RFC 1123 as the endpoint sends it (the weekday is often wrong and is ignored), or ISO 8601
         # as Microsoft's pages and mock server write it. A bare "20170702" is neither.
         time = datetime.fromisoformat(text) if text[4:5] == "-" else parsedate_to_datetime(text)
         return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)

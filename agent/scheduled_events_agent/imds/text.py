@@ -12,7 +12,7 @@ import msgspec
 from scheduled_events_agent import AgentError
 
 _BOM = b"\xef\xbb\xbf"
-# Azure documents neither limit; a longer text is of no use in a log or an environment.
+# Azure documents no limit for either; a longer text is of no use in a log or an environment.
 MAX_TEXT = 4096
 _MAX_VALUES = 300_000
 _EXCERPT_BYTES = 220
@@ -29,15 +29,15 @@ class DocumentError(AgentError):
 
 
 def parse_json(body: bytes) -> Any:
-    """The value that the text says without doubt. Raises ValueError or DocumentError.
+    """The value of an unambiguous JSON text. Raises ValueError or DocumentError.
 
-    Two keys of one object, NaN, infinity and halves of surrogate pairs are refused. What is read takes no more
-    than some 100 MiB.
+    Duplicate keys in an object, NaN, infinity and halves of surrogate pairs are rejected. The value takes at most
+    about 100 MiB of memory.
     """
     body = body.removeprefix(_BOM)
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
         raise DocumentError(f"more than {_MAX_VALUES} values: {excerpt(body)}", kind="too_many")
-    msgspec.json.decode(body, type=msgspec.Raw)  # makes no values; json alone would take more than is JSON
+    msgspec.json.decode(body, type=msgspec.Raw)  # builds no values; json alone would accept more than JSON
     to_object = partial(_to_object, texts={})
     to_number = msgspec.json.decode
     return json.loads(body.decode(), object_pairs_hook=to_object, parse_int=to_number, parse_float=to_number)
@@ -49,14 +49,14 @@ def _to_object(pairs: list[tuple[str, Any]], texts: dict[str, str]) -> dict[str,
         if key in made:
             raise DocumentError(f"an object has the key {shown(key)} twice")
         made[key] = value
-        if isinstance(value, list):  # events name the same VMs again and again: one copy of each name is enough
+        if isinstance(value, list):  # events name the same VMs again and again: keep one copy of each name
             made[key] = [texts.setdefault(item, item) if isinstance(item, str) else item for item in value]
     return made
 
 
 def clean_text(value: Any) -> str:
-    """A text from outside as one printable line of bounded length; "" for what is no text or number."""
-    # An object or a list where a text belongs says nothing, and may be nested too deep to be written out.
+    """A text from outside as one printable line of bounded length; "" for a value that is no text or number."""
+    # An object or a list instead of a text has no meaning, and may be nested too deep to be written out.
     text = str(value) if isinstance(value, str | int | float) else ""
     return printable(text[:MAX_TEXT]).strip()
 

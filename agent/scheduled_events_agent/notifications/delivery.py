@@ -1,6 +1,6 @@
-"""One exchange with the service that hears of an event.
+"""Sends one notification to its target over HTTP.
 
-Errors are worded here by their kind: the texts of libraries may hold the URL or a header, which are secrets.
+Errors get their text here, by their kind: the texts of libraries may hold the URL or a header, which are secrets.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from scheduled_events_agent.notifications.notification import SAMPLE, Happening
 from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile, files_of_target, is_foreign_path
 
 _KIND_OF_STATUS: dict[int, HttpErrorKind] = {
-    # Final: the body is at fault, and would be the same the next time.
+    # Final: the body is wrong, and would be the same the next time.
     400: "rejected", 413: "rejected", 414: "rejected", 415: "rejected", 422: "rejected", 431: "rejected",
     401: "denied", 402: "denied", 403: "denied", 407: "denied",
     405: "not_found", 410: "not_found",
@@ -33,7 +33,7 @@ _MAX_CA_BYTES = 1024 * 1024
 
 
 class NoticeError(AgentError):
-    """A notice was not delivered. The message holds no secret."""
+    """A notification was not delivered. The message holds no secret."""
 
     kind: HttpErrorKind
 
@@ -46,9 +46,9 @@ class NoticeError(AgentError):
         retry_after: float | None = None,
         answer: str = "",
     ) -> None:
-        """``status``: with which the service answers, if it does. ``retry_after``: seconds that it asks to wait.
+        """``status``: HTTP status of the answer, if there was one. ``retry_after``: seconds that it asks to wait.
 
-        ``answer``: its beginning, for people only.
+        ``answer``: the beginning of the answer, for people only.
         """
         super().__init__(message, kind=kind)
         self.status = status
@@ -57,15 +57,18 @@ class NoticeError(AgentError):
 
 
 class Delivered(msgspec.Struct, frozen=True, kw_only=True):
-    """The service has taken a notice."""
+    """The target has accepted a notification."""
 
     status: int
     answer: str
-    """The beginning of its answer, without secrets of the target; it may hold others, so for people only."""
+    """The beginning of the answer, for people only: the target's secrets are removed, but it may hold others."""
 
 
 def deliver(target: NotifyTarget, happening: Happening) -> Delivered:
-    """Send it once. Blocks up to the target's time limit, and while a name is looked up. Raises NoticeError."""
+    """Send a notification once. Raises NoticeError.
+
+    Blocks for at most the target's time limit, and while a name is looked up.
+    """
     post = _prepare(target, happening)
     with httpx.Client(
         transport=post.transport, trust_env=False, follow_redirects=False, timeout=target.timeout
@@ -80,7 +83,7 @@ def deliver(target: NotifyTarget, happening: Happening) -> Delivered:
 
 
 def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
-    """Why a notice could not be sent from this machine, or who else can read its secrets: path and message."""
+    """Why a notification could not be sent from here, or who else can read its secrets: path and message."""
     for index, target in enumerate(targets):
         path = f"notify[{index}]"
         if any(is_foreign_path(file) for _, file in files_of_target(target)):
@@ -96,7 +99,7 @@ def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Post:
-    """All that is sent, and the way there."""
+    """A request that is ready to be sent, and the client that sends it."""
 
     url: httpx.URL
     headers: dict[str, str]

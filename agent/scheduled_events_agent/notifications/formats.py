@@ -1,4 +1,4 @@
-"""Bodies: what has happened, in the form that a service wants."""
+"""Formats of notifications: CloudEvents, Slack, Teams, PagerDuty, or a template."""
 
 import json
 import re
@@ -76,7 +76,7 @@ def _cloud_event(happening: Happening) -> dict[str, Any]:
 
 
 def _facts(happening: Happening) -> dict[str, str]:
-    """What a person wants to know of it besides the title."""
+    """The facts of a notification, besides its title, that a person needs."""
     event = happening.event
     left = happening.seconds_left
     not_before = utc(event.not_before) if event.not_before and left is not None else ""
@@ -163,7 +163,7 @@ def _from_template(path: Path, happening: Happening) -> bytes:
 
 
 def _fields(happening: Happening) -> dict[str, str]:
-    """What a template may name: texts as JSON has them between quotes, numbers, or null."""
+    """The fields that a template may name: texts as JSON has them between quotes, numbers, or null."""
     event = happening.event
     texts = {
         "id": happening.id,

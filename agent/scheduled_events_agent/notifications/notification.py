@@ -1,4 +1,4 @@
-"""What has happened to an event: the value that a notice is kept as until it is delivered."""
+"""The notification payload, stored until it is delivered, and which targets receive it."""
 
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -20,13 +20,13 @@ _WORDS: dict[NoteKind, NoticeWord] = {
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
-# These say what an operator can do.
+# These notifications say what an operator can do.
 _ASKING: tuple[NoticeWord, ...] = ("approval_needed", "held", "hook_missing", "recovery_failed")
 _MAX_COMMANDS = 2
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that has happened to an event. Stored as it is; docs/notifications.md says what each field is."""
+    """A notification of one change of an event. Stored as it is; docs/notifications.md has the fields."""
 
     id: str
     what: NoticeWord | Literal["test"]
@@ -38,13 +38,13 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rule: str | None
     reason: str
     addition: str
-    """What the reason says that the title does not."""
+    """The part of the reason that is not in the title."""
     seconds_left: int | None
     deadline: datetime | None = None
     commands: tuple[SuggestedCommand, ...] = ()
-    """What an operator may type; empty if nothing is asked of one."""
+    """The commands that an operator may use; empty if no action is needed."""
     is_needed: bool = False
-    """Whether a person is needed for it."""
+    """Whether an operator must act."""
     has_started: bool
     """Azure has started the event, which may be over since."""
     outcome: str
@@ -52,14 +52,14 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def has_news(step: Step) -> bool:
-    """Whether there is anything to tell of it."""
+    """Whether the step leads to a notification."""
     return any(note.kind in _WORDS for note in step.notes)
 
 
 def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Happening]]:
-    """What the steps have to tell, in their order; their notes have their messages.
+    """The notifications of the steps, in order. The steps' notes already have their messages.
 
-    ``status``: of the agent after the last of them.
+    ``status``: the agent's status after the last step.
     """
     at = status.at
     needs = {one.workflow_id: one for one in of_events(status)}
@@ -103,13 +103,13 @@ def _commands(need: Attention, prefix: str) -> Iterator[SuggestedCommand]:
 
 
 def is_wanted(target: NotifyTarget, step: Step, happening: Happening, names: tuple[str, ...]) -> bool:
-    """Whether the target is to hear of it."""
+    """Whether the target receives this notification."""
     if target.body == "pagerduty":
         if happening.what in ("started", "recovered"):
-            # They end incidents, perhaps of an event that was another one then, or of an older policy.
+            # These end incidents. The event may have changed since an incident began, or the policy.
             return True
         if happening.what == "held" and not happening.is_needed:
-            return False  # a rule or an operator wants it so
+            return False  # the rule or an operator holds the event on purpose
     facts = Facts(names=names, noticed_at=step.workflow.noticed_at)
     return happening.what in target.kinds and mismatch(target.when, happening.event, facts) is None
 
@@ -140,7 +140,7 @@ SAMPLE = Happening(
         description="A test, no event.",
     ),
 )
-"""What ``notify test`` sends, and ``check`` renders templates with."""
+"""The notification that ``notify test`` sends, and with which ``check`` renders templates."""
 
 # Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
 _DECODER = msgspec.json.Decoder(Happening)

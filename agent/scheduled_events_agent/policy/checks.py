@@ -1,4 +1,4 @@
-"""What must hold between the keys of a policy, and what is allowed but hardly meant. Looks at no disk."""
+"""Checks between the keys of a policy: errors, and warnings about what is probably not intended. No I/O."""
 
 import re
 from bisect import insort
@@ -43,7 +43,7 @@ _NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"[*+{]")
 _OPTION = re.compile(r"(?<![(*+?}])\?")
 
-# Those of a glob, closed. The first character in it may be a bracket.
+# A closed bracket expression of a glob. The first character in it may be a bracket.
 _BRACKETS = re.compile(r"\[!?+\]?+[^\]]*\]")
 _SHELL_OPERATORS = ("&&", "||", "|", ">", ">>", "<", ";", "&")
 # The next item of such an option is a command, for a shell or for find.
@@ -63,7 +63,10 @@ Finding = tuple[str, str]
 
 
 def faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
-    """Why a policy cannot be used although each of its values is valid. ``may_change_user``: that of ``host``."""
+    """Why a policy cannot be used although each of its values is valid.
+
+    ``may_change_user``: the result of the function of that name in ``host``.
+    """
     yield from _setting_faults(settings)
     firsts: dict[str, int] = {}
     for index, rule in enumerate(settings.rules):
@@ -159,7 +162,7 @@ def _fleet_rule_faults(path: str, rule: Rule, settings: Settings, parsed: Parsed
     if rule.shared != "all-ready":
         return
     if settings.fleet is None and "fleet" not in parsed.lines:
-        yield f"{path}.shared", "all-ready needs the table through which VMs tell that they are ready: add fleet"
+        yield f"{path}.shared", "all-ready needs the table in which VMs report that they are ready: add fleet"
     if rule.approve == "immediately":
         yield f"{path}.shared", "all-ready waits for all VMs, and approve: immediately for none: use when-prepared"
 
@@ -288,9 +291,9 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def doubts(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) -> Iterator[Finding]:
-    """What is allowed but probably not intended.
+    """Warnings about what is allowed but probably not intended.
 
-    ``lines``: of the paths that the file has.
+    ``lines``: the line of each path in the file.
     ``is_all_named``: rules and ``on_clear`` are without errors, so what they do not name is not named.
     """
     yield from _notify_doubts(settings, lines)
@@ -322,7 +325,10 @@ def doubts(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) 
 
 
 def _shell_sign(run: tuple[str, ...]) -> str:
-    """What only a shell understands among the items; "" if there is nothing, or if a program is given commands."""
+    """The first sign in the items that only a shell understands.
+
+    It is "" if there is none, or if the program gets a command to run.
+    """
     if any(item.lower() in _COMMAND_OPTIONS for item in run):
         return ""
     for item in run[1:]:
@@ -334,7 +340,7 @@ def _shell_sign(run: tuple[str, ...]) -> str:
 
 
 def _unused(settings: Settings) -> Iterator[Finding]:
-    """What no rule uses, and rules that no event reaches."""
+    """Warnings about parts that no rule uses, and about rules that no event reaches."""
     fleet = settings.fleet
     if fleet and fleet.max_events is None and all(rule.shared != "all-ready" for rule in settings.rules):
         yield "fleet", "does nothing: it has no max_events, and no rule has shared: all-ready"
@@ -346,7 +352,7 @@ def _unused(settings: Settings) -> Iterator[Finding]:
         if earlier is not None:
             yield (
                 f"rules[{index}]",
-                f"never matches: rule {earlier.name} above takes every event that it could take",
+                f"never matches: rule {earlier.name} above matches every event that this rule matches",
             )
         insort(above, rule, key=_condition_count)
     for name in settings.hooks:
@@ -361,7 +367,7 @@ def _unused(settings: Settings) -> Iterator[Finding]:
 def _notify_doubts(settings: Settings, lines: Mapping[str, int]) -> Iterator[Finding]:
     for index, target in enumerate(settings.notify):
         if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
-            yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
+            yield f"notify[{index}].to", "notifications go over the network unencrypted: use https"
         yield from _glob_doubts(f"notify[{index}].when.resource", target.when.resource, lines)
 
 
@@ -390,7 +396,7 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
 
 
 def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
-    """About rules for recommendations, and the api-version that has them."""
+    """Warnings about rules for recommendations, and about the api-version that has them."""
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
         if RECOMMENDATION not in rule.when.type and rule.expire_after != DEFAULT_EXPIRE_SECONDS:
@@ -410,7 +416,7 @@ def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
 
 
 def _is_never_recovered(rule: Rule) -> bool:
-    """Whether it prepares for an event after which the VM is there, and runs nothing then."""
+    """Whether the rule prepares for events that the VM survives, and runs no hook after them."""
     types = rule.when.type
     goes_on = not types or not {"Freeze", "Reboot", "Redeploy"}.isdisjoint(types)
     return goes_on and bool(rule.prepare) and not rule.recover
@@ -451,9 +457,9 @@ def _condition_count(rule: Rule) -> int:
 
 
 def _covers(wide: When, narrow: When) -> bool:
-    """Whether ``wide`` certainly takes every event that ``narrow`` takes."""
+    """Whether ``wide`` certainly matches every event that ``narrow`` matches."""
     if RECOMMENDATION in narrow.type and RECOMMENDATION not in wide.type:
-        return False  # a rule without types does not take it
+        return False  # a rule without types does not match it
     affects = (*wide.affects, "shared") if "self" in wide.affects else wide.affects
     pairs = [(affects, narrow.affects)]
     pairs += [(getattr(wide, key), getattr(narrow, key)) for key in _LISTS]

@@ -30,18 +30,18 @@ from scheduled_events_agent.policy.rules import (
     matches_glob,
 )
 
-# With ``shared: first``, each VM in Resources waits so much longer than the one before it: that one may be away.
+# With ``shared: first``, each VM in Resources waits this much longer than the one before it, which may be down.
 SPEAKING_ORDER_SECONDS = 10.0
-# Azure's usual notice: what this VM approves by itself is handled as usual if its window does not come before.
+# Azure's usual notice. An event that this VM approves by itself is handled this early if no window opens before.
 USUAL_NOTICE_SECONDS = 15 * 60.0
 
-# How much of a description is searched; the longest that is known has 88 characters. The time of a search grows
-# with a power of the length, and nothing can end it.
+# Only this much of a description is searched; the longest known one has 88 characters. The time of a search grows
+# with a power of the length, and a search cannot be ended.
 _MAX_SEARCHED = 256
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decision rests on besides the rules and the event."""
+    """Everything that a decision depends on besides the rules and the event."""
 
     names: tuple[str, ...]
     """Names by which Resources may call this VM; empty when none is known yet."""
@@ -50,7 +50,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(NamedTuple):
-    """When an event is handled: prepared for, or approved."""
+    """The time from which an event is handled: prepared for, or approved."""
 
     at: datetime
     reason: str
@@ -58,10 +58,10 @@ class Start(NamedTuple):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be done about one event, and why. Kept with the event's workflow."""
+    """The actions for one event, and the reason. Stored with the event's workflow."""
 
     rule: str | None
-    """Name of the rule that took the event; None means: observe."""
+    """Name of the rule that matches the event; None means: observe."""
     reason: str
     affects: Affects
     prepare: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     may_speak: bool = False
     """Whether this VM may approve for every VM the event names."""
     speaks_after: float = 0.0
-    """How long it leaves that to the VMs listed before it."""
+    """Seconds for which this VM leaves the approval to the VMs listed before it."""
     on_early_start: EarlyStartMode = "cancel"
     lead: float | None = None
     window_name: str | None = None
@@ -97,8 +97,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def start(self, event: ScheduledEvent, now: datetime, needed_seconds: float) -> Start:
         """From when the event is handled, never before ``now``.
 
-        What this VM does not approve by itself stays prepared until Azure starts it. So, without a lead, it is
-        prepared for no earlier than it must be: ``needed_seconds`` before NotBefore, and in no window.
+        If this VM does not approve the event by itself, it stays prepared until Azure starts the event. So,
+        without a lead, it prepares as late as possible: ``needed_seconds`` before NotBefore, and in no window.
         """
         at_once = Start(now, "")
         starts_at = event.starts_at
@@ -112,7 +112,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             lead = max(needed_seconds, USUAL_NOTICE_SECONDS)
             reason = f"window {self.window_name} does not open before"
         elif not is_automatic and self.has_preparation and event.type != "Preempt":
-            # An eviction, which is not among these, may come sooner than it says.
+            # Evictions are excluded here: one may come sooner than its NotBefore.
             lead = needed_seconds
             reason = f"{self.refusal}, and preparation may take {format_duration(lead)}"
         else:
@@ -130,17 +130,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PromisedTime(NamedTuple):
-    """What the notice that Azure promises for a type leaves to a rule's preparation."""
+    """The time for a rule's preparation within the notice that Azure promises for a type."""
 
     type: str
     whole: float
     drain: float
     hooks: float
-    """For all hooks of ``prepare`` together."""
+    """Seconds for all hooks of ``prepare`` together."""
 
 
 def promised_times(rule: Rule, hooks: Mapping[str, Hook], reserve: float) -> Iterator[PromisedTime]:
-    """For each type that the rule takes. Hooks that the policy lacks are left out."""
+    """The promised time for each type that the rule matches. Hooks that the policy lacks are not counted."""
     limits = sum(hooks[name].limit_seconds for name in rule.prepare if name in hooks)
     for type_, notice in PROMISED_NOTICE_SECONDS.items():
         if not rule.when.type or type_ in rule.when.type:
@@ -150,9 +150,9 @@ def promised_times(rule: Rule, hooks: Mapping[str, Hook], reserve: float) -> Ite
 
 
 def drain_seconds(drain_for: float, left: float, hooks: float) -> float:
-    """How long a drain takes if the event may start in ``left`` seconds: at least half of them, if it is cut.
+    """How long a drain takes if the event may start in ``left`` seconds. A drain that is cut gets at least half.
 
-    ``hooks``: how long the hooks after it may take, reserve included; 0 if there are none.
+    ``hooks``: how long the hooks after the drain may take, reserve included; 0 if there are none.
     """
     return max(0.0, min(drain_for, max(left - hooks, left / 2)))
 
@@ -167,23 +167,23 @@ def decide(
             return _decision_of(rule, windows, event, affects, facts)
     reasons = {
         "unknown": "this VM's name is not known, or the event names no VM: observe",
-        "others": "it does not name this VM and no rule takes it: observe",
+        "others": "it does not name this VM and no rule matches it: observe",
     }
-    return Decision(rule=None, reason=reasons.get(affects, "no rule takes it: observe"), affects=affects)
+    return Decision(rule=None, reason=reasons.get(affects, "no rule matches it: observe"), affects=affects)
 
 
 def passed_over(
     rules: Iterable[Rule], taken_by: str | None, event: ScheduledEvent, facts: Facts
 ) -> list[tuple[str, str]]:
-    """The rules above the one that takes the event (None: all), each with the reason why it does not."""
+    """The rules above the one that matches the event (None: all), each with the reason why it does not match."""
     above = takewhile(lambda rule: rule.name != taken_by, rules)
     return [(rule.name, refusal(rule, event, facts) or "") for rule in above]
 
 
 def refusal(rule: Rule, event: ScheduledEvent, facts: Facts) -> str | None:
-    """Why the rule does not take the event, as a phrase; None if it does, unless an earlier one takes it."""
+    """Why the rule does not match the event, as a phrase; None if it matches. Earlier rules are not considered."""
     if event.is_recommendation and RECOMMENDATION not in rule.when.type:
-        return f"only a rule whose type names {RECOMMENDATION} takes one"
+        return f"only a rule whose type names {RECOMMENDATION} matches it"
     return mismatch(rule.when, event, facts)
 
 
@@ -229,9 +229,9 @@ def _decision_of(
     shared = rule.shared or ("first" if rule.approve == "immediately" else "hold")
     approve = rule.approve
     place = event.position(facts.names) or 0
-    # What is approved without preparation may be approved by any of its VMs, should those before it be away.
+    # With approve: immediately, any VM of the event may approve it, in case the VMs before it are down.
     may_speak = shared in ("any", "all-ready") or (shared == "first" and (place == 0 or approve == "immediately"))
-    reason = f"rule {rule.name} takes it: {_summary(rule.when, event, affects)}"
+    reason = f"rule {rule.name} matches it: {_summary(rule.when, event, affects)}"
     why_never = _why_not_approved(event, affects)
     if approve != "never" and why_never:
         approve = "never"
@@ -258,9 +258,9 @@ def _decision_of(
 
 
 def _why_not_approved(event: ScheduledEvent, affects: Affects) -> str:
-    """Why the agent does not approve the event, whatever its rule says; "" if it may."""
+    """Why the agent does not approve the event, even if its rule allows it; "" if it may."""
     if affects not in ("self", "shared"):
-        return "it does not name this VM, so it is not approved from here"
+        return "it does not name this VM, so this VM does not approve it"
     if event.type not in EVENT_TYPES:
         return f"{event.type or 'a missing type'} is unknown, so it is not approved"
     if event.approval_fault:
@@ -271,7 +271,7 @@ def _why_not_approved(event: ScheduledEvent, affects: Affects) -> str:
 
 
 def _summary(when: When, event: ScheduledEvent, affects: Affects) -> str:
-    """The conditions that were given, with the values that met them."""
+    """The conditions of the rule, with the values of the event that met them."""
     parts = [f"affects {affects}"]
     parts += [f"{name} {getattr(event, name)}" for name in ("type", "source", "status") if getattr(when, name)]
     if when.duration_below is not None or when.duration_at_least is not None:

@@ -1,6 +1,6 @@
-"""How people write what a file or an option says: durations, numbers, times, and words that are nearly right.
+"""Reads and writes durations, numbers and times in files and options, and suggests words for misspelt ones.
 
-Knows neither YAML nor the policy. The one invariant: what ``format_duration`` writes, ``parse_duration`` reads.
+Invariant: ``parse_duration`` reads what ``format_duration`` writes.
 """
 
 import re
@@ -41,7 +41,7 @@ def format_duration(seconds: float) -> str:
 
 
 def parse_time(text: str, *, instead: str = "") -> datetime:
-    """A time, in UTC if it does not say. Raises ValueError, which says how to write one.
+    """A time, in UTC unless the text has an offset. Raises ValueError, which says how to write one.
 
     ``instead``: what else might be written, for the error.
     """
@@ -53,15 +53,15 @@ def parse_time(text: str, *, instead: str = "") -> datetime:
 
 
 def plural(count: int, noun: str) -> str:
-    """Such as 1 hook, or 2 hooks."""
+    """The count with its noun, such as 1 hook or 2 hooks."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def quote(text: str) -> str:
-    """As errors show it: its beginning, in one line."""
+    """The beginning of a text in quotes and in one line, for an error."""
     return '"' + shortened(text, 60).replace("\n", "\\n") + '"'
 
 
 def shortened(text: str, length: int) -> str:
-    """At most so many characters of it."""
+    """The text, cut to at most ``length`` characters."""
     return text if len(text) <= length else f"{text[: length - 3]}..."

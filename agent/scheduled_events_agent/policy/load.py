@@ -23,7 +23,7 @@ _PART = re.compile(r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w
 class ConfigError(AgentError):
     """The policy file cannot be used; ``problems`` has one line for each thing wrong with it.
 
-    ``state_dir``: its agent.state_dir all the same; "" if it has none, None if that cannot be told.
+    ``state_dir``: the agent.state_dir in it; "" if it has none, None if that is not known.
     """
 
     def __init__(self, problems: tuple[str, ...], state_dir: str | None = None) -> None:
@@ -43,7 +43,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the content, as sha256sum tells it."""
+        """SHA-256 of the content, as sha256sum prints it."""
         from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only run and check have a use
 
         return sha256(self.content).hexdigest()
@@ -99,7 +99,7 @@ class PolicyFile:
         self._may_change_user = may_change_user
 
     def load(self) -> Loaded:
-        """What the file says now. Raises ConfigError."""
+        """Load the file. Raises ConfigError."""
         loaded = parse_settings(self._read(), self.name, may_change_user=self._may_change_user)
         agent = msgspec.structs.replace(loaded.settings.agent, **self._options)
         return msgspec.structs.replace(loaded, settings=msgspec.structs.replace(loaded.settings, agent=agent))
@@ -134,13 +134,13 @@ def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> 
     if parsed.draft is not None:
         known = [problem.path for problem in errors]
         all_faults = parsed.gather(faults(parsed.draft, parsed, may_change_user=may_change_user))
-        # Where a value was wrong already, what is missing because of it is no news.
+        # If a value is wrong, what is missing because of it is not reported.
         news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
         errors = tuple(sorted((*errors, *news), key=lambda problem: problem.line))
     settings = parsed.draft or Settings()
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     inspected = Inspected(Loaded(settings=settings, warnings=(), parsed=parsed, content=content), errors)
-    # What an unknown key or a wrong rule would have named is not known.
+    # It is not known what an unknown key or a rule with an error was meant to name.
     is_all_named = all(_part_of(error.path).partition("[")[0] not in ("", "rules", "on_clear") for error in errors)
     findings = doubts(settings, parsed.lines, is_all_named=is_all_named)
     warnings = parsed.gather(finding for finding in findings if inspected.is_valid(finding[0]))

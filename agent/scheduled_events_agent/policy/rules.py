@@ -1,7 +1,6 @@
-"""What the operator wants: rules, and which of them takes an event.
+"""The policy's rules, hooks and maintenance windows, and the decision by the first rule that matches an event.
 
-Owns the vocabulary of the policy file's rules, hooks and windows, and ``decide``. Does no I/O and keeps no
-state. The one invariant: what is not clearly allowed is observed and never approved.
+Pure: does no I/O and keeps no state. Invariant: an event that no rule clearly allows to approve is never approved.
 """
 
 import re
@@ -39,7 +38,7 @@ Duration = Annotated[
 
 ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
 SECRET: dict[str, Any] = {"kind": "secret"}
-"""Errors about the policy quote nothing of the value."""
+"""Marks a secret: errors about the policy quote nothing of its value."""
 _SECRET_NAMES = re.compile(
     r"secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
     r"|connection_?string|(^|_)(pat|sas|auth)(_|$)",
@@ -49,7 +48,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", descrip
 
 
 class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Conditions of a rule: all that are given must hold; of a list, any one."""
+    """Conditions of a rule. All that are given must hold; in a list, any one of its values."""
 
     type: Annotated[tuple[EventTypeName, ...], Meta(description="Type of the event.", extra=ONE_OR_MANY)] = ()
     source: Annotated[
@@ -91,7 +90,7 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rule of the policy; the first whose conditions hold takes the event."""
+    """One rule of the policy. The first rule whose conditions hold decides about the event."""
 
     name: Annotated[Name, Meta(description="Name for logs and metrics.")]
     when: Annotated[When, Meta(description="Conditions; without any, every event that names this VM.")] = When()
@@ -120,7 +119,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = None
     on_early_start: Annotated[
-        EarlyStartMode, Meta(description="What becomes of running prepare hooks when the event starts meanwhile.")
+        EarlyStartMode, Meta(description="What to do with running prepare hooks when the event starts.")
     ] = "cancel"
     lead: Annotated[
         Duration | None,
@@ -169,19 +168,19 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def limit_seconds(self) -> float:
-        """How long it may take, with all its attempts."""
+        """How long the hook may take by its time limits, with all its attempts."""
         return self.attempts * self.timeout + (self.attempts - 1) * self.retry_delay
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the value of a hook's variable of this name is taken for a secret."""
+    """Whether the value of a hook's variable with this name counts as a secret."""
     return _SECRET_NAMES.search(name) is not None
 
 
 def _timezone_fault(name: str) -> str:
     """Why there is no such time zone here; "" if there is."""
     if name == "UTC":
-        return ""  # also where there is no time zone data
+        return ""  # UTC needs no time zone data
     from zoneinfo import ZoneInfo, available_timezones  # noqa: PLC0415  # an agent without windows never needs it
 
     try:
@@ -198,7 +197,7 @@ def _timezone_fault(name: str) -> str:
 
 
 class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A time of the week in which an interruption suits the operator."""
+    """A time of the week in which the operator accepts an interruption."""
 
     start: Annotated[time, Meta(description="Wall-clock time of the opening, such as 02:00.")]
     length: Annotated[
@@ -218,12 +217,12 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """
         zone = _zone(self.timezone)
         first = at.astimezone(zone).date() - timedelta(days=8)  # a window may be seven days long
-        # Every window opens once a week, so that the seventeenth day is later than the next opening.
+        # Every window opens at least once a week, so the seventeenth day is later than the next opening.
         for offset in range(17):
             day = first + timedelta(days=offset)
             if _DAYS[day.weekday()] not in self.days:
                 continue
-            # Through UTC, so that an hour that daylight saving skips or repeats counts as it is lived.
+            # Computed in UTC: an hour that daylight saving skips or repeats then counts as it really passes.
             opens = datetime.combine(day, self.start, tzinfo=zone).astimezone(UTC)
             if at < opens + timedelta(seconds=self.length) and max(opens, at) < before:
                 return max(opens, at)
@@ -231,7 +230,7 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def names_recommendations(rules: Iterable[Rule]) -> bool:
-    """Whether a rule names the type of recommendations: only then are they followed."""
+    """Whether a rule names the type of recommendations. Only then recommendations are followed."""
     return any(RECOMMENDATION in rule.when.type for rule in rules)
 
 
@@ -245,7 +244,7 @@ def matches_glob(name: str, patterns: Iterable[str]) -> bool:
 @lru_cache(maxsize=16)
 def _zone(name: str) -> tzinfo:
     if name == "UTC":
-        return UTC  # also where there is no time zone data
+        return UTC  # UTC needs no time zone data
     from zoneinfo import ZoneInfo  # noqa: PLC0415  # an agent without windows never needs it
 
     return ZoneInfo(name)

@@ -20,7 +20,7 @@ def policy_schema() -> dict[str, Any]:
 
 
 def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON schema of what ``parse`` accepts for a type, for editors; defaults as the YAML writes them."""
+    """The JSON schema of the text that ``parse`` accepts for a type. Defaults are as the YAML writes them."""
     definitions: dict[str, Any] = {}
     schema = _schema(type_, definitions)
     root = definitions.pop(schema["$ref"].rpartition("/")[2])
@@ -69,7 +69,7 @@ def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bare_schema(type_: Any, metas: tuple[Meta, ...], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Only what the type itself says, without its limits and its description."""
+    """The schema of the type itself, without its limits and its description."""
     origin = get_origin(type_)
     arguments = get_args(type_)
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What a policy file says, as frozen values."""
+"""Types of the policy file, as frozen values."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,7 @@ NoticeWord = Literal[
 _TOLD: tuple[NoticeWord, ...] = (
     "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
 )  # fmt: skip
-# What else is told would open incidents at PagerDuty, and call people for nothing.
+# Other notifications would open incidents at PagerDuty, and call people for nothing.
 _TOLD_TO_PAGERDUTY: tuple[NoticeWord, ...] = (
     "approval_needed", "held", "hook_missing", "recovery_failed", "started", "recovered",
 )  # fmt: skip
@@ -49,7 +49,7 @@ NOTICE_BODIES = ("cloudevents", "slack", "teams", "pagerduty")
 
 
 class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who this VM is in Resources."""
+    """The names of this VM in Resources."""
 
     name: Annotated[
         str | None, Meta(description="This VM's name in Resources. Default: asked of the metadata service.")
@@ -97,7 +97,7 @@ class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the agent writes to standard error."""
+    """Settings of the log, which goes to standard error."""
 
     level: Annotated[LogLevel, Meta(description="Least severe messages to write.")] = "info"
     format: Annotated[
@@ -152,7 +152,7 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on: Annotated[
         tuple[NoticeWord, ...] | None,
         Meta(
-            description=f"What to tell. Default: {', '.join(_TOLD)}; with body pagerduty "
+            description=f"Which notifications to send. Default: {', '.join(_TOLD)}; with body pagerduty "
             f"{', '.join(_TOLD_TO_PAGERDUTY)}.",
             extra=ONE_OR_MANY,
         ),
@@ -172,14 +172,14 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def kinds(self) -> tuple[NoticeWord, ...]:
-        """What to tell."""
+        """The kinds of notifications to send."""
         if self.on is not None:
             return self.on
         return _TOLD_TO_PAGERDUTY if self.body == "pagerduty" else _TOLD
 
 
 class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to sign in to the table, if not with the only identity of this VM. One of the two."""
+    """How to sign in to the table, if not with the only identity of this VM. One of the two keys is given."""
 
     client_id: Annotated[
         str | None, Meta(description="Client id of the identity to use, if this VM has several.")
@@ -191,7 +191,7 @@ class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The VMs that act together, and the table through which they do."""
+    """The VMs that act together, and the table through which they coordinate."""
 
     group: Annotated[
         str | None,
@@ -220,7 +220,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     members: Annotated[
         tuple[str, ...],
         Meta(
-            description="Globs of the VMs that run the agent: of those in Resources, all-ready awaits these.",
+            description="Globs of the VMs that run the agent: of those in Resources, all-ready waits for these.",
             extra=ONE_OR_MANY,
         ),
     ] = ("*",)
@@ -233,14 +233,14 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "wait"
 
     def members_fault(self, names: Iterable[str]) -> str:
-        """Why ``members`` cannot be right on the VM that goes by ``names``; "" if it can."""
+        """Why ``members`` cannot be right on the VM that has these ``names``; "" if it can."""
         names = tuple(names)
         if not names or any(matches_glob(name, self.members) for name in names):
             return ""
-        return f"members does not match this VM, {names[0]}: all VMs are awaited"
+        return f"members does not match this VM, {names[0]}: all VMs are waited for"
 
     def members_for(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Which VMs are awaited, on the VM that goes by ``names``."""
+        """Which VMs are waited for, on the VM that has these ``names``."""
         return ("*",) if self.members_fault(names) else self.members
 
 
@@ -253,11 +253,11 @@ DEFAULT_RULES = (
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole policy file."""
 
-    vm: Annotated[VmSettings, Meta(description="Who this VM is in Resources.")] = VmSettings()
+    vm: Annotated[VmSettings, Meta(description="The names of this VM in Resources.")] = VmSettings()
     imds: Annotated[ImdsSettings, Meta(description="The metadata service.")] = ImdsSettings()
     agent: Annotated[AgentSettings, Meta(description="The agent itself.")] = AgentSettings()
     rules: Annotated[
-        tuple[Rule, ...], Meta(description="The first rule that matches takes the event; none means observe.")
+        tuple[Rule, ...], Meta(description="The first rule that matches applies to an event; none: only observe.")
     ] = DEFAULT_RULES
     hooks: Annotated[dict[Name, Hook], Meta(description="The programs that rules name.")] = {}
     on_clear: Annotated[
@@ -268,13 +268,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         dict[Name, MaintenanceWindow], Meta(description="Named times of the week for early maintenance.")
     ] = {}
     notify: Annotated[
-        tuple[NotifyTarget, ...], Meta(description="Services that hear of events by HTTP.", extra=SECRET)
+        tuple[NotifyTarget, ...], Meta(description="Services that are notified of events by HTTP.", extra=SECRET)
     ] = ()
     fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together, through a table.")] = None
 
 
 class TableAddress(NamedTuple):
-    """Where a table is."""
+    """Address and name of a table."""
 
     account_url: str
     name: str

@@ -1,8 +1,8 @@
-"""YAML text to frozen typed values, with every fault at once and its line.
+"""YAML text to frozen typed values, with every error at once and its line.
 
-Reads the files that people write by hand: the policy, the web server's TLS file, the simulator's scenarios. Does
-no I/O and knows none of them. The one invariant: a value comes out only if nothing was wrong. A scalar is judged
-as it is written (``02:00``, ``2020-07-01``, ``off``), not as YAML would guess its type.
+Reads the files that people write: the policy, the web server's TLS file, the simulator's scenarios. Does no I/O.
+A scalar is judged as it is written (``02:00``, ``2020-07-01``, ``off``), not as YAML would guess its type.
+Invariant: a value comes out only if the text has no error.
 """
 
 import math
@@ -24,9 +24,9 @@ from scheduled_events_agent.policy.yaml_nodes import Node
 
 T = TypeVar("T")
 
-# Far more than a file written by hand holds; it ends aliases that double at every step.
+# Far more than a file that a person writes holds; it ends aliases that double at every step.
 _MAX_VALUES = 100_000
-# An alias may repeat a value that has many faults, or a long text, often.
+# An alias may repeat a value that has many errors, or a long text, often.
 _MAX_PROBLEMS = 100
 _MAX_MESSAGE = 1000
 _KNOWN_TAGS = frozenset(
@@ -65,7 +65,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What a text said: a value, or problems in the order of their lines (the first hundred that were met)."""
+    """The result for a text: a value, or the first hundred problems, in the order of their lines."""
 
     name: str
     value: T | None
@@ -111,7 +111,7 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
 
 
 def text_at(text: str | bytes, *keys: str) -> str | None:
-    """The text at these keys, whatever else is wrong; "" if it is not there, None if that cannot be told."""
+    """The text at these keys, whatever else is wrong; "" if it is not there, None if that is not known."""
     try:
         node = yaml_nodes.compose(text)
     except yaml_nodes.SyntaxFault:
@@ -140,11 +140,11 @@ def default_of(item: msgspec.structs.FieldInfo) -> Any:
 
 
 class _ValueProblemError(Exception):
-    """A value that is not what its type says; the message says what was expected and found."""
+    """A value does not fit its type; the message says what was expected and found."""
 
 
 class _EnoughError(Exception):
-    """There are as many problems as are reported."""
+    """The limit of problems is reached: no more are reported."""
 
 
 class _Bad:
@@ -164,7 +164,7 @@ class _Reader:
         self._open: set[int] = set()
         self._count = 0
         self._is_secret = False
-        """Of the node that is being read, or of one around it."""
+        """Whether the node that is being read, or one around it, is secret."""
         self._secrets: set[int] = set()
         """Nodes that were read as secret: an alias may repeat one elsewhere."""
 
@@ -182,7 +182,7 @@ class _Reader:
         return _BAD
 
     def _read(self, node: Node, annotation: Any, path: str) -> Any:
-        """The value of a node as its annotation wants it, or _BAD after a problem was noted."""
+        """The value of a node, converted to its annotation, or _BAD after a problem was noted."""
         line = node.start_mark.line + 1
         self._count += 1
         if self._count > _MAX_VALUES:
@@ -341,7 +341,7 @@ def _duration(text: str) -> float:
 
 
 def _plain_value(text: str, type_: Any) -> Any:
-    """What the text says, as this type; None if it says no such thing."""
+    """The text converted to this type; None if it is no value of it."""
     if get_origin(type_) is Literal:
         return text if text in get_args(type_) else None
     if type_ is bool:
@@ -364,7 +364,7 @@ def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:
 
 
 def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
-    """The value, if it keeps the limits of its annotations."""
+    """The value, if it is within the limits of its annotations."""
     found = quote(value) if isinstance(value, str) else value
     for meta in metas:
         if meta.extra and (check := meta.extra.get("check")) and (fault := check(value)):

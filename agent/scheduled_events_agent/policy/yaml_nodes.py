@@ -1,4 +1,4 @@
-"""YAML text to its tree of nodes, with syntax errors in plain words. Imports the library."""
+"""YAML text to its tree of nodes, with syntax errors in plain words. Only this module imports PyYAML."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 _MAX_DEPTH = 50
-# All that YAML does not allow in a text; the library would report it (NUL above all) without a line.
+# Characters that YAML does not allow. The library would report them (NUL above all) without a line.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 # An anchor or a tag in the library's words; it may be a secret that needs quotes.
 _NAME = re.compile(r" '[^']{2,}'(?=;|$)")
@@ -27,7 +27,7 @@ class SyntaxFault(Exception):  # noqa: N818
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Refuses what is nested so deeply that the C code would run out of stack."""
+    """Rejects a text nested so deeply that the C code would run out of stack."""
 
     depth = 0
 

@@ -1,11 +1,9 @@
-"""Azure's side of Scheduled Events as a model: plans of events and a number for the time in, documents out.
+"""A model of Azure's side of Scheduled Events: plans of events and the time in, documents out.
 
-Owns the life of every simulated event and the text of the document in each api-version. Does no I/O, starts
-no thread and reads no clock. What a document shows changes only together with its DocumentIncarnation, and an
-event that is gone never comes back.
-
-Written from Azure's documentation alone and sharing no code with the agent's parser, so that each checks
-the other.
+Keeps the state of every simulated event and writes the document in each api-version. Does no I/O and reads no
+clock. It follows Azure's documentation and shares no code with the agent's parser. So each checks the other.
+Invariant: the events of a document change only together with its DocumentIncarnation, and an event that is gone
+never comes back.
 """
 
 import json
@@ -26,7 +24,7 @@ Status = Literal["Scheduled", "Started", "Gone"]
 Outcome = Literal["", "completed", "canceled"]
 LifeKind = Literal["scheduled", "polled", "approved", "started", "renamed", "gone"]
 HappeningKind = Literal[LifeKind, "began", "reset", "fault", "behaved", "document", "skipped"]
-# As scenario files write them.
+# Seconds, written in scenario files as durations.
 Duration = Annotated[
     float, Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"})
 ]
@@ -54,7 +52,7 @@ _FIELD_SINCE = {
 }
 _UNDERSCORE_VERSION = "2017-03-01"
 
-# What Microsoft promises as the least notice of each type; a Terminate's is set on the scale set.
+# The shortest notice that Microsoft promises for each type; a Terminate's is set on the scale set.
 _NOTICE_SECONDS: dict[EventType, float] = {
     "Freeze": 900.0,
     "Reboot": 900.0,
@@ -86,22 +84,22 @@ class Plan(
     forbid_unknown_fields=True,
     rename=lambda field: field.removesuffix("_seconds"),
 ):
-    """What is to become of one event, as in a scenario file. Seconds are simulated ones."""
+    """The plan of one event, as in a scenario file. Seconds are simulated ones."""
 
     type: EventType
     name: Name | None = None
-    """By which later steps of a scenario speak of it."""
+    """The name by which later steps of a scenario refer to it."""
     id: str | None = None
-    """Its EventId; by default a new one."""
+    """The EventId; by default a new one."""
     vms: Names = ()
-    """By default the first one."""
+    """Names of the VMs in Resources; by default the first VM."""
     source: Source = "Platform"
     notice_seconds: Duration | None = None
     """From now to NotBefore, which is rounded up to a whole second; by default as Azure promises for the type."""
     duration_seconds: Duration | None = None
     """DurationInSeconds as shown; None: unknown. It has no effect on the simulated life."""
     description: str | None = None
-    """By default what the real service says of such events, often nothing."""
+    """The Description; by default the real service's for such events, often empty."""
     lasts_seconds: Duration | None = 10.0
     """From Started (a recommendation: from its announcement) until it is gone; None: until ``end``."""
     start_delay_seconds: Duration = 0.5
@@ -115,7 +113,7 @@ class Plan(
     shows_started: bool = True
     """False: it is over before any document has shown it Started."""
     new_id_at_start: bool = False
-    """It goes on under another id once Started, as in Microsoft's mock server."""
+    """True: it gets another id once Started, as in Microsoft's mock server."""
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +123,7 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...]
     """Every id it has had, the first one first."""
     plan: Plan
-    """With its defaults filled in."""
+    """The plan, with its defaults filled in."""
     status: Status
     outcome: Outcome = ""
     scheduled_at: datetime
@@ -134,7 +132,7 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     approved_by: str = ""
     """The VM, or the portal, that approved it first, or with ``all_must_approve`` last."""
     approvers: tuple[str, ...] = ()
-    """Whose approvals had an effect, in order."""
+    """The VMs, or the portal, whose approvals had an effect, in order."""
     started_at: datetime | None = None
     gone_at: datetime | None = None
     seen_by: tuple[str, ...] = ()
@@ -142,7 +140,7 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an event, or what was done to the endpoint."""
+    """A log entry: a change of an event, or an action on the endpoint."""
 
     kind: HappeningKind
     at: datetime
@@ -180,7 +178,7 @@ class Azure:
         self._live: dict[str, SimulatedEvent] = {}  # the part of _events that is not gone
         self._texts: dict[str, bytes] = {}  # by api-version, until the document changes
 
-    # What happens
+    # Actions
 
     def schedule(self, now: float, plan: Plan) -> str:
         """Announce an event; returns its id."""
@@ -265,7 +263,7 @@ class Azure:
         self.tell("reset", now, text=f"DocumentIncarnation is {incarnation}")
 
     def advance(self, now: float) -> None:
-        """Do whatever is due until ``now``, each thing at its own time."""
+        """Do everything that is due until ``now``, each thing at its own time."""
         while self.next_due <= now:
             due, key = min((self._due(event), key) for key, event in self._live.items())
             at = max(due, self._reached)  # it may have waited for another event, and be due since before that one
@@ -287,7 +285,7 @@ class Azure:
         """Add to the history."""
         self.history.append(Happening(kind=kind, at=_time(now), event=event, vm=vm, text=text))
 
-    # What it looks like
+    # Queries
 
     def event(self, event_id: str) -> SimulatedEvent:
         """The event that has, or once had, this id."""
@@ -333,7 +331,7 @@ class Azure:
             new_id = self._new_id()
             self._first_id[new_id.casefold()] = key
             started = _replace(started, id=new_id, ids=(*event.ids, new_id))
-            self.tell("renamed", now, started, text=f"{event.id} goes on as {new_id}")
+            self.tell("renamed", now, started, text=f"the new id of {event.id} is {new_id}")
         self._keep(key, started)
         self.tell("started", now, started)
         self._document_changed()
@@ -402,7 +400,7 @@ def _is_shown(event: SimulatedEvent, version: str) -> bool:
 def _shown(event: SimulatedEvent, version: str) -> dict[str, Any]:
     plan = event.plan
     underscore = "_" if version == _UNDERSCORE_VERSION else ""
-    # What a recommendation has there is not published.
+    # The status of a recommendation is not documented.
     is_blank = event.status == "Started" or plan.type == _RECOMMENDATION
     fields: dict[str, Any] = {
         "EventId": event.id,

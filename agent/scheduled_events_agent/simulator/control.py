@@ -1,8 +1,8 @@
-"""The simulator's control port: a page for people and JSON for programs, to let anything happen by hand.
+"""The simulator's control port: a page for people and JSON for programs, to schedule events and faults manually.
 
-Owns the paths, the JSON and the checks of the sender. A request says what a scenario file says, in the same
-words. A web page of another site, open in the browser of this machine, can do nothing here: the Host
-header must name this port, and a POST must be JSON, which a browser sends to another site only if that allows it.
+Requests have the keys of a scenario file.
+Invariant: a web page of another site, open in the browser of this machine, can do nothing here. The Host header
+must name this port, and a POST must be JSON, which a browser sends to another site only if that site allows it.
 """
 
 import json
@@ -43,7 +43,7 @@ class EventRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Body of /approve, /cancel, /start and /end."""
 
     event: Name
-    """Its id, or the name that was given to it."""
+    """The event's id, or the name that was given to it."""
 
 
 class ResetRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class EmptyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Body of /clear-faults."""
 
 
-# What a POST to each path has in its body, and which key of a scenario's step that becomes.
+# Path of a POST -> the type of its body, and the key of a scenario's step that it becomes.
 _ACTIONS: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "/schedule": ("event", Plan),
     "/approve": ("approve", EventRequest),
@@ -70,7 +70,7 @@ _ACTIONS: dict[str, tuple[str, type[msgspec.Struct]]] = {
 
 
 class _RefusedError(Exception):
-    """The request is not carried out."""
+    """A request is rejected."""
 
     def __init__(self, status: int, message: str, *headers: tuple[str, str]) -> None:
         super().__init__(message)
@@ -110,7 +110,7 @@ class Control:
         self.close()
 
     def answer(self, request: Request) -> Answer:
-        """The page, the state, or what became of a request."""
+        """The page, the state, or the result of a request."""
         try:
             self._check_sender(request)
             return self._respond(request)
@@ -159,7 +159,7 @@ class Control:
 
 
 def state_of(simulator: Simulator) -> dict[str, Any]:
-    """What there is to see now: pending events, then the latest that are gone; the newest first."""
+    """The state for the page: pending events, then the latest that are gone; the newest first."""
     events = simulator.events()[::-1]
     gone = [event for event in events if event.status == "Gone"]
     return {

@@ -1,7 +1,7 @@
-"""How the simulated endpoint misbehaves: which fault hits a request, the wrong answers, and the request limit.
+"""Faults of the simulated endpoint: which fault hits a request, the wrong answers, and the request limit.
 
-Does no I/O and reads no clock; the server does what a fault does to the connection. If several faults apply, the
-first one wins.
+Does no I/O and reads no clock. The server applies a fault to the connection. If several faults apply, the first
+one counts.
 """
 
 from collections import deque
@@ -40,11 +40,11 @@ class Fault(
     forbid_unknown_fields=True,
     rename={"seconds": "for", "delay_seconds": "delay"},
 ):
-    """One way to misbehave, as in a scenario file. Seconds are simulated ones."""
+    """One fault of the endpoint, as in a scenario file. Seconds are simulated ones."""
 
     kind: FaultKind
     vms: Names = ()
-    """By default all."""
+    """The VMs whose ports it hits; by default all."""
     on: FaultScope = "any"
     """Which requests it hits: for documents, approvals, instance data, or any."""
     api_version: str | None = None
@@ -105,7 +105,7 @@ class FaultBook:
         return None
 
     def is_over_limit(self, now: float) -> bool:
-        """Count one more request; True if it comes too soon. Refused requests do not count."""
+        """Count one more request; True if it comes too soon. Rejected requests do not count."""
         if self._rate_limit is None:
             return False
         if len(self._recent) == self._rate_limit and now - self._recent[0] < 1.0:
@@ -115,7 +115,7 @@ class FaultBook:
 
 
 def make_wrong(fault: Fault, endpoint: str, right: Answer | None) -> Answer:
-    """What is sent instead of the right answer, which only ``truncated`` needs."""
+    """The answer that is sent instead of the right one. Only ``truncated`` needs the right one."""
     match fault.kind:
         case "empty":
             return make_answer(200)

@@ -1,7 +1,7 @@
-"""What the metadata service answers to one request: the checks, the error bodies, the instance's data.
+"""The simulated metadata service's answer to one request: its checks, error bodies and instance data.
 
-Owns the paths, headers, api-versions and status codes. Does no I/O and reads no clock. A request that the real
-service would refuse never reaches the model of the events.
+Does no I/O and reads no clock.
+Invariant: a request that the real service would reject never reaches the model of the events.
 """
 
 import json
@@ -19,7 +19,7 @@ from scheduled_events_agent.simulator.azure import EVENTS_VERSIONS, Azure
 
 Purpose = Literal["poll", "approve", "instance", "other"]
 
-# /metadata/instance has versions of its own; the newest three are what the service names in a refusal.
+# /metadata/instance has versions of its own; the service names the newest three when it rejects one.
 INSTANCE_VERSIONS = (
     "2017-04-02", "2017-08-01", "2017-12-01", "2018-02-01", "2018-04-02", "2018-10-01", "2019-02-01",
     "2019-03-11", "2019-04-30", "2019-06-01", "2019-06-04", "2019-08-01", "2019-08-15", "2019-11-01",
@@ -43,9 +43,9 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated VM, as /metadata/instance describes it."""
 
     name: str
-    """As in Resources and instance/compute/name."""
+    """The VM's name in Resources and instance/compute/name."""
     vm_id: str = ""
-    """By default made from the name, so that it stays the same from run to run."""
+    """The vmId; by default it is made from the name and stays the same from run to run."""
     scale_set: str = ""
 
     @property
@@ -54,7 +54,7 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def client_id(self) -> str:
-        """Of its only managed identity."""
+        """Client id of the VM's only managed identity."""
         return str(uuid5(_VM_ID_SPACE, f"identity of {self.name}"))
 
 
@@ -68,14 +68,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send back, and what became of the ids that the request asked to start."""
+    """The answer to send, and the result for the ids that the request asked to start."""
 
     status: int
     body: bytes = b""
     wire: bytes
     """Status line, headers and body, ready to be sent."""
     accepted: tuple[str, ...] = ()
-    """Ids that the request asked to start and that were not refused."""
+    """Ids that the request asked to start and that were not rejected."""
     approved: tuple[str, ...] = ()
     """Ids that the request approved: not what was approved or had started before."""
 
@@ -92,16 +92,16 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Counted from 1; requests on one kept-alive connection have the same number."""
     method: str
     path: str
-    """With its query."""
+    """The path with its query."""
     status: int
     """0 if there was no answer."""
     fault: str
     """Kind of the fault that hit it; "" for none."""
     headers: dict[str, str]
-    """Names in lower case."""
+    """The headers, with names in lower case."""
     body: str
     accepted: tuple[str, ...]
-    """Ids that this request asked to start and that were not refused."""
+    """Ids that this request asked to start and that were not rejected."""
     approved: tuple[str, ...]
     """Ids that this request approved: not what was approved or had started before."""
     incarnation: int
@@ -119,7 +119,7 @@ def make_answer(
     content_type: str = _JSON,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
-    """An answer with its bytes made up."""
+    """An answer with its status line, headers and body as bytes."""
     lines = [f"HTTP/1.1 {status} {responses.get(status, 'Unknown')}", "Server: IMDS/simulator"]
     lines += [f"Content-Type: {content_type}"] if body else []
     lines += [f"{name}: {value}" for name, value in headers]
@@ -198,7 +198,7 @@ class Imds:
 
 
 def purpose_of(request: Request) -> Purpose:
-    """What the client is after, well-formed or not."""
+    """The purpose of a request, well-formed or not."""
     path = _parse_target(request.target)[0]
     if path[-1:] == ("scheduledevents",):
         return "approve" if request.method == "POST" else "poll"
@@ -224,7 +224,7 @@ def _bad_version(versions: tuple[str, ...]) -> Answer:
 
 
 def _token(vm: VirtualMachine, query: dict[str, str], now: float) -> Answer:
-    """A token with the claims that Microsoft's have, but without a signature; the emulator of storage takes it."""
+    """A token with the claims of Microsoft's tokens, but without a signature; the storage emulator accepts it."""
     resource = query.get("resource", "")
     if not resource:
         return make_error(

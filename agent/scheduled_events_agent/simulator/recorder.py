@@ -1,6 +1,6 @@
-"""Records the documents of a real endpoint, asked for as the agent would ask.
+"""Records the documents of a real endpoint, with requests like the agent's.
 
-Owns the asking: one GET a second, no proxy, no redirect, a bounded body. It never approves.
+It sends one GET a second, without a proxy, follows no redirect, and limits the body. It never approves.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _DOCUMENT_PATHS = tuple(f"/metadata/scheduledevents?api-version={version}" for v
 _INSTANCE_PATH = "/metadata/instance/compute?api-version=2021-12-13"
 
 Tell = Callable[[datetime, str], None]
-"""Called with a time and what there is to say, whenever that has changed."""
+"""Called with a time and a message, whenever the message has changed."""
 
 
 class _Compute(msgspec.Struct):

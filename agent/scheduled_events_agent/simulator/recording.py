@@ -1,7 +1,7 @@
 """Recordings: documents that a real endpoint gave, one line of JSON each, and how they are played.
 
-Owns the format of the file. A document that is played later has its NotBefore times moved, so that they are as far
-ahead as they were when it was recorded; nothing else in it changes. Knows nothing of HTTP and starts nothing.
+When a document is played later, its NotBefore times are moved: they are as far ahead as when it was recorded.
+Nothing else in it changes.
 """
 
 import math
@@ -36,7 +36,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     at: _Aware
     document: dict[str, Any] | None = None
     body: str | None = None
-    """In place of ``document``, if what came was not a JSON object."""
+    """The body in place of ``document``, if it was not a JSON object."""
 
     def __post_init__(self) -> None:
         if (self.document is None) == (self.body is None):
@@ -74,16 +74,16 @@ class Replay(Azure):
         return self._body
 
     def mark_served(self, now: float, vm: str, version: str) -> None:
-        """There are no events to mark."""
+        """Do nothing: a recording has no events to mark."""
 
     def is_pending(self, event_id: str) -> bool:
         return event_id.casefold() in self._ids
 
     def approve(self, now: float, event_id: str, by: str) -> bool:
-        self.tell("approved", now, vm=by, text=f"{event_id}; the recording goes on as it is")
+        self.tell("approved", now, vm=by, text=f"{event_id}; the recording does not change")
         return False
 
-    def schedule(self, now: float, plan: Plan) -> str:  # noqa: ARG002 - refused, whatever it is
+    def schedule(self, now: float, plan: Plan) -> str:  # noqa: ARG002 - rejected, whatever it is
         raise SimulatorError(
             "a recording is played, which has its own events; play a scenario instead", kind="usage"
         )
@@ -117,7 +117,7 @@ def parse_recording(text: bytes, name: str) -> Recording:
 
 
 def make_recorded(at: datetime, body: bytes) -> Recorded:
-    """The line for what an endpoint gave."""
+    """The line for an answer of an endpoint."""
     try:  # by the library that writes the line: what it cannot read, such as NaN, it could not write as it came
         return Recorded(at=at, document=msgspec.json.decode(body, type=dict[str, Any]))
     except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ def as_played(recording: Recording, began: float, speed: float) -> list[tuple[fl
 
 
 def rename_vm(recording: Recording, name: str) -> Recording:
-    """The same recording, with its VM called by another name, such as that of a real machine."""
+    """A copy of the recording in which its VM has another name, such as that of a real machine."""
     old, new = (msgspec.json.encode(text) for text in (recording.origin.vm, name))
     documents = msgspec.json.encode(recording.documents).replace(old, new)
     return Recording(
@@ -147,7 +147,7 @@ def rename_vm(recording: Recording, name: str) -> Recording:
 
 
 def summarize(recorded: Recorded) -> str:
-    """What is in a document, for people."""
+    """A summary of a document, for people."""
     if recorded.document is None:
         return "not a document" if recorded.body else "empty"
     events = [
@@ -171,7 +171,7 @@ def _shifted(recorded: Recorded, played: Callable[[float], float]) -> bytes:
 
 
 def _shifted_time(value: Any, played: Callable[[float], float]) -> Any:
-    """A later time written in the same form, on the next whole second; what is no time stays as it is."""
+    """A later time written in the same form, on the next whole second; a text that is no time is not changed."""
     if not isinstance(value, str) or not value.strip():
         return value
     is_iso = value[:1].isdigit() and "T" in value

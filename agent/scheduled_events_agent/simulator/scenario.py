@@ -1,7 +1,7 @@
-"""Scenarios: what happens to which VMs when, read from YAML.
+"""Scenarios: timelines of events and faults for simulated VMs, read from YAML.
 
-Owns the grammar of scenario files and the ones that ship with the agent. Knows nothing of HTTP and keeps no
-state. Every name in a scenario that was read is known, so it can be played.
+Has the grammar of scenario files, and the scenarios that ship with the agent.
+Invariant: every name in a scenario that was read is known. So it can be played.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -47,7 +47,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def named(self) -> tuple[str, str] | None:
-        """The action and the name of the event it speaks of, if it does of one."""
+        """The action, and the name of the event that it is about, if there is one."""
         for action in ("approve", "cancel", "start", "end"):
             if name := getattr(self, action):
                 return action, name
@@ -66,7 +66,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     incarnation_step: Annotated[int, Meta(ge=1)] = 1
     timeline: tuple[Step, ...] = ()
     ends: Duration | None = None
-    """By default, when everything is over."""
+    """When the scenario ends; by default, when everything is over."""
 
 
 def parse_scenario(text: str | bytes, name: str) -> Scenario:
@@ -117,7 +117,7 @@ def list_scenarios() -> dict[str, str]:
 
 
 def rename_vms(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
-    """The same scenario with its first VMs called by other names, such as that of a real machine."""
+    """A copy of the scenario in which its first VMs have other names, such as that of a real machine."""
     if len(names) > len(scenario.vms):
         count = len(scenario.vms)
         raise SimulatorError(f"--vm: the scenario has {count} VMs; got {len(names)} names", kind="usage")
@@ -137,7 +137,7 @@ def rename_vms(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
 
 
 def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
-    """What the types alone cannot tell: path and message of each."""
+    """Errors that the types alone do not find: path and message of each."""
     with_port = dict.fromkeys(scenario.vms)
     named = with_port | dict.fromkeys(scenario.others)
     if len(with_port) < len(scenario.vms):

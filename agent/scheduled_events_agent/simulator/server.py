@@ -1,7 +1,7 @@
-"""HTTP/1.1 on one port per VM: reads requests, sends answers, and does to the connection what faults do.
+"""HTTP/1.1 on one port per VM: reads requests, sends answers, and applies faults to the connection.
 
-Owns the sockets and their threads: one for each port, one for each connection. Decides nothing: a ``Responder``
-says what to answer. After ``close`` no thread and no socket is left.
+Each port and each connection has a thread. A ``Responder`` decides the answer.
+Invariant: after ``close`` no thread and no socket is left.
 """
 
 import contextlib
@@ -59,13 +59,13 @@ class Connection(BaseHTTPRequestHandler):
         self._send(answer.wire, fault)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
-        """Refuse what is not HTTP; the base class calls this too."""
+        """Reject a request that is not HTTP; the base class calls this too."""
         text = (message or "").encode()
         headers = (("Connection", "close"),)
         self.connection.sendall(make_answer(code, text, content_type="text/plain", headers=headers).wire)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class calls it so
-        """The simulator keeps its own record."""
+        """Log nothing: the simulator has its own record of requests."""
 
     def _send(self, wire: bytes, fault: Fault | None) -> None:
         connection = self.connection
@@ -106,7 +106,7 @@ class Connection(BaseHTTPRequestHandler):
 
 
 Responder = Callable[[str, int, Request], tuple[Answer, Fault | None]]
-"""What to send to a client of a VM on a connection, and the fault in sending it. Called from several threads."""
+"""Returns the answer for a client of a VM, and the fault in sending it. Called from several threads."""
 
 
 class Server:
@@ -145,7 +145,7 @@ class Server:
             raise
 
     def url(self, name: str) -> str:
-        """Where a client on this machine connects to."""
+        """The address that a client on this machine connects to."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.ports[name]}"
 

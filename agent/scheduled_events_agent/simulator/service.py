@@ -1,7 +1,7 @@
-"""The simulated service of one set of VMs: its events, answers and faults, and the scenario that moves them.
+"""The simulated service of one set of VMs: its events, answers and faults, and the scenario that is played.
 
-Owns the agenda of a scenario or a recording, and what each VM's port answers. Starts no thread and reads no clock:
-times are seconds since the Unix epoch. Everything that was due is done before a request is answered.
+Starts no thread and reads no clock: times are seconds since the Unix epoch.
+Invariant: everything that is due is done before a request is answered.
 """
 
 import math
@@ -31,7 +31,7 @@ PORTAL = "the portal"
 
 
 class Service:
-    """Not safe for use by several threads at once; its owner holds a lock."""
+    """The state of the simulated service. Not safe for several threads at once; its owner holds a lock."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Service:
         self.polls = dict.fromkeys(self.vms, 0)
         self.faults = {vm: FaultBook(rate_limit) for vm in self.vms}
         self.names: dict[str, str] = {}
-        """A scenario's names of events, and their first ids."""
+        """The scenario's name of an event -> the event's first id."""
         self.began_at: float | None = None
         self.has_ended = False
         self._scenario = scenario
@@ -85,7 +85,7 @@ class Service:
             self.azure.tell("began", now)
 
     def advance(self, now: float) -> None:
-        """Do what is due, each thing at its own time."""
+        """Do everything that is due, each thing at its own time."""
         while (due := self.next_due()) <= now:
             if self._agenda and self._agenda[0][0] == due:
                 _, do = self._agenda.popleft()
@@ -139,10 +139,10 @@ class Service:
             self.polls[vm] += 1
         return answer
 
-    # What is let happen
+    # Actions
 
     def play(self, now: float, step: Step) -> str:
-        """Do what a step says; returns the id of the event that it was about, if there was one."""
+        """Carry out a step; returns the id of the event that it was about, if there was one."""
         event_id = ""
         if step.event:
             if step.event.name in self.names or step.event.name in self._planned:
@@ -173,7 +173,7 @@ class Service:
         return event_id
 
     def clear_faults(self, now: float, vms: Sequence[str]) -> None:
-        """Let these ports behave again."""
+        """End the faults of these ports."""
         for name in vms:
             self.faults[name].clear()
             self.azure.tell("behaved", now, vm=name)
@@ -195,7 +195,7 @@ class Service:
         return name or next(iter(self.vms))
 
     def _take(self, now: float, step: Step) -> None:
-        """Take one step of the scenario; one that is no longer possible is told and left out."""
+        """Carry out one step of the scenario; a step that is no longer possible is reported and skipped."""
         if step.event and step.event.name:
             self._planned.discard(step.event.name)
         try:

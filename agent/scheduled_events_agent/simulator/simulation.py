@@ -1,7 +1,8 @@
-"""The simulator as users have it: the service and its HTTP ports under one lock and one clock.
+"""The simulator for users: the service and its HTTP ports under one lock and one clock.
 
-Owns the passing of time, the record of what clients sent, and waiting for what happens. Everything that was due is
-done before a request is answered, so what a document shows never depends on which thread ran first.
+It moves the time, records the requests of clients, and waits for events and requests.
+Invariant: everything that is due is done before a request is answered. So a document never depends on which
+thread ran first.
 """
 
 import threading
@@ -26,7 +27,7 @@ from scheduled_events_agent.simulator.service import PORTAL, Service
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 60.0
-"""How long waiting lasts at most, by default: far more than what is waited for takes."""
+"""Default time limit of a wait, far longer than anything that is waited for takes."""
 
 # Within these, every time that a scenario can name is a date, on Windows too (where they end with the year 3000).
 _MIN_SPEED = 0.1
@@ -86,7 +87,7 @@ class Simulator:
         self._begins_at_first_poll = begins_at_first_poll
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        # One of its own for the one thread that waits for a time, so that a request does not wake it.
+        # A condition for the one thread that waits for a time: a request does not wake it.
         self._agenda_changed = threading.Condition(lock)
         self._is_closed = False
         self._timekeeper = threading.Thread(target=self._keep_time, name="simulator-time", daemon=True)
@@ -100,7 +101,7 @@ class Simulator:
             raise SimulatorError(text, kind="usage") from error
         self._server = Server(self.vms, self._respond, port, bind=bind)
 
-    # Its own life
+    # Start and end
 
     def start(self) -> Self:
         """Begin to answer; does not block."""
@@ -138,10 +139,10 @@ class Simulator:
         """Whether clients on other machines can connect."""
         return self._server.is_open
 
-    # What happens
+    # Actions
 
     def play(self, step: Step) -> str:
-        """Do what a step of a scenario's timeline says, now; returns the id of its event, if it has one.
+        """Carry out a step of a scenario's timeline now; returns the id of its event, if it has one.
 
         Events may be given by the names that scenario files give them, or by their ids. Raises SimulatorError if
         it cannot be done.
@@ -176,7 +177,7 @@ class Simulator:
         self.play(Step(at=0.0, reset_incarnation=incarnation))
 
     def fault(self, vm: str | None, kind: FaultKind, **fault: Any) -> None:
-        """Misbehave on a VM's port (None: on every one), until cleared unless ``seconds`` or ``count`` say less.
+        """Inject a fault on a VM's port (None: on all), until it is cleared or ``seconds`` or ``count`` end it.
 
         ``fault``: further fields of Fault, such as ``status`` and ``on``.
         """
@@ -184,11 +185,11 @@ class Simulator:
         self.play(Step(at=0.0, fault=Fault(kind=kind, vms=vms, **fault)))
 
     def clear_faults(self, vm: str | None = None) -> None:
-        """Behave again."""
+        """End the faults of a VM's port (None: of all)."""
         vms = tuple(self.vms) if vm is None else (self._service.vm(vm),)
         self._do(lambda now: self._service.clear_faults(now, vms))
 
-    # What has happened
+    # Queries
 
     def event(self, event_id: str) -> SimulatedEvent:
         """The event that has, or once had, this id; a scenario's own name of it does as well."""
@@ -208,7 +209,7 @@ class Simulator:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the scenario is at its end."""
+        """Whether the scenario is finished."""
         return self._service.has_ended
 
     def faults(self, vm: str = "") -> tuple[ActiveFault, ...]:
@@ -217,12 +218,12 @@ class Simulator:
             return service.faults[service.vm(vm)].active(self._clock())
 
     def polls(self, vm: str = "") -> int:
-        """How many documents this VM was served."""
+        """The number of documents that this VM was served."""
         with self._changed:
             return self._service.polls[self._service.vm(vm)]
 
     def requests(self, vm: str | None = None) -> tuple[RequestRecord, ...]:
-        """What clients sent, in the order in which it was answered (the last 100,000)."""
+        """The requests of clients, in the order in which they were answered (the last 100,000)."""
         with self._changed:
             return tuple(record for record in self._requests if vm is None or record.vm == vm)
 
@@ -237,12 +238,12 @@ class Simulator:
             )
 
     def happenings(self) -> tuple[Happening, ...]:
-        """What has happened, in order."""
+        """The log entries so far, in order."""
         with self._at_present() as service:
             return tuple(service.azure.history)
 
     def follow(self) -> Iterator[Happening]:
-        """Every happening as it happens, from the first one on, until the scenario ends or ``close``."""
+        """Every log entry as it is written, from the first one on, until the scenario ends or ``close``."""
         told = 0
         history = self._service.azure.history
         while True:
@@ -255,7 +256,7 @@ class Simulator:
                 return
             yield from news
 
-    # Waiting for it. Time limits are real seconds.
+    # Waiting. Time limits are real seconds.
 
     def wait_until(self, test: Callable[[], T], what: str, timeout_seconds: float = PATIENCE_SECONDS) -> T:
         """Wait until ``test`` gives something true and return that; ``what`` completes the error's sentence.
@@ -378,7 +379,7 @@ class Simulator:
         return event
 
     def _account(self) -> str:
-        """What there is to see, for the message of a wait that was too long."""
+        """The state of events and requests, for the message of a wait that timed out."""
         events = [f"{event.plan.type} {event.id} {event.status}" for event in self._service.azure.events()]
         last = ", ".join(map(str, list(self._requests)[-3:])) or "none"
         return f"events: {', '.join(events) or 'none'}; {len(self._requests)} requests, the last: {last}"

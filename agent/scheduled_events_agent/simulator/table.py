@@ -1,4 +1,4 @@
-"""A simulated Table Storage with one table, in memory: what the agents of a fleet ask of it, and no more."""
+"""A simulated Table Storage with one table, in memory. It supports only the requests of a fleet's agents."""
 
 import re
 import threading
@@ -21,7 +21,7 @@ Entity = dict[str, str]
 
 
 class SimulatedTable:
-    """Listens while it is entered. Takes any signature."""
+    """A context manager that listens while it is entered. It accepts any signature."""
 
     SAS = "sv=2019-02-02&sig=simulated"
 

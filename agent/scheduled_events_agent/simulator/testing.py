@@ -1,7 +1,7 @@
 """A pytest plugin to test a policy and its hooks: simulated Azure, and for each VM the real agent as a process.
 
-Owns the agents' processes and their directories, and reads what they did. After a test, nothing that it started is
-left. ``pytest_plugins = ["scheduled_events_agent.simulator.testing"]`` in conftest.py switches it on.
+``pytest_plugins = ["scheduled_events_agent.simulator.testing"]`` in conftest.py switches it on.
+Invariant: after a test, no process that it started is left.
 """
 
 import json
@@ -50,7 +50,7 @@ except OSError as error:
 
 
 class OutcomeError(AssertionError):
-    """What was waited for did not happen."""
+    """A condition that a test waited for was not met."""
 
 
 class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +58,14 @@ class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     stage: str
-    """prepare, on_start or recover."""
+    """The stage: prepare, on_start or recover."""
     event_id: str
     outcome: str
-    """succeeded, failed, timed_out, canceled or not_started."""
+    """The outcome: succeeded, failed, timed_out, canceled or not_started."""
     reason: str
     """A sentence, such as ``hook drain: exit code 3 (failed)``."""
     output: str
-    """The end of what it wrote, 4 KiB at most."""
+    """The end of the hook's output, 4 KiB at most."""
     environment: dict[str, str]
     """The SCHEDULED_EVENT_* variables of its last attempt; empty if it has a ``user``."""
 
@@ -77,7 +77,7 @@ class ScheduledEvents:
     """
 
     def __init__(self, directory: Path, azure: Simulator, vm: str = "") -> None:
-        """``vm``: whose agent it is, by default the first one's."""
+        """``vm``: the VM on which the agent runs; by default the first one."""
         self.azure = azure
         """The service: ``schedule``, ``approve``, ``cancel``, ``end``, ``fault``, ``wait_gone`` ..."""
         self.directory = directory
@@ -91,7 +91,7 @@ class ScheduledEvents:
         self._process: subprocess.Popen[bytes] | None = None
 
     def of(self, vm: str) -> "ScheduledEvents":
-        """The same Azure, with the agent of this VM."""
+        """The agent of another VM, with the same simulated Azure."""
         if vm == self.vm:
             return self
         if vm not in self._others:
@@ -102,10 +102,10 @@ class ScheduledEvents:
         return self._others[vm]
 
     def agents(self) -> "tuple[ScheduledEvents, ...]":
-        """This one, and every other that ``of`` has given."""
+        """This agent, and every other one that ``of`` has returned."""
         return (self, *self._others.values())
 
-    # The agent's life
+    # Start and stop
 
     def run(
         self,
@@ -119,7 +119,7 @@ class ScheduledEvents:
         script of this checkout in place of the one that is installed. A Path among them is made absolute, for
         hooks run elsewhere. A ``user`` of such a hook is left out.
 
-        Of the policy, ``imds``, ``vm`` and ``agent.listen``, ``agent.state_dir`` and ``agent.log`` are the test's.
+        The test sets the policy's ``imds``, ``vm``, ``agent.listen``, ``agent.state_dir`` and ``agent.log``.
         Raises ConfigError, with a line for each thing that is wrong with the policy.
         """
         if self._process is not None:
@@ -145,10 +145,10 @@ class ScheduledEvents:
 
     @property
     def log(self) -> str:
-        """What the agent has written so far, over all its runs."""
+        """The agent's log so far, over all its runs."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
-    # What came of it
+    # Results
 
     def hooks(self, event_id: str = "", *, name: str = "", stage: str = "") -> tuple[HookEnd, ...]:
         """Hooks that have ended, oldest first: all, or those of one event, name or stage."""
@@ -191,11 +191,11 @@ class ScheduledEvents:
         return self._wait_until(found, times, timeout_seconds)[count - 1]
 
     def wait_held(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
-        """Wait until the agent holds the event, and return its reason."""
+        """Wait until the agent holds the event, and return the reason."""
         return self._wait_told("held", event_id, "was held", timeout_seconds)
 
     def wait_approved(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
-        """Wait until Azure has taken the agent's approval, and return why it was given."""
+        """Wait until Azure has accepted the agent's approval, and return why it was given."""
         self._wait_told("approved", event_id, "was approved by the agent", timeout_seconds)
         return self._wait_told("approving", event_id, "was approved by the agent", timeout_seconds)
 
@@ -204,7 +204,7 @@ class ScheduledEvents:
         return self._wait_told("recovery_failed", event_id, "had failed to be recovered from", timeout_seconds)
 
     def wait_closed(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
-        """Wait until the agent is done with the event, recovery included, and return its last word about it."""
+        """Wait until the agent is done with the event, recovery included, and return its last journal entry."""
         return self._wait_told("closed", event_id, "was closed", timeout_seconds)
 
     def was_approved(self, event_id: str) -> bool:
@@ -212,7 +212,7 @@ class ScheduledEvents:
         return any(request.vm == self.vm for request in self.azure.approvals(event_id))
 
     def story(self, event_id: str = "") -> tuple[str, ...]:
-        """What the agent's journal says of the event, or of all: ``kind: text``, oldest first."""
+        """The entries of the agent's journal for the event, or for all: ``kind: text``, oldest first."""
         return tuple(
             f"{entry.kind}: {entry.text}"
             for entry in self._journal()
@@ -287,7 +287,7 @@ class ScheduledEvents:
         except StoreError:
             if self._process is None:
                 raise
-            return ()  # it is being made just now
+            return ()  # the agent is creating it
         with closing(store):
             return store.load_journal()
 

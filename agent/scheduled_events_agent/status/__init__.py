@@ -1,10 +1,10 @@
-"""What there is to see: the agent and its events as values, and the words for them.
+"""The agent's status and its events: types for JSON, and texts for people.
 
-status.py     the types that commands, pages and programs read; docs/json.md says what each field is
+status.py     types that commands, pages and programs read; docs/json.md describes each field
 attention.py  what needs a person
-summaries.py  the whole status as people are shown it
+summaries.py  the whole status with its texts for people
 messages.py   sentences for people, among them the two lines of an event's state: headline and activity
-actions.py    the commands with which an operator overrules the agent
+actions.py    the actions that are open to an operator, and their command lines
 """
 
 from scheduled_events_agent.status.status import (

@@ -1,6 +1,6 @@
-"""The actions that are open to an operator, and the command lines for them, as one may copy them.
+"""The actions that are open to an operator on an event now, and their command lines to copy.
 
-Decides nothing, reads nothing, knows no clock. The one invariant: an action that is offered has an effect.
+Pure: reads no file and no clock. Invariant: an action that is offered has an effect.
 """
 
 import re
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from scheduled_events_agent.status.status import CommandOptions, Status
 from scheduled_events_agent.workflow import OperatorAction, Workflow
 
-UNSETTLED_HOLD = "held, unless Azure takes the approval that is under way; see status"
-"""The answer to a hold that was given too late to wait for the answer to the approval."""
+UNSETTLED_HOLD = "held, unless Azure accepts the approval that is under way; see status"
+"""The answer to a hold, if the answer to the approval under way is not known in time."""
 SHORT_ID = 8
 """Characters of an id that are always shown."""
-# Which of the options in force a command has; those that are not here have neither.
+# Commands that have the option for the state file, for the policy file, or both. All others have neither.
 _FIND_STATE = {"status", "history", "approve", "hold", "release", "retry", "resolve"}
 _READ_POLICY = {"check", "notify", "fleet"}
 _DO_BOTH = {"run", "explain", "doctor"}
@@ -64,9 +64,9 @@ def _overruling_preparation(workflow: Workflow) -> tuple[OperatorAction, ...]:
 
 
 def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorAction, ...]:
-    """Given an agent's status and one of its workflows, return the actions that this agent takes, likeliest first.
+    """Given an agent's status and one of its workflows, return the actions that it accepts, likeliest first.
 
-    In observe mode it takes only resolve. An agent that does not answer takes none.
+    In observe mode it accepts only resolve. An agent that does not answer accepts none.
     """
     actions = overruling(workflow) if status.source == "agent" else ()
     return actions if status.mode == "act" else tuple([action for action in actions if action == "resolve"])

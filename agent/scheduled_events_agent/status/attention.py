@@ -1,6 +1,6 @@
-"""What needs a person, as one value: status, page, exit code, metrics, alerts and notifications read it.
+"""Lists what needs a person. Status, page, exit code, metrics, alerts and notifications use this list.
 
-Decides nothing, reads nothing, knows no clock. The one invariant: nothing that a rule or an operator wants so.
+Pure: reads no file and no clock. Invariant: it never lists what a rule or an operator wants.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from scheduled_events_agent.status.status import (
 )
 
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
-"""The worst first."""
+"""The kinds of attention, the worst first."""
 WITH_DEADLINE: tuple[AttentionKind, ...] = ("prepare_failed", "approval_needed", "approval_failing")
 """Kinds of events that Azure has not started. Without a deadline the event may start at any moment."""
 _OF_EVENTS: tuple[AttentionKind, ...] = ("recovery_failed", "hook_missing", "not_acting", *WITH_DEADLINE)
@@ -37,7 +37,7 @@ _MESSAGES: dict[AttentionKind, str] = {
     "prepare_failed": "{The_event} is held: {why}.",
     "approval_needed": "{The_event} needs an operator's approval.",
     "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
-    "approval_failing": "Azure does not take the approval of {the_event}: {failures} tries failed.",
+    "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries failed.",
 }
 NO_AGENT = "no agent runs"
 """Why ``Status.health`` is not ok, if that is so."""
@@ -54,7 +54,7 @@ _CONSEQUENCES: dict[AttentionKind, str] = {
 
 
 def attention(status: Status) -> tuple[Attention, ...]:
-    """All that needs a person, the worst first; that no agent runs comes before all else."""
+    """All that needs a person, the worst first. If no agent runs, that comes before all else."""
     found = [*of_events(status), *_of_agent(status), *_of_setup(status)]
 
     def rank(one: Attention) -> tuple[bool, bool, int, float]:
@@ -66,14 +66,14 @@ def attention(status: Status) -> tuple[Attention, ...]:
 
 
 def exit_code(status: Status) -> int:
-    """Of the command ``status``. 3: an operator must act on an event; 1: the agent is not healthy, or absent."""
+    """Exit code of the command ``status``. 3: an operator must act; 1: no agent runs, or it is unhealthy."""
     if any(one.severity == "act" and one.kind in _OF_EVENTS for one in status.attention):
         return 3
     return 0 if status.health == "ok" else 1
 
 
 def of_events(status: Status) -> Iterator[Attention]:
-    """For what events need a person: of each of them one thing at most, in the order of ``pending``."""
+    """The events that need a person, in the order of ``pending``: at most one entry for each event."""
     judged = [(workflow, _kind_of(status, workflow)) for workflow in status.pending]
     needed = [(workflow, kind) for workflow, kind in judged if kind is not None]
     short = short_ids([workflow.event.id for workflow in status.pending]) if needed else {}
@@ -95,7 +95,7 @@ def of_events(status: Status) -> Iterator[Attention]:
 
 
 def _kind_of(status: Status, workflow: ShownWorkflow) -> AttentionKind | None:
-    """For what the event needs a person; the worst, if for several things."""
+    """Why the event needs a person: the worst kind if there are several, None if there is none."""
     waits_for = workflow.waits.kind if workflow.waits else ""
     prepare = workflow.prepare.state
     if workflow.phase == "recovery_failed":
@@ -192,7 +192,7 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             severity="fix",
             since=rejected.since,
             message=f"agent.web_config is rejected: {_first_line(rejected.reason)}.",
-            consequence="What it said before is in force, and its certificate may expire.",
+            consequence="Its previous content is in force, and its certificate may expire.",
             commands=(_check(status, "show what is wrong with it"),),
         )
     started_at = status.started_at
@@ -202,7 +202,7 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             severity="fix",
             since=started_at,
             message="The name of this VM is not known.",
-            consequence="The agent takes no event for its own.",
+            consequence="The agent cannot match any event to this VM.",
             commands=(_doctor(status),),
         )
     if status.fleet is not None and status.fleet.error:
@@ -242,7 +242,7 @@ def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
 
 
 def _doctor(status: Status) -> SuggestedCommand:
-    return SuggestedCommand(command=command(status.command_options, "doctor"), effect="look for what is wrong")
+    return SuggestedCommand(command=command(status.command_options, "doctor"), effect="find the problem")
 
 
 def _check(status: Status, effect: str) -> SuggestedCommand:

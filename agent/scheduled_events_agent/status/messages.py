@@ -1,7 +1,7 @@
-"""The words for what there is to see: the terminal, the status page, the log and the service manager share them.
+"""Texts for people about events: status lines, wait reasons, notes, titles of notifications.
 
-Decides nothing, reads nothing, knows no clock. The one invariant: nothing is said here that ``workflow`` or the
-journal does not say, and nothing that is only expected.
+The terminal, the status page, the log and the service manager use them. Pure: reads no file and no clock.
+Invariant: a text states only what the workflow or the journal states, and nothing that is only expected.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ _WAITS = {
     "observes": "the agent only observes",
     "status": "only a scheduled event can be approved, and its status is {status}",
     "not_ours": "it does not name this VM",
-    "missing": "it is not in the last document, and the next one tells if it is over",
+    "missing": "it is not in the last document, and the next one shows whether it is over",
     "id": "{event.approval_fault}",
     "never": "{never}",
     "unprepared": "preparation is not done",
@@ -54,18 +54,18 @@ _HEADLINES = {
     "over": "{type} is over",
     "recovering": "Recovering from a {type}",
 }
-# The words of these say themselves that the event waits.
+# The texts of these kinds already say that the event waits.
 _SAYS_WAITS: frozenset[WaitKind] = frozenset({"slot", "fleet", "other_run", "all_ready"})
 
 
 def as_shown(workflow: Workflow) -> ShownWorkflow:
-    """The workflow with its words."""
+    """The workflow with the text of its reason to wait."""
     fields = {name: getattr(workflow, name) for name in Workflow.__struct_fields__}
     return ShownWorkflow(**fields, waits_for=wait_in_words(workflow, workflow.waits))
 
 
 def wait_in_words(workflow: Workflow, waits: Waits | None, now: datetime | None = None) -> str:
-    """Why the event waits, as a clause; "" if it does not. ``now``: for a reader who wants to know how long."""
+    """Why the event waits, as a clause; "" if it does not. With ``now`` the text also says how long."""
     if waits is None:
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
     event = workflow.event
@@ -93,7 +93,7 @@ def _time_in_words(at: datetime, now: datetime | None) -> str:
 
 
 def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
-    """What an agent that acts would do about the event, as a clause."""
+    """The actions of an acting agent about the event, as a clause."""
     decision = workflow.decision
     steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
     steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
@@ -124,7 +124,7 @@ def with_messages(step: Step) -> Step:
 
 
 def note_in_words(workflow: Workflow, note: Note) -> str:
-    """What happened, for the journal."""
+    """The text of a note for the journal."""
     if note.kind == "approval_needed":
         starts = _not_before(workflow)
         before = f" before {starts}" if starts else ""
@@ -136,7 +136,7 @@ def note_in_words(workflow: Workflow, note: Note) -> str:
 
 
 def note_addition(workflow: Workflow, note: Note) -> str | None:
-    """What the note says that the title of its notice does not; None if that is all of its text."""
+    """The part of the note that the title of its notification does not say; None means all of its text."""
     if note.kind == "approval_needed":
         return note.text
     if note.kind == "held" and note.waits is not None:
@@ -157,13 +157,13 @@ def _start_while_held(workflow: Workflow) -> str:
 
 
 def _not_before(workflow: Workflow) -> str:
-    """NotBefore as people read it, with its date if that is not the day of the notice; "" if none is known."""
+    """NotBefore as people read it, with its date if that is not the day of the message; "" if none is known."""
     at = workflow.event.not_before
     return utc(at, workflow.noticed_at) if at else ""
 
 
 def note_in_log(workflow: Workflow, note: Note, text: str) -> str:
-    """What happened, as one line for people that says of which event it is. ``text``: what the journal has."""
+    """The text of a note as one log line for people, which names the event. ``text``: that of the journal."""
     match note.kind:
         case "seen":
             text = _seen(workflow)
@@ -183,7 +183,7 @@ def of_event(type_: str, event_id: str, text: str) -> str:
 
 
 def _seen(workflow: Workflow) -> str:
-    """How the event was seen first, without what the text for the journal has besides."""
+    """The event at first sight, in short; the journal's text has more."""
     event = workflow.event
     starts = _not_before(workflow)
     parts = [
@@ -200,7 +200,7 @@ def _waiting(waits: Waits | None, text: str) -> str:
 
 
 def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
-    """What has happened at that time, as the head of a notice. ``what``: as in the policy, or test."""
+    """The title of a notification. ``what``: its kind as in the policy, or test. ``at``: when it happened."""
     name = event.type or "event"
     vm = vm or "this VM"
     before = f" before {utc(event.not_before, at)}" if event.not_before else ""
@@ -220,17 +220,17 @@ def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: da
 
 
 def headline(status: Status) -> str:
-    """How things are, in one line for terminal, page and service manager.
+    """The state in one line, for terminal, page and service manager.
 
     It is the first message of ``status.attention``, else it is about the most urgent event of this VM. It has no
-    time that runs, so it changes only when something happens.
+    running time, so it changes only when something happens.
     """
     if status.attention:
         return status.attention[0].message
     if not status.pending:
         if status.last_poll_at is None:
             return "Azure has not answered yet"
-        return "Nothing was pending at the last good poll" if status.poll_failure else "Nothing is pending"
+        return "Nothing was pending at the last successful poll" if status.poll_failure else "Nothing is pending"
     first = next(filter(is_for_this_vm, by_urgency(status.pending)), None)
     if first is None:
         return f"{plural(len(status.pending), 'event')} pending, none for this VM"
@@ -246,7 +246,7 @@ def headline(status: Status) -> str:
 
 
 def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datetime) -> str:
-    """What the agent does about the event now, or what it waits for, as one sentence without its stop."""
+    """The agent's work on the event now, or what it waits for, as one sentence without a full stop."""
     hooks = [_hook_activity(hook, now) for hook in running]
     if hooks and is_held(workflow):
         hooks.append("held by an operator: no other begins")
@@ -272,7 +272,7 @@ def _hook_activity(hook: RunningHook, now: datetime) -> str:
 
 
 def _phase_in_words(workflow: Workflow) -> str:
-    """What the phase says by itself, when no hook runs and nothing is waited for."""
+    """The text for the phase alone, when no hook runs and nothing is waited for."""
     phases = {
         "approved": "approved; the event is Azure's to start",
         "started": "under way",
@@ -340,7 +340,7 @@ def is_held(workflow: Workflow) -> bool:
 
 
 def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
-    """What was not recovered first, then what concerns this VM: what may start soonest, has started, is over."""
+    """Sorted: failed recoveries first, then this VM's events: the soonest start, then started, then over."""
 
     def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, bool, float]:
         not_before = workflow.event.not_before
@@ -357,7 +357,7 @@ def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
 
 
 def clock(at: datetime, now: datetime) -> str:
-    """Time of day, UTC, with the date if it is another one than that of ``now``."""
+    """Time of day, UTC, with the date if it is not that of ``now``."""
     return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
 
 

@@ -1,4 +1,4 @@
-"""What there is to see: the agent and its events as values. docs/json.md says what each field is."""
+"""Types of the status, history and JSON output. docs/json.md describes each field."""
 
 from datetime import datetime
 from typing import Literal
@@ -8,7 +8,7 @@ import msgspec
 from scheduled_events_agent.workflow import OperatorAction, Stage, Workflow
 
 SCHEMA_VERSION = 1
-"""Of all JSON that is shown; see docs/json.md. A further field leaves it; another meaning or name raises it."""
+"""The version of all JSON output; see docs/json.md. A new field keeps it; a new meaning or name raises it."""
 
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ShownWorkflow(Workflow, frozen=True, kw_only=True):
-    """A workflow with the words that JSON has besides it."""
+    """A workflow with the additional text that JSON has."""
 
     waits_for: str = ""
 
@@ -46,7 +46,7 @@ class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``history --json`` prints."""
+    """The output of ``history --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
@@ -54,24 +54,24 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vm(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this VM is."""
+    """This VM's names and id."""
 
     names: tuple[str, ...]
     vm_id: str
 
 
 class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
-    """Which policy is in force."""
+    """The policy that is in force."""
 
     file: str
     """Its path, or ``settings.BUILT_IN_NAME``."""
     read_at: datetime
     hash: str = ""
-    """SHA-256 of the file in force, as sha256sum tells it; of the built-in policy that of an empty file."""
+    """SHA-256 of the file in force, as sha256sum prints it; for the built-in policy that of an empty file."""
     refused: str = ""
-    """Why the file as it is by now was refused, so that an older one is in force; "" if it is the file's."""
+    """Why the current file was rejected, so that an older policy is in force; "" if the file is in force."""
     refused_at: datetime | None = None
-    """Since when."""
+    """Since when the file is rejected."""
     needs_restart: tuple[str, ...] = ()
     """Keys that have changed since the agent started, and take effect when it starts again."""
 
@@ -84,11 +84,11 @@ class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
     hook: str
     state: Literal["queued", "running"] = "running"
     since: datetime
-    """When that began."""
+    """Since when it runs or waits."""
 
 
 class TargetFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a target does not take notices."""
+    """Why a target does not accept notifications."""
 
     since: datetime
     reason: str
@@ -102,11 +102,11 @@ class NotifiedTarget(msgspec.Struct, frozen=True, kw_only=True):
     oldest_at: datetime | None
     failure: TargetFailure | None
     lost: int = 0
-    """Since one was last delivered, as the next two."""
+    """Number of notifications lost since one was last delivered."""
     lost_at: datetime | None = None
-    """When the first of them was lost."""
+    """When the first of these was lost."""
     lost_reason: str = ""
-    """Why the last of them was lost."""
+    """Why the last of these was lost."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +119,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     not_ready: tuple[str, ...]
     """VMs that events of this VM wait for."""
     warnings: tuple[str, ...] = ()
-    """What is not set up right."""
+    """Problems of the set-up."""
 
 
 class HookStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class HookStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What people are shown of a pending event, in words."""
+    """The texts that people see about a pending event."""
 
     workflow_id: str
     activity: str
@@ -141,10 +141,10 @@ class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator's hold, which counts also when the event comes back."""
+    """An operator's hold. It also counts if the event comes back."""
 
     event_id: str
-    """In small letters."""
+    """The event's id in lower case."""
     user: str
     at: datetime
     last_seen_at: datetime
@@ -155,7 +155,7 @@ AttentionKind = Literal[
     "unhealthy", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown", "fleet_unavailable",
     "notifications_failing",
 ]  # fmt: skip
-"""What a person may be needed for, the worst first."""
+"""The reasons why a person may be needed, the worst first."""
 
 
 class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,7 +163,7 @@ class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     command: str
     effect: str
-    """What it does, as a phrase."""
+    """The command's effect, as a phrase."""
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,34 +178,34 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     workflow_id: str = ""
     message: str
     consequence: str = ""
-    """What happens if no person acts, as a sentence."""
+    """The consequence if no person acts, as a sentence."""
     deadline: datetime | None = None
     """After this time it is too late; None if there is none, or if the event may start at any moment."""
     commands: tuple[SuggestedCommand, ...] = ()
-    """The likeliest first."""
+    """Commands to copy, the likeliest first."""
 
 
 class WebConfigRejected(msgspec.Struct, frozen=True, kw_only=True):
-    """Why ``agent.web_config`` as it is now is rejected; what it said before is in force."""
+    """Why the current ``agent.web_config`` is rejected; its previous content is in force."""
 
     reason: str
     since: datetime
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command line needs to be about this agent; "" where the default leads to it."""
+    """Options that a command line needs for this agent; "" where the default is right."""
 
     state: str = ""
-    """To find its state file, such as --state-dir DIR."""
+    """The option for its state file, such as --state-dir DIR."""
     policy: str = ""
-    """To read its policy file, such as --config FILE."""
+    """The option for its policy file, such as --config FILE."""
 
 
 NO_OPTIONS = CommandOptions()
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent at one moment; without an answer from it, what its state file says, and None for the rest."""
+    """The agent at one moment. If it does not answer: what its state file says, and None for the rest."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
@@ -214,12 +214,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     unhealthy_since: datetime | None = None
     state_file: str = ""
     agent_log: tuple[JournalEntry, ...] = ()
-    """When an agent last started and last stopped here, in that order or the other."""
+    """The last start and the last stop of an agent here, in either order."""
     vm: Vm
     version: str | None = None
     started_at: datetime | None = None
     unclean_starts: tuple[datetime, ...] = ()
-    """Starts within an hour before the last one, in this boot, before which the agent did not stop but ended."""
+    """Starts after a crash: in this boot, and within an hour before the last start."""
     mode: Literal["act", "observe"] | None = None
     ready: bool = False
     policy: PolicyInForce | None = None
@@ -234,15 +234,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     hook_output: tuple[JournalEntry, ...] = ()
     others_events: int | None = None
     api_version: str | None = None
-    """In which documents are answered."""
+    """The api-version in which documents are answered."""
     recommendations_failure: str = ""
     """Why the recommendations that a rule names are not available; "" if they are."""
     holds: tuple[HeldEvent, ...] = ()
     command_options: CommandOptions = NO_OPTIONS
     command_prefix: str = ""
-    """What an account without privileges puts before a command, such as sudo and a blank."""
+    """The text that an account without privileges puts before a command, such as sudo and a blank."""
     supervisor_commands: tuple[SuggestedCommand, ...] = ()
-    """What tells why the agent does not answer; complete, with their prefix."""
+    """Commands that show why the agent does not answer; complete, with their prefix."""
     notify: tuple[NotifiedTarget, ...] = ()
     fleet: FleetState | None = None
     attention: tuple[Attention, ...] = ()
@@ -256,7 +256,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``approve``, ``hold`` and the like print with ``--json``."""
+    """The output of ``approve``, ``hold`` and the like with ``--json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime

@@ -1,4 +1,4 @@
-"""The status as people are shown it: what needs a person, one headline, and each event in a few words."""
+"""Adds to the status what people see first: what needs a person, one headline, and each event in a few words."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -15,7 +15,7 @@ Tone = Literal["good", "busy", "bad"]
 
 _APPROVALS = {
     "immediately": "wanted at once", "when-prepared": "wanted when prepared",
-    "manual": "wanted when an operator says so", "never": "not from here",
+    "manual": "wanted when an operator approves it", "never": "not by this VM",
 }  # fmt: skip
 _OPERATORS = {"": "", "approve": "; an operator has approved it", "hold": "; an operator holds it"}
 
@@ -50,12 +50,12 @@ def _tone(needs: Sequence[Attention], pending: Sequence[Workflow]) -> Tone:
 
 
 def _approval(workflow: Workflow) -> str:
-    """How far the approval is."""
+    """The state of the approval, as a phrase."""
     approval = workflow.approval
     decision = workflow.decision
     tries = f"{approval.failures} failed so far" if approval.failures else ""
     if approval.state == "confirmed":
-        text = "Azure has taken it"
+        text = "Azure has accepted it"
     elif approval.state == "requested":
         text = f"Azure is being asked; {tries}" if tries else "Azure is being asked"
     elif tries:
@@ -63,7 +63,7 @@ def _approval(workflow: Workflow) -> str:
     elif workflow.event.is_recommendation:
         text = "none: it would have no effect"
     elif workflow.is_over or workflow.was_started:
-        text = "none was given from here"
+        text = "none was given by this VM"
     elif not decision.rule:
         text = "none: the event is only observed"
     else:

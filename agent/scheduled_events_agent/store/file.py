@@ -1,9 +1,9 @@
-"""The state file as a file: its schema, how it is made, opened and closed, and what happens when it is damaged.
+"""The state file: its schema; creates, opens, migrates and closes it, and quarantines it if it is damaged.
 
-The one invariant: state that was lost is never taken for a new beginning.
+Invariant: after a loss of state the agent never starts as if it were new.
 
 The file and its write-ahead log hold a reserve for a full disk: free pages, and a log of full length that is
-overwritten in place. So the log is never deleted; when the agent ends well, it is only made void.
+overwritten in place. So the log is never deleted. When the agent stops normally, the log is only made void.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.workflow import Workflow
 
 FILE_NAME = "state.db"
-# A file with this name says why the state is lost; a damaged file gets the same name without it.
+# A file whose name has this ending says why the state is lost; the damaged file gets that name without the ending.
 _LOST = ".lost"
-# Beside a file that is being made: while this is there, it is no loss if the file is empty.
+# This file exists beside a state file that is being created: until it is gone, an empty state file is no loss.
 _BEGINNING = ".begun"
 
 # Version 1 of the schema.
@@ -53,14 +53,14 @@ _SCHEMA = """
     ) STRICT;
     CREATE INDEX notice_target ON notice (target, id);
 """
-# Each entry brings the schema one version further. What has been released is never edited, only added to.
+# Each entry brings the schema one version further. Released entries are never edited; new ones are added.
 _MIGRATIONS: tuple[str, ...] = ()
-# Another process holds the write lock for a few milliseconds at a time; longer is a fault.
+# Another process holds the write lock for a few milliseconds at a time; longer is an error.
 _BUSY_SECONDS = 2.0
-# An agent that starts has nothing better to do than to wait. Less than TimeoutStartSec= of the unit.
+# An agent that starts can wait longer. This is less than TimeoutStartSec= of the unit.
 _BUSY_AT_START_SECONDS = 20.0
 RESERVE_BYTES = 4 * 1024 * 1024
-"""Room for the lives of a hundred events: so much of the file is free, and so long is its write-ahead log."""
+"""The reserve, enough for a hundred events: so much of the file is free, and so long is its write-ahead log."""
 # The log is moved into the file when half of it is used, so the other half has room for the largest commit.
 _CHECKPOINT_PAGES = 512
 _DECODER = msgspec.json.Decoder(Workflow)
@@ -70,24 +70,24 @@ _CACHE_KIB = 256  # SQLite's default takes 2 MiB of memory, for rows that the ag
 class StoreError(AgentError):
     """The state file cannot be read or written now.
 
-    Kinds: locked (another program has it), full (no room for it), read, write, damaged, removed (or replaced, and
-    it cannot be made anew); when it is opened also unusable, newer, older.
+    Kinds: locked (by another program), full (the disk), read, write, damaged, removed (removed or replaced, and it
+    cannot be created again); on opening also unusable, newer, older.
     """
 
 
 class _DamagedError(Exception):
-    """The file is there, but it is not what this agent wrote."""
+    """The file exists, but it is not as this agent wrote it."""
 
 
 def open_as_owner(
     directory: Path, now: datetime, on_locked: Callable[[StoreError], None]
 ) -> tuple[sqlite3.Connection, Path | None]:
-    """Open or make the state file for the agent; also returns where a damaged one was moved to.
+    """Open or create the state file for the agent. Also returns the path to which a damaged file was moved.
 
-    Another program that has locked the file is waited for, 20 seconds in all; ``on_locked`` is called after two.
+    If another program has locked the file, this waits up to 20 seconds; ``on_locked`` is called after two.
 
-    The file that replaces a damaged one remembers that state was lost. If that is interrupted, the next call goes
-    on with it. Raises StoreError if there can be no file here, or if a newer version of the agent wrote it.
+    The file that replaces a damaged one remembers that state was lost. If that is interrupted, the next call
+    continues it. Raises StoreError if no file can be used here, or if a newer version of the agent wrote it.
     """
     path = directory / FILE_NAME
     reason = "that was found earlier"
@@ -105,13 +105,13 @@ def open_as_owner(
         return _open(path, on_locked), aside
     except (OSError, sqlite3.Error, _DamagedError) as error:
         raise StoreError(
-            f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
+            f"{path} is damaged ({reason}) and cannot be quarantined ({error}): move it away, then start again",
             kind="unusable",
         ) from error
 
 
 def open_as_guest(path: Path) -> sqlite3.Connection:
-    """Open the file of an agent that may be running; nothing is made or migrated. Raises StoreError."""
+    """Open the file of an agent that may be running. Creates and migrates nothing. Raises StoreError."""
     _refuse_unreachable(path, os.R_OK | os.W_OK)
 
     def prepare(connection: sqlite3.Connection) -> None:
@@ -122,7 +122,7 @@ def open_as_guest(path: Path) -> sqlite3.Connection:
             return _connect(path, "mode=rw", prepare)
     except _DamagedError as error:
         raise StoreError(
-            f"{path} is damaged ({error}): the agent sets it aside when it is started again", kind="unusable"
+            f"{path} is damaged ({error}): the agent quarantines it when it is started again", kind="unusable"
         ) from error
 
 
@@ -140,9 +140,9 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def copy_open(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
-    """Put a copy of what the connection reads at the path, on disk, and open it as the agent does.
+    """Write a copy of the database of ``connection`` to the path, and open it as the agent does.
 
-    Its own file may be removed or replaced. A file at the path is overwritten. Raises OSError or sqlite3.Error.
+    The connection's own file may be removed. A file at the path is overwritten. Raises OSError or sqlite3.Error.
     """
     copy = path.with_name(f"{path.name}.copy")
     try:
@@ -163,7 +163,7 @@ def copy_open(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
 
 
 def close(connection: sqlite3.Connection, path: Path) -> None:
-    """Close, and leave the write-ahead log where it is: another program could take its room."""
+    """Close the file. The write-ahead log stays in place: else another program could take its room on the disk."""
     # The last connection to close removes the log, unless it may only read.
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(sqlite3.Error):
@@ -172,9 +172,9 @@ def close(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def make_log_void(path: Path) -> None:
-    """Keep the write-ahead log for its room only, all of which must be in the file.
+    """Make the write-ahead log void, but keep its room. All its content must be in the file already.
 
-    Otherwise it would be applied to a backup that an administrator puts in the place of the file.
+    A valid log would be applied to a backup that an administrator puts in the place of the file.
     """
     with path.with_name(f"{path.name}-wal").open("r+b") as log:
         log.write(bytes(4))  # where SQLite looks for a magic number
@@ -183,9 +183,9 @@ def make_log_void(path: Path) -> None:
 
 
 def error_kind(error: Exception, otherwise: Literal["read", "write", "unusable"]) -> str:
-    """The kind of StoreError for what SQLite says. Unlike the others, ``damaged`` does not pass by itself."""
+    """The kind of StoreError for an error of SQLite. Unlike the others, ``damaged`` does not pass by itself."""
     code = getattr(error, "sqlite_errorcode", 0)
-    if code == sqlite3.SQLITE_IOERR_WRITE:  # a used-up quota gives this, and so does a disk that cannot write
+    if code == sqlite3.SQLITE_IOERR_WRITE:  # a used-up quota causes this, and a disk that cannot write
         return "full"
     match code & 0xFF:
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
@@ -198,7 +198,7 @@ def error_kind(error: Exception, otherwise: Literal["read", "write", "unusable"]
 
 
 def _move_aside(path: Path) -> Path | None:
-    """If the state was found to be lost, move the damaged file away. Returns where it is then."""
+    """If the state is known to be lost, move the damaged file away. Returns its new path."""
     lost = _load_loss(path)
     if lost is None:
         return None
@@ -236,7 +236,7 @@ def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connec
         if version == 0 and not beginning.exists():  # cut to nothing, or its write-ahead log is lost
             raise _DamagedError("there is nothing in it")
         _refuse_other_version(path, version, is_owner=True)
-        # Checking takes time, so only if the last agent did not end well.
+        # Checking takes time, so it is done only if the last agent did not stop normally.
         in_use = "SELECT 1 FROM fact WHERE name = 'in_use'"
         if version and connection.execute(in_use).fetchone():
             (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
@@ -288,7 +288,7 @@ def _connect(
 
 
 def _set_up(connection: sqlite3.Connection) -> int:
-    """Set how the file is written; returns the version of its schema."""
+    """Set how SQLite writes the file. Returns the version of its schema."""
     connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
@@ -311,14 +311,14 @@ def _known_version() -> int:
 
 
 def _migrate(connection: sqlite3.Connection, version: int) -> None:
-    """Bring the schema from ``version`` (0: an empty file) to the one that is known here."""
+    """Migrate the schema from ``version`` (0: an empty file) to the newest one."""
     scripts = (_SCHEMA, *_MIGRATIONS)
     for number, script in enumerate(scripts[version:], start=version + 1):
         connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
 
 
 def _refuse_unreachable(path: Path, access: int) -> None:
-    """Raises StoreError, which says more than SQLite would.
+    """Raises StoreError if the file cannot be opened, with more details than SQLite gives.
 
     A file that can be opened is not opened here: on Linux, closing it would give up all locks of this process on
     it, and the next process to close it would remove the agent's log.
@@ -348,7 +348,7 @@ def _opening(path: Path) -> Iterator[None]:
         raise _DamagedError(f"a workflow in it cannot be read: {error}") from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        # Busy, disk full, no permission are not the file's fault; SQL that does not fit it is.
+        # Busy, disk full and no permission do not mean that the file is damaged; SQL that does not fit it does.
         if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
             kind = error_kind(error, "unusable")
             hint = ": another program uses it, a backup perhaps" if kind == "locked" else ""

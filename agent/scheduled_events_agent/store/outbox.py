@@ -1,4 +1,4 @@
-"""Notices that were not delivered yet. They are written with the step that they tell of, or not at all."""
+"""Notifications that were not delivered yet. Each is written together with its step, or not at all."""
 
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
@@ -10,38 +10,38 @@ import msgspec
 from scheduled_events_agent.status.status import NotifiedTarget
 
 MAX_NOTICES = 1000
-"""Of one target; the oldest go first."""
+"""Most notifications of one target; the oldest are dropped first."""
 
 Transaction = Callable[[], AbstractContextManager[None]]
 
 
 class StoredNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """A notice that was not delivered yet."""
+    """A notification that was not delivered yet."""
 
     id: int
-    """Notices of a target are delivered in the order of their ids."""
+    """Notifications of a target are delivered in the order of their ids."""
     at: datetime
     body: str
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """The undelivered notices of one target."""
+    """The undelivered notifications of one target."""
 
     count: int
     oldest_at: datetime
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one target has lost since a notice was last delivered to it."""
+    """The notifications that one target has lost since one was last delivered to it."""
 
     count: int
     since: datetime
     reason: str
-    """Of the last one."""
+    """Why the last one was lost."""
 
 
 def notified(name: str, waiting: Waiting | None, loss: Loss | None) -> NotifiedTarget:
-    """What the state file says of a target."""
+    """The state of a target, according to the state file."""
     return NotifiedTarget(
         name=name,
         waiting=waiting.count if waiting else 0,
@@ -54,16 +54,16 @@ def notified(name: str, waiting: Waiting | None, loss: Loss | None) -> NotifiedT
 
 
 class Notices:
-    """The table of notices. All methods raise StoreError."""
+    """The table of notifications. All methods raise StoreError."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Transaction, reading: Transaction) -> None:
         self.connection = connection
-        """The one of the store."""
+        """The connection of the store."""
         self._transaction = transaction
         self._reading = reading
 
     def add(self, stamp: str, notices: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Target and body of each, within a transaction. Returns the older ones that targets have lost by it."""
+        """Add notifications (target, body) within a transaction. Returns the older ones that are lost by that."""
         self.connection.executemany(
             "INSERT INTO notice (target, at, body) VALUES (?, ?, ?)",
             [(target, stamp, body) for target, body in notices],
@@ -77,25 +77,25 @@ class Notices:
         return lost
 
     def load_body(self, notice_id: int) -> str | None:
-        """The body; None if the notice is no longer there."""
+        """The body; None if the notification is no longer there."""
         with self._reading():
             row = self.connection.execute("SELECT body FROM notice WHERE id = ?", (notice_id,)).fetchone()
             return str(row[0]) if row else None
 
     def load_next(self, target: str, after_id: int) -> StoredNotice | None:
-        """The next one to deliver."""
+        """The next notification to deliver."""
         query = "SELECT id, at, body FROM notice WHERE target = ? AND id > ? ORDER BY id LIMIT 1"
         with self._reading():
             row = self.connection.execute(query, (target, after_id)).fetchone()
             return StoredNotice(id=row[0], at=datetime.fromisoformat(row[1]), body=row[2]) if row else None
 
     def drop(self, targets: Iterable[str]) -> None:
-        """Delete all that wait for these targets."""
+        """Delete all notifications that wait for these targets."""
         with self._transaction():
             self.connection.executemany("DELETE FROM notice WHERE target = ?", [(one,) for one in targets])
 
     def waiting(self) -> dict[str, Waiting]:
-        """Each target for which notices wait."""
+        """The backlog of each target for which notifications wait."""
         query = "SELECT target, count(*), min(at) FROM notice GROUP BY target"
         with self._reading():
             rows = self.connection.execute(query).fetchall()

@@ -1,8 +1,8 @@
-"""Whether the files that the agent has open are still those at their paths, and how they are made anew.
+"""Checks whether the agent's open files are still those at their paths, and creates them again if not.
 
-Cleaners of directories and restored backups remove or replace files under a running agent. What is open can still
-be read then, so nothing is lost while the agent runs. On Windows an open file can be neither removed nor replaced:
-there all is always in its place.
+Programs that clean directories, and restored backups, remove or replace files of a running agent. Open files can
+still be read then, so nothing is lost while the agent runs. On Windows an open file can be neither removed nor
+replaced.
 """
 
 import sqlite3
@@ -20,7 +20,7 @@ class OpenFiles:
     """The state file that the agent has open, and the lock of its directory."""
 
     def __init__(self, path: Path, lock: IO[bytes] | None) -> None:
-        """``path``: of the state file, which is open. ``lock``: closed together with this one."""
+        """``path``: that of the open state file. ``lock``: is closed together with this object."""
         self._path = path.absolute()
         self._lock = lock
         self._lock_path = self._path.with_name(LOCK_NAME)
@@ -29,20 +29,20 @@ class OpenFiles:
         self._ids = {path: _file_id(path) for path in (self._path, *locked)}
 
     def close(self) -> None:
-        """Let other agents have the directory."""
+        """Release the directory for other agents."""
         if self._lock is not None:
             self._lock.close()
 
     def loss(self) -> str:
-        """What was removed or replaced; "" if all is in its place."""
+        """Which file or directory was removed or replaced; "" if none was."""
         if _file_id(self._path.parent) is None:
             return f"{self._path.parent} was removed"
         return "; ".join(_what_became_of(path) for path in self._ids if self._is_lost(path))
 
     def restore(self, connection: sqlite3.Connection) -> sqlite3.Connection:
-        """Make what was lost anew: directory, lock, and the file from the connection.
+        """Create again what was lost: directory, lock, and the file from the connection.
 
-        Returns the connection to go on with. Raises AgentError, OSError or sqlite3.Error; another call goes on.
+        Returns the connection to use from now on. Raises AgentError, OSError or sqlite3.Error; then call it again.
         """
         directory = self._path.parent
         if _device_of(directory) != self._device:

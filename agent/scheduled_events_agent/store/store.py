@@ -1,10 +1,10 @@
-"""What must survive: workflows, the journal, operators' requests and unsent notices, in one SQLite file.
+"""SQLite state: workflows, the journal, operators' requests and unsent notifications.
 
-Owns what is written, its durability, and how much is kept. Decides nothing about events. The one invariant: when
-``commit`` returns, the steps are on the disk (WAL with synchronous=FULL), all of them or none.
+It decides what is written and how much is kept, but nothing about events. Invariant: when ``commit`` returns, the
+steps are on disk (WAL with synchronous=FULL), all of them or none.
 
-A Store belongs to one thread at a time. The agent opens the file; other processes (``approve``, ``hold``,
-``status``) join it, or only look into it. Its permissions are the authorization.
+A Store is for one thread at a time. The agent opens the file as its owner. Other processes (``approve``, ``hold``,
+``status``) open it to add requests, or only to read. The permissions of the file are the authorization.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ __all__ = [
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
-# How much is kept of what is over, besides an age; the smallest limit counts.
+# Limits for closed events, besides their age; the smallest limit counts.
 MAX_EVENTS = 10_000
 MAX_NOTES = 10_000
 MAX_BYTES = 64 * 1024 * 1024
 MAX_ENTRIES = 500
-"""Of one event: the first ones and the latest."""
+"""Entries of one event that are kept: the first ones and the latest."""
 _FIRST_ENTRIES = 100
 _MAX_REQUESTS = 100
 _MAX_TEXT = 8000
-# Deleted at a time, so that the engine does not wait long for the disk.
+# Number of events deleted at a time, so that the engine does not wait long for the disk.
 _PORTION_EVENTS = 50
 _PORTION_ROWS = 1000
 REQUEST_VALID_SECONDS = 30.0
-"""A request that no agent has answered by then is void; its operator has been told so."""
+"""A request that no agent has answered by then is void; the operator's command has reported that."""
 
 _ENTRY = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
 _SELECT_ENTRIES = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
@@ -55,7 +55,7 @@ FactName = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hoo
 
 
 class WithdrawnError(Exception):
-    """A request was withdrawn before its answer could be written; its operator has been told so."""
+    """A request was withdrawn before its answer could be written; the operator's command has reported that."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,20 +78,20 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     succeeded: bool
     message: str
-    """For the operator; to the question how the agent is, its status as JSON."""
+    """The answer for the operator; for the request ``status``, the agent's status as JSON."""
 
 
 class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
     """The notifications that a commit has dropped."""
 
     dropped: tuple[tuple[str, str], ...] = ()
-    """Target and body of each."""
+    """Target and body of each notification."""
     reason: Literal["", "too_many", "no_room"] = ""
-    """too_many: older ones, of which their target had too many; no_room: all that were new, on a full disk."""
+    """too_many: the oldest of targets that had too many; no_room: all new ones, because the disk is full."""
 
 
 class RememberedChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """What a commit changes in the remembered events, by their keys."""
+    """Changes of the remembered events by a commit, by the events' keys."""
 
     put: Mapping[str, RememberedEvent] = {}
     removed: frozenset[str] = frozenset()
@@ -119,7 +119,7 @@ class Store:
         open_files: OpenFiles | None = None,
         set_aside: Path | None = None,
     ) -> None:
-        """``open_files``: of the agent, which owns the file."""
+        """``open_files``: those of the agent, which owns the file; None for others."""
         self._connection = connection
         self._open_files = open_files
         self._is_damaged = False
@@ -129,9 +129,9 @@ class Store:
         self.set_aside = set_aside
         """Where a damaged file was moved to when this one was opened; None if all was well."""
         self.is_writing = False
-        """Whether its thread waits for the disk; for any thread."""
+        """Whether the store's thread waits for the disk; for any thread."""
         self.recreations = 0
-        """How often the file was removed or replaced, and made anew."""
+        """How often the file was removed or replaced, and created again."""
         self.notices = Notices(connection, self._transaction, self._reading)
 
     @classmethod
@@ -142,9 +142,9 @@ class Store:
         on_locked: Callable[[StoreError], None] = lambda _: None,
         lock: IO[bytes] | None = None,
     ) -> "Store":
-        """Open or make the state file in ``directory``, for the agent; see ``file.open_as_owner``.
+        """Open or create the state file in ``directory``, for the agent; see ``file.open_as_owner``.
 
-        ``lock``: of the directory; the store closes it.
+        ``lock``: the lock of the directory; the store closes it.
         """
         connection, set_aside = file.open_as_owner(directory, now, on_locked)
         path = directory / FILE_NAME
@@ -164,7 +164,7 @@ class Store:
 
     def close(self) -> None:
         """Close the file; the store cannot be used any more."""
-        # What was removed is not this agent's any more: the log at the path may be that of another one.
+        # If the file was removed, the write-ahead log at the path may belong to another agent.
         is_in_place = self._open_files is not None and not self._open_files.loss()
         has_ended_well = is_in_place and not self._is_damaged and self._end_well()
         file.close(self._connection, self.path)
@@ -175,9 +175,9 @@ class Store:
             self._open_files.close()
 
     def recreate_if_removed(self) -> str:
-        """If file, lock or directory were removed or replaced, make them anew from what is open.
+        """If file, lock or directory were removed or replaced, create them again from the open file.
 
-        Returns what was removed or replaced, "" if nothing was. Raises StoreError if that fails; try it again.
+        Returns which one was removed or replaced, "" if none was. Raises StoreError if that fails; try it again.
         """
         loss = self._open_files.loss() if self._open_files is not None else ""
         if self._open_files is None or not loss:
@@ -186,7 +186,7 @@ class Store:
         try:
             connection = self._open_files.restore(self._connection)
         except (AgentError, OSError, sqlite3.Error) as error:
-            raise StoreError(f"{loss}, and cannot be made anew: {error}", kind="removed") from error
+            raise StoreError(f"{loss}, and cannot be created again: {error}", kind="removed") from error
         finally:
             self.is_writing = False
         if connection is not self._connection:
@@ -196,7 +196,7 @@ class Store:
         return loss
 
     def _end_well(self) -> bool:
-        """Move all that is in the log into the file; whether that was possible."""
+        """Move all of the write-ahead log into the file. Returns whether that was possible."""
         try:
             with self._transaction():
                 self._connection.execute("DELETE FROM fact WHERE name = 'in_use'")
@@ -220,11 +220,11 @@ class Store:
         notices: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
     ) -> CommitResult:
-        """Put workflows, their notes, answers to operators' requests, notices and what is remembered on the disk.
+        """Write workflows, notes, answers to operators' requests, notifications and remembered events to disk.
 
-        The notes have their messages. ``notices``: target and body of each; if the disk is full, all else is
-        written without them. Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing
-        is written.
+        The notes have their texts already. ``notices``: target and body of each notification; if the disk is full,
+        all else is written without them. Raises StoreError, or WithdrawnError if one of the requests is gone; then
+        nothing is written.
         """
         if not (steps or answers or remembered):
             return CommitResult()
@@ -233,7 +233,7 @@ class Store:
         except StoreError as error:
             if not notices or error.kind != "full":
                 raise
-            # Notices must not take the room that events need.
+            # Notifications must not take the room that events need.
             self._write_commit(steps, at, answers or {}, (), remembered)
             return CommitResult(dropped=tuple(notices), reason="no_room")
         return CommitResult(dropped=tuple(lost), reason="too_many") if lost else CommitResult()
@@ -246,7 +246,7 @@ class Store:
         notices: Sequence[tuple[str, str]],
         remembered: RememberedChanges,
     ) -> list[tuple[str, str]]:
-        """One transaction. Returns the older notices of which a target had too many."""
+        """Write all in one transaction. Returns the oldest notifications of targets that had too many."""
         latest = {step.workflow.id: step.workflow for step in steps}
         stamp = _stamp(at)
         rows = [(w.id, w.event.id, w.is_open, stamp, msgspec.json.encode(w).decode()) for w in latest.values()]
@@ -289,7 +289,7 @@ class Store:
             }
 
     def change_remembered(self, changes: RememberedChanges) -> None:
-        """Write what has changed in the remembered events."""
+        """Write changes of the remembered events."""
         with self._transaction():
             self._write_remembered(changes)
 
@@ -327,20 +327,20 @@ class Store:
         return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
 
     def load_starts_and_stops(self, since: datetime) -> list[JournalEntry]:
-        """Of the agent, oldest first: those since then, and the last one before."""
+        """Starts and stops of the agent, oldest first: those since ``since``, and the last one before it."""
         kinds = "workflow_id = '' AND kind IN ('agent_started', 'agent_stopped')"
         first = f"SELECT ifnull(max(id), 0) FROM journal WHERE {kinds} AND at < ?"  # noqa: S608 - our own words
         return self._load_entries(f"WHERE {kinds} AND id >= ({first}) ORDER BY id", _stamp(since))
 
     def load_last_output(self, workflow_id: str, hook: str) -> str:
-        """The end of what this hook wrote when it last ran for the event."""
+        """The end of this hook's output in its last run for the event."""
         query = "SELECT detail FROM journal WHERE workflow_id = ? AND kind = 'hook_finished' AND hook = ?"
         with self._reading():
             rows = self._fetch(f"{query} ORDER BY id DESC LIMIT 1", workflow_id, hook)
         return str(rows[0][0]) if rows else ""
 
     def load_life(self) -> list[JournalEntry]:
-        """When the agent last started and last stopped, in the order in which that was written."""
+        """The agent's last start and last stop, in the order in which they were written."""
         return self._load_entries(
             "WHERE id IN (SELECT max(id) FROM journal WHERE workflow_id = '' AND kind IN (?, ?) GROUP BY kind)"
             " ORDER BY id",
@@ -351,7 +351,7 @@ class Store:
     def find_workflows(
         self, *, since: datetime | None = None, limit: int = -1, is_wanted: Callable[[Workflow], bool] = bool
     ) -> list[Workflow]:
-        """The latest workflows that changed since then, open ones too, oldest first.
+        """The latest workflows that changed since ``since``, open ones too, oldest first.
 
         Only those that ``is_wanted`` accepts are returned, and count for the limit (-1: none).
         """
@@ -366,7 +366,7 @@ class Store:
     def load_histories(
         self, *, since: datetime | None = None, limit: int = -1, is_wanted: Callable[[Workflow], bool] = bool
     ) -> list[History]:
-        """What ``find_workflows`` finds, each with its journal."""
+        """The workflows that ``find_workflows`` finds, each with its journal."""
         which = "WHERE workflow_id = ? ORDER BY id"
         return [
             History(workflow=workflow, entries=tuple(self._load_entries(which, workflow.id)))
@@ -396,7 +396,7 @@ class Store:
         )
 
     def load_losses(self) -> dict[str, Loss]:
-        """What targets of notices have lost."""
+        """The lost notifications of each target."""
         return _LOSSES.decode(self.load_fact("lost_notices") or "{}")
 
     def end_notices(
@@ -405,7 +405,10 @@ class Store:
         records: Iterable[tuple[str, str, datetime]] = (),
         losses: Mapping[str, Loss] | None = None,
     ) -> None:
-        """These were delivered or are lost. ``records``: as for ``record_all``. ``losses``: of all targets."""
+        """Delete notifications that were delivered or are lost. ``losses``: the new ones of all targets.
+
+        ``records``: entries for the journal, as for ``record_all``.
+        """
         with self._transaction():
             self._connection.executemany("DELETE FROM notice WHERE id = ?", [(one,) for one in ids])
             self._write_records(records)
@@ -421,7 +424,7 @@ class Store:
         return self._add_request(at, "", None, "")
 
     def _add_request(self, at: datetime, workflow_id: str, action: OperatorAction | None, user: str) -> int:
-        """``action``: None for a question for the status."""
+        """``action``: None for a request for the status."""
         with self._transaction():
             cursor = self._connection.execute(
                 "INSERT INTO request (at, workflow_id, action, user) VALUES (?, ?, ?, ?)",
@@ -463,7 +466,7 @@ class Store:
             self._write_answer(request_id, answer)
 
     def prune(self, before: datetime) -> bool:
-        """Delete a portion of what ended before that time or is above a limit; True if there may be more.
+        """Delete a portion of what ended before ``before`` or is above a limit. True if there may be more.
 
         Open workflows stay, and the beginning and the end of their journals.
         """
@@ -517,7 +520,7 @@ class Store:
         return int((free if is_free else pages - free) * page_bytes)
 
     def reserve_bytes(self) -> int:
-        """How much can still be written while the disk is full."""
+        """Number of bytes that can still be written while the disk is full."""
         log = self.path.with_name(f"{self.path.name}-wal")
         with self._reading():
             try:
@@ -526,7 +529,7 @@ class Store:
                 return 0
 
     def keep_reserve(self) -> str:
-        """Fill the reserve up if it has become small. Returns why that is not possible, "" if all is well."""
+        """Fill up the reserve if it has become small. Returns why that is not possible, "" if it is full."""
         left = self.reserve_bytes()
         if left >= RESERVE_BYTES * 3 // 4:
             return ""
@@ -552,7 +555,7 @@ class Store:
         return ""
 
     def _write_answer(self, request_id: int, answer: RequestAnswer) -> bool:
-        """Whether the request is still there."""
+        """Write the answer. Returns whether the request still exists."""
         body = msgspec.json.encode(answer).decode()
         cursor = self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (body, request_id))
         return cursor.rowcount == 1
@@ -608,10 +611,10 @@ def _to_answer(rows: list[tuple[Any, ...]]) -> RequestAnswer | None:
 
 
 def _storable(text: str) -> str:
-    """Bytes in it that are not UTF-8, from a path or the environment, become question marks."""
+    """The text with a question mark for each byte that is not UTF-8, such as from a path or the environment."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _stamp(at: datetime) -> str:
-    """In UTC, so that stamps sort as texts."""
+    """The time as text in UTC, so that stamps sort as texts."""
     return at.astimezone(UTC).isoformat(timespec="microseconds")

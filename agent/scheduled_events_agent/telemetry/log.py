@@ -1,8 +1,8 @@
 """The agent's log: structlog set up once, and failures logged on change.
 
-Owns the form of log lines. Must never stop or delay the agent: what cannot be written is lost. The one invariant:
-a failure that repeats is logged when it begins, when its kind changes, once an hour, and when it is over; and no
-line above debug comes more often than once a minute in the long run.
+It decides how log lines look. It never stops or delays the agent: a line that cannot be written is lost.
+Invariant: a failure that repeats is logged when it begins, when its kind changes, once an hour, and when it is
+over. In the long run, no line above debug comes more often than once a minute.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ JOURNAL_FIELDS = {
     "hook": "HOOK", "stage": "STAGE",
 }  # fmt: skip
 """Names of fields in systemd's journal; any other field has its own name there, in capitals."""
-# What a line has for others than those who read JSON: the number of the message, and the line as people read it.
+# Fields that JSON lines do not have: the number of the message, and the line as people read it.
 _ASIDE = ("log_id", "sentence")
-# What MESSAGE has in its sentence, so that it need not follow in brackets.
+# Fields that are part of MESSAGE's sentence already and do not follow in brackets.
 _IN_SENTENCE = (
     "time", "level", "event", "event_id", "type", "rule", "phase", "reason", "problem", "line", "exception",
     "stacks", *_ASIDE,
@@ -118,7 +118,7 @@ def get_logger() -> Logger:
 
 
 def is_debugging() -> bool:
-    """Whether debug lines are written; what only they need is not worked out otherwise."""
+    """Whether debug lines are written. If not, callers do not compute what only these lines need."""
     return structlog.is_configured() and get_logger().is_enabled_for(_LEVELS["debug"])
 
 
@@ -150,7 +150,7 @@ class FailureLog:
             self._logged_at[kind] = now
 
     def succeeded(self, now: float) -> None:
-        """It works; logged if a failure was."""
+        """Report success. It is logged if a failure was logged before."""
         if self._logged_at and self._may_log(self._kind, now):
             seconds = round(now - self._began, 1)
             get_logger().info(
@@ -183,7 +183,7 @@ class _RateLimit:
 
 
 class _RateLimiter:
-    """Drops lines that repeat; the next line of that kind says how many were left out."""
+    """Drops lines that repeat; the next line of that kind says how many were suppressed."""
 
     def __init__(self) -> None:
         self._of_all: dict[object, _RateLimit] = {}
@@ -214,12 +214,12 @@ class _RateLimiter:
 
 @lru_cache(maxsize=1)
 def _limiter(_stream: TextIO | None) -> _RateLimiter:
-    """One for each stream, also after another ``set_up``: a reload must not give each line a new burst."""
+    """The limit of a stream, kept after another ``set_up``: a reload must not give each line a new burst."""
     return _RateLimiter()
 
 
 class _SafeStream:
-    """A stream that may be closed, full or gone: what it cannot take is lost, and no writer waits long."""
+    """A stream that may be closed, full or gone: what cannot be written is lost, and no writer waits long."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -250,7 +250,7 @@ class _SafeStream:
 
 @lru_cache(maxsize=1)
 def _safe(stream: TextIO | None) -> _SafeStream:
-    """One for each stream, also after another ``set_up``: older loggers must not write between its pieces."""
+    """The wrapper of a stream, kept after another ``set_up``: older loggers must not write between its pieces."""
     return _SafeStream(stream)
 
 
@@ -341,7 +341,7 @@ def _to_journal_fields(event: structlog.typing.EventDict) -> dict[str, str]:
 
 
 class _Journal:
-    """Sends entries to systemd's journal with fields, or, if it does not take them, as JSON with a priority."""
+    """Sends entries to systemd's journal with fields, or, if it does not accept them, as JSON with a priority."""
 
     def __init__(self, *, is_for_people: bool) -> None:
         """``is_for_people``: MESSAGE is a sentence and each fact a field; else MESSAGE is JSON with all facts."""

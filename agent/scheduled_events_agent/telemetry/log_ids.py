@@ -14,7 +14,7 @@ class LogId(IntEnum):
     meaning: str
 
     def __new__(cls, number: int, meaning: str) -> Self:
-        """As the table below gives them."""
+        """Number and meaning are those in the table below."""
         member = int.__new__(cls, number)
         member._value_ = number
         member.meaning = meaning
@@ -22,19 +22,19 @@ class LogId(IntEnum):
 
     @property
     def message_id(self) -> str:
-        """Empty if it has none."""
+        """The MESSAGE_ID of this id; empty if it has none."""
         return _MESSAGE_IDS.get(self, "")
 
     AGENT_STARTED = 100, "The agent started."
     AGENT_STOPPED = 101, "The agent stopped."
     AGENT_STOPPING = 102, "The agent stops once the hooks that run have ended or their time is up."
     AGENT_FAILED = 103, "The agent failed; the service's recovery actions start it again."
-    POLICY_REFUSED = 110, "The policy file was refused: correct it, then reload or start again."
+    POLICY_REFUSED = 110, "The policy file was rejected: correct it, then reload or start again."
     POLICY_RELOADED = 111, "The policy file was read again."
     POLICY_WARNING = 112, "The policy file, or a file that it names, has a warning."
     LOG_FILE_REFUSED = 113, "The log file is not written because others could change its directory."
-    PAGES_FAILED = 114, "The pages cannot be shown, or a change of agent.web_config was refused."
-    PAGES_WORK = 115, "The pages are shown, or the changed agent.web_config is in force."
+    PAGES_FAILED = 114, "The HTTP server cannot listen, or a change of agent.web_config was rejected."
+    PAGES_WORK = 115, "The HTTP server is listening, or the changed agent.web_config is in force."
     SEEN = 200, "A scheduled event was seen."
     DECIDED = 201, "The agent decided what to do about the event."
     CHANGED = RENAMED = MISSING = 202, "The event changed."
@@ -69,7 +69,7 @@ class LogId(IntEnum):
     VM_UNKNOWN = 302, "This VM's name is not known yet."
     VM_KNOWN = 303, "This VM is known."
     OTHER_VM = 304, "The state belongs to another VM and is not used."
-    API_VERSION = 305, "The api-version for recommendations is refused, or answered again."
+    API_VERSION = 305, "The api-version for recommendations is rejected, or answered again."
     OTHER_AGENT = 306, "Another agent acts on this machine too: stop one of the two, or start it with --observe."
     STATE_NOT_WRITTEN = 310, "The state file cannot be written: the agent does nothing until it can."
     STATE_WRITTEN = 311, "The state file can be written again."
@@ -77,17 +77,17 @@ class LogId(IntEnum):
     NO_RESERVE = 313, "The disk is nearly full: the state file cannot keep its reserve."
     RESERVE = 314, "The state file has its reserve for a full disk again."
     EVENT_FAULT = 320, "An event could not be handled: a bug, which concerns this event only."
-    NOTICES_FAIL = 330, "A service that is notified of events does not take a notice."
-    NOTICES_WORK = 331, "A service that is notified of events takes notices again."
-    NOTICES_DROPPED = 332, "A notification is lost: rejected, too old or one too many, or its target is gone."
+    NOTICES_FAIL = 330, "A service that is notified of events does not accept a notification."
+    NOTICES_WORK = 331, "A service that is notified of events accepts notifications again."
+    NOTICES_DROPPED = 332, "A notification is lost: rejected, too old, one too many, or without its target."
     FLEET_FAILS = (
         340,
         "The fleet's table cannot be used: events wait, or begin without a slot, as the policy says.",
     )
     FLEET_WORKS = 341, "The fleet's table can be used again."
     FLEET_SAME_NAME = 342, "Another VM of the fleet uses the name of this one: events of this VM wait."
-    FLEET_MEMBERS = 343, "fleet.members does not match this VM: all VMs that an event names are awaited."
-    MACHINE_PAUSED = 400, "The machine stood still; the pause was measured."
+    FLEET_MEMBERS = 343, "fleet.members does not match this VM: all VMs that an event names are waited for."
+    MACHINE_PAUSED = 400, "The machine was paused; the pause was measured."
     OTHER_WARNING = 998, "Any other warning."
     OTHER_ERROR = 999, "Any other error."
 
@@ -115,7 +115,7 @@ _MESSAGE_IDS = {
 
 
 def log_id_of(log_id: LogId | None, level: str) -> LogId | None:
-    """The id that the call gave, else the one of any other warning or error; None for the rest."""
+    """The call's id; without one, the id of other warnings or errors; None for less severe entries."""
     return log_id or {"warning": LogId.OTHER_WARNING, "error": LogId.OTHER_ERROR}.get(level)
 
 

@@ -1,9 +1,9 @@
 """Every metric of the agent: names, types and labels.
 
-Reads no state of the engine: what is pending comes from the snapshot that the engine publishes. The one invariant:
-labels come from closed sets (types, sources, rules, hooks, stages, outcomes, kinds), never from an event's id or a
-resource's name. Only the gauge that lists what is pending carries ids, and its series end with the event. Counters
-start at 0 for each of their labels: Prometheus sees no increase in a counter that appears with its first count.
+Pending events come from the snapshot that the engine publishes. Counters start at 0 for each of their labels:
+Prometheus sees no increase in a counter that appears with its first count.
+Invariant: labels come from closed sets (types, sources, rules, hooks, stages, outcomes, kinds), never from an
+event's id or a resource's name. Only the gauge of pending events carries ids; its series end with the event.
 """
 
 from collections import Counter as Counting
@@ -44,7 +44,7 @@ _SLOW_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
 
 
 class Metrics:
-    """All metrics. For any thread."""
+    """All metrics of the agent. For any thread."""
 
     def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of each counter
@@ -60,7 +60,7 @@ class Metrics:
         self.set_attention(())
         self._load_pending = load_pending
         self._exposed: tuple[tuple[Workflow, ...], bytes] | None = None
-        """What was pending at the last scrape, and its text."""
+        """The pending events of the last scrape, and the text made from them."""
         ProcessCollector(registry=self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -129,7 +129,7 @@ class Metrics:
             "recovery_failures_total", "How often the recovery from an event failed, retries included."
         )
         self.pause_seconds = self._histogram(
-            "pause_seconds", "Times in which this machine stood still, as measured by the agent.",
+            "pause_seconds", "Times for which this machine was paused, as measured by the agent.",
             buckets=(1, 2, 5, 10, 15, 30, 60, 300),
         )  # fmt: skip
         self.last_pause_seconds = self._gauge("last_pause_seconds", "Length of the last measured pause.")
@@ -146,14 +146,14 @@ class Metrics:
         self.faults = self._counter("faults_total", "Bugs met while handling an event; the log has the details.")
 
     def _add_notices(self) -> None:
-        self.notices_sent = self._counter("notices_sent_total", "Notices that were delivered.", "target")
+        self.notices_sent = self._counter("notices_sent_total", "Notifications that were delivered.", "target")
         self.notice_failures = self._counter(
-            "notice_failures_total", "Attempts to deliver a notice that failed.", "target", "kind"
+            "notice_failures_total", "Attempts to deliver a notification that failed.", "target", "kind"
         )
         self.notices_dropped = self._counter(
-            "notices_dropped_total", "Notices that were given up before they were delivered.", "target", "reason"
+            "notices_dropped_total", "Notifications that were lost before delivery.", "target", "reason"
         )
-        self._notices_waiting = self._gauge("notices_waiting", "Notices that wait to be delivered.", "target")
+        self._notices_waiting = self._gauge("notices_waiting", "Notifications to be delivered.", "target")
         self._notices_oldest = self._gauge(
             "notices_oldest_waiting_seconds",
             "How long the oldest of them has waited; 0 if there is none.",
@@ -161,7 +161,7 @@ class Metrics:
         )
 
     def add_fleet(self) -> None:
-        """Only agents whose policy has a fleet show these."""
+        """Metrics of the fleet. Only agents whose policy has a fleet show them."""
         self.fleet_requests = self._counter(
             "fleet_requests_total", "Requests to the fleet's table, by how they ended.", "operation", "result"
         )
@@ -184,7 +184,10 @@ class Metrics:
             self.fleet_wait_seconds.labels(what)
 
     def set_waiting(self, waiting: Mapping[str, tuple[int, float]]) -> None:
-        """How many notices wait for each target, and since when the oldest, in Unix time. No other is shown."""
+        """Show how many notifications wait for each target, and since when (Unix time) the oldest has waited.
+
+        Targets that are not given are no longer shown.
+        """
         for target in self._targets - waiting.keys():
             self._notices_waiting.remove(target)
             self._notices_oldest.remove(target)
@@ -271,7 +274,7 @@ class Metrics:
             self.closed.labels(event_type(event.type), workflow.outcome).inc()
 
     def expose(self) -> bytes:
-        """All of them in Prometheus' text format; what is pending is written anew only when it has changed."""
+        """All metrics in Prometheus' text format. Those of pending events are rendered only after a change."""
         pending = tuple(self._load_pending())
         exposed = self._exposed
         if exposed is None or exposed[0] != pending:
@@ -299,7 +302,7 @@ def _status(word: str) -> str:
 
 
 class _Pending(Collector):
-    """What is pending now, so that no series outlives its event."""
+    """The series of pending events, made anew for each snapshot: no series outlives its event."""
 
     def __init__(self, pending: Iterable[Workflow]) -> None:
         self._pending = pending

@@ -1,7 +1,7 @@
-"""What the web server answers at each path, and the server itself.
+"""The web server, and its answer at each path.
 
-Asks functions for what it shows, and changes nothing. The one invariant: clients cost a bounded amount of work,
-however many and however slow they are, and none of it is the engine's.
+It calls functions for the contents, and changes nothing. Invariant: clients cause a bounded amount of work,
+however many and however slow they are, and none of it is done by the engine.
 """
 
 import threading
@@ -28,31 +28,31 @@ from scheduled_events_agent.web.static import FILES
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.workflow import Workflow
 
-# What /history shows: this many events and pauses, and entries of each event. The page shows one entry less.
+# /history shows this many events and pauses, and entries of each event. The page shows one entry less.
 _RECENT = 20
 _ENTRIES = 41
-# The journal is read once in this time at most, and a client waits this long for a disk that hangs.
+# The journal is read at most once in this time, and a client waits this long for a disk that hangs.
 _PAGE_SECONDS = 1.0
 _PAGE_PATIENCE_SECONDS = 1.0
-# Metrics and /status are made once in this time at most: clients that ask together share one answer.
+# Metrics and /status are built at most once in this time: clients that ask together share one answer.
 _METRICS_SECONDS = 0.1
 _STATUS_SECONDS = 0.5
-# Longer JSON is for programs alone, and not indented.
+# Longer JSON is read only by programs, and is not indented.
 _READABLE_BYTES = 256 * 1024
 # The agent starts without its pages if their port is taken.
 _WEB_RETRY_SECONDS = 3.0
 
 
 class WebState(NamedTuple):
-    """How the web server is, for the status."""
+    """The state of the web server, for the status."""
 
     failure: str
-    """Why the web server that the policy asks for is not there."""
+    """Why the web server that the policy asks for is not open; "" if it is."""
     config_rejected: WebConfigRejected | None
 
 
 class Pages:
-    """The pages and their server. For any thread."""
+    """The endpoints of the agent, and their web server. For any thread."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Pages:
         state_dir: Path,
         stop_requested: threading.Event,
     ) -> None:
-        """``status_basis``: returns something else when another status is to be shown at once.
+        """``status_basis`` returns another value when a new status must be shown at once.
 
         ``stop_requested``: when it is set, ``serve`` tries no longer.
         """
@@ -83,7 +83,7 @@ class Pages:
         self.tls: Tls | None = None
         """None if there is no agent.web_config, or it could not be read yet."""
         self.failure = ""
-        """See ``WebState``."""
+        """Why the web server is not open; "" if it is."""
         self.has_tried = threading.Event()
         """Set when the first attempt to open it has ended."""
 
@@ -102,10 +102,10 @@ class Pages:
             except (TlsError, WebError) as error:
                 failure = str(error)
             if failure and failure != self.failure:
-                text = "the pages cannot be shown; this is tried again"
+                text = "the web server cannot be opened; this is tried again"
                 self._log.error(text, log_id=LogId.PAGES_FAILED, reason=failure)
             elif self.web and self.failure:
-                self._log.info("the pages are shown now", log_id=LogId.PAGES_WORK, listen=self.web.address)
+                self._log.info("the web server is listening", log_id=LogId.PAGES_WORK, listen=self.web.address)
             self.failure = failure
             self.has_tried.set()
             if self.web:
@@ -115,10 +115,10 @@ class Pages:
     def _tell_tls(self, refused: str) -> None:
         self._web_config_rejected = WebConfigRejected(reason=refused, since=datetime.now(UTC)) if refused else None
         if refused:
-            text = "agent.web_config was refused, what it said before is in force"
+            text = "agent.web_config is rejected; its previous content is in force"
             self._log.error(text, log_id=LogId.PAGES_FAILED, reason=refused)
         else:
-            self._log.info("agent.web_config is in force as it is now", log_id=LogId.PAGES_WORK)
+            self._log.info("the current agent.web_config is in force", log_id=LogId.PAGES_WORK)
 
     def close(self) -> None:
         """Stop serving."""
@@ -184,7 +184,7 @@ class Pages:
 
 
 def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalEntry, ...]:
-    """The entries with what hooks of pending events wrote."""
+    """The entries that hold the output of hooks of pending events."""
     open_ids = {workflow.id for workflow in pending}
     entries = [entry for history in recent if history.workflow.id in open_ids for entry in history.entries]
     return tuple([entry for entry in entries if entry.hook and entry.detail])
@@ -198,10 +198,10 @@ def _json_page(answer: Status | Journal) -> Page:
 
 
 class _Shared:
-    """A page that takes some work, made once for all clients within ``seconds``. For any thread."""
+    """A response that costs some work; built once for all clients within ``seconds``. For any thread."""
 
     def __init__(self, make: Callable[[], Page], seconds: float, basis: Callable[[], object] = tuple) -> None:
-        """``basis``: what the page shows; when that has changed, the page is made anew at once."""
+        """``basis``: the data of the response; when it has changed, the response is built again at once."""
         self._make = make
         self._seconds = seconds
         self._basis = basis
@@ -213,7 +213,7 @@ class _Shared:
         )
 
     def __call__(self) -> Page:
-        # Another client's thread may be making it just now. If that hangs, the last one must do.
+        # Another client's thread may be building it now. If that hangs, the last response is used.
         if self._making.acquire(timeout=_PAGE_PATIENCE_SECONDS):
             try:
                 basis = self._basis()

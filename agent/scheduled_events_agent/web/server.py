@@ -1,9 +1,8 @@
 """The agent's web server: a few pages, each a function that returns a finished answer.
 
-Knows sockets and HTTP, and nothing of the engine. The one invariant: a client can change nothing, and can keep
-neither the agent from its work nor other clients from their pages. The server takes only GET and HEAD. Each
-client has a thread, and limits of time and size for its request. When all places are taken, the next client gets
-the place of the one that has had it the longest.
+The server accepts only GET and HEAD. Each client has a thread, and limits of time and size for its request. When
+all places are taken, the next client gets the place of the one that has had it the longest.
+Invariant: a client can change nothing, and can delay neither the agent nor other clients.
 """
 
 import io
@@ -29,20 +28,20 @@ _MAX_THREADS = 2 * _MAX_CLIENTS
 _UNDISTURBED_SECONDS = 0.1
 # A thread looks this often whether its client still has a place. (Not every system wakes it.)
 _LOOK_SECONDS = 0.1
-# From the start of a connection to the end of its request, TLS included; and for taking the answer.
+# Time limit from the start of a connection to the end of its request, TLS included; and for reading the answer.
 _REQUEST_SECONDS = 5.0
 _ANSWER_SECONDS = 15.0
 _MAX_REQUEST_BYTES = 16 * 1024
 _REFUSED_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
-# What a load balancer asks for. It cannot choose its Host header.
+# Paths that load balancers request. They cannot choose their Host header.
 _PROBES = ("/healthz", "/readyz")
 _TLS_GREETING = b"\x16"
 
 
 @dataclass(frozen=True)
 class Page:
-    """A finished answer."""
+    """An answer that is ready to be sent."""
 
     status: HTTPStatus
     body: bytes
@@ -59,7 +58,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Place:
-    """What a client holds."""
+    """A client's place: its connection, and since when the client has the place."""
 
     connection: socket.socket
     since: float
@@ -88,7 +87,7 @@ class WebServer(ThreadingTCPServer):
         self._tls = tls
         self._is_closed = False
         self._clients: dict[int, _Place] = {}
-        """By the client's thread, oldest first."""
+        """The place of each client's thread, oldest first."""
         self._clients_lock = threading.Lock()
         self._free_threads = threading.Semaphore(_MAX_THREADS)
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -153,7 +152,7 @@ class WebServer(ThreadingTCPServer):
             self._free_threads.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: most clients that fail have only gone away."""
+        """Log nothing: most clients that fail have only disconnected."""
 
     def admit(self, connection: socket.socket, deadline: float) -> None:
         """Give this thread's client a place. Blocks until there is one. Raises OSError after the deadline."""
@@ -172,7 +171,7 @@ class WebServer(ThreadingTCPServer):
             time.sleep(min(wait, _seconds_to(deadline)))
 
     def attempt(self, action: Callable[[], T], connection: socket.socket, deadline: float) -> T:
-        """What ``action`` returns, which waits for the client. Raises OSError when its time or place is lost."""
+        """Run ``action``, which waits for the client. Raises OSError when the client's time or place is lost."""
         while True:
             connection.settimeout(min(_LOOK_SECONDS, _seconds_to(deadline)))
             try:
@@ -182,7 +181,7 @@ class WebServer(ThreadingTCPServer):
                     raise
 
     def secure(self, connection: socket.socket, deadline: float) -> socket.socket:
-        """The connection under TLS, if the agent asks for that. Blocks. Raises OSError if the client does not."""
+        """The connection, under TLS if that is configured. Blocks. Raises OSError if the client speaks no TLS."""
         if self._tls is None:
             return connection
         first = self.attempt(lambda: connection.recv(1, socket.MSG_PEEK), connection, deadline)
@@ -206,7 +205,7 @@ class WebServer(ThreadingTCPServer):
         is_stranger = not all(map(self._answers_to, names))
         if is_stranger and path not in _PROBES:
             way_out = "use its address, or add the name to agent.listen_names"
-            text = f"asked by a name that is not this server's: {way_out}\n"
+            text = f"the Host header is not a name of this server: {way_out}\n"
             return Page(HTTPStatus.MISDIRECTED_REQUEST, text.encode())
         make = self._pages.get(path)
         if make is None:
@@ -216,7 +215,7 @@ class WebServer(ThreadingTCPServer):
             page = make()
         except Exception as error:  # noqa: BLE001 - the client should see it
             return Page(HTTPStatus.INTERNAL_SERVER_ERROR, f"a bug in the agent: {error!r}\n".encode())
-        if is_stranger:  # it learns yes or no
+        if is_stranger:  # it gets yes or no, without details
             return Page(page.status, b"yes\n" if page.status == HTTPStatus.OK else b"no\n")
         return page
 
@@ -271,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
     def version_string(self) -> str:
-        """For the Server header."""
+        """The text of the Server header."""
         return f"scheduled-events-agent/{__version__}"
 
     def do_GET(self) -> None:
@@ -284,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A refusal, in few words and none of the client's own."""
+        """Reject the request with a short text that repeats nothing the client sent."""
         del message, explain
         if code == HTTPStatus.NOT_IMPLEMENTED:
             text = b"only GET and HEAD: nothing can be changed here\n"
@@ -294,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(Page(status, f"{status.phrase}\n".encode()))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """The agent's log is about events."""
+        """Log nothing: the agent's log is about events."""
 
     def _send(self, page: Page) -> None:
         self.connection.settimeout(_ANSWER_SECONDS)
@@ -319,7 +318,7 @@ class _TooLargeError(Exception):
 
 
 class _Request(io.RawIOBase):
-    """What a client sends, within a total of time and bytes."""
+    """The bytes that a client sends, within a total of time and size."""
 
     def __init__(self, server: WebServer, connection: socket.socket, deadline: float) -> None:
         self._server = server
@@ -340,7 +339,7 @@ class _Request(io.RawIOBase):
 
 
 def _seconds_to(deadline: float) -> float:
-    """Above 0. Raises TimeoutError."""
+    """The seconds left, always above 0. Raises TimeoutError."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -348,6 +347,6 @@ def _seconds_to(deadline: float) -> float:
 
 
 def _interrupt(connection: socket.socket) -> None:
-    """End what another thread waits for on this connection."""
+    """End another thread's wait on this connection."""
     with suppress(OSError):  # it has ended by itself
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -30,4 +30,4 @@ def _page_of(name: str, content_type: str) -> Callable[[], Page]:
 
 
 FILES = {path: _page_of(*about) for path, about in _FILES.items()}
-"""By their paths on the server."""
+"""The files, by their paths on the server."""

@@ -1,6 +1,6 @@
-// Shows what the agent answers at status and history, and follows it.
-// Every text becomes a text node and never markup. What has changed is put in place, so that what a reader has
-// opened, selected or focused stays.
+// Shows the agent's answers at status and history, and keeps them up to date.
+// Every text becomes a text node and never markup. Only changed parts are replaced: elements that a reader has
+// opened, selected or focused stay.
 "use strict";
 (() => {
   const REFRESH_MS = 2000, HIDDEN_REFRESH_MS = 10000, TIMEOUT_MS = 4000, TICK_MS = 250, COPIED_MS = 2000;
@@ -36,7 +36,7 @@
   let status = null, histories = null, unread = "", copied = "";
   const openedAt = new Date().toISOString();
   let answered = performance.now(), hasFailed = false, isLost = false;
-  // How far this browser's clock is ahead of the agent's: of the last answers, the quickest tells best.
+  // How far this browser's clock is ahead of the agent's: the quickest of the last answers is the most exact.
   const gaps = [];
   let ahead = 0;
 
@@ -66,7 +66,7 @@
       ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   const section = (id, title, ...content) =>
     el("section", {"aria-labelledby": id}, el("h2", {id}, title), content);
-  // An id may be any text; this is one without blanks, and another for each.
+  // An id may be any text. This makes another one without blanks, different for each.
   const key = (id) => id.replace(/[^A-Za-z0-9-]/g, (one) => `_${one.charCodeAt(0).toString(16)}`);
   const separated = (nodes) => nodes.flatMap((node, i) => (i ? [", ", node] : [node]));
 
@@ -87,7 +87,7 @@
   const time = (at, text, attributes = {}) =>
     el("time", {datetime: iso(at), title: `${LOCAL.format(new Date(at))}, your time`, ...attributes}, text);
   const moment = (at) => time(at, stamp(at));
-  // What runs is not read out again each second.
+  // Screen readers do not read running times again each second.
   const until = (at) => time(at, span(Date.parse(at) - now()), {"data-until": at, role: "timer"});
   const since = (at) => time(at, span(now() - Date.parse(at)), {"data-since": at, role: "timer"});
   const timeNow = () => new Date(now()).toISOString();
@@ -101,14 +101,14 @@
     }
   };
 
-  // --- what is seen first
+  // --- header and what needs attention
 
   const vmName = () => (status.vm.names.length ? status.vm.names[0] : "this VM");
 
   const signOf = ({severity, kind}) => (severity === "act" && kind !== "approval_needed" ? "✕" : "!");
   const phaseOf = ({phase}) => (phase === "waiting" ? "pending" : phase.replaceAll("_", " "));
 
-  // How things are, for the title, the icon and the first chip.
+  // The state of the agent, for the title, the icon and the first chip.
   const state = () => {
     const {attention: [first], tone, summaries: [summary]} = status;
     if (first) {
@@ -169,7 +169,7 @@
 
   const headline = () => {
     if (isLost || status.attention.length) return "";
-    const polled = status.last_poll_at ? ["Last good poll ", since(status.last_poll_at), " ago"] : "No good poll yet";
+    const polled = status.last_poll_at ? ["Last successful poll ", since(status.last_poll_at), " ago"] : "No successful poll yet";
     return el("div", {class: `headline ${status.tone}`},
       el("p", {role: "status"}, mark(SIGNS[status.tone]), words(status.headline)),
       el("p", {class: "polled"}, status.ready ? "" : "/readyz answers 503. ", polled));
@@ -210,7 +210,7 @@
     return el("section", {class: "card", "aria-labelledby": "agent"}, el("h2", {id: "agent"}, "Agent"), list([
       ["Health", status.health === "ok" ? "ok" : "not healthy, see above"],
       ["Ready", status.ready ? "yes" : "no: /readyz answers 503"],
-      ["Last good poll", [status.last_poll_at ? [since(status.last_poll_at), " ago"] : "never yet", failure]],
+      ["Last successful poll", [status.last_poll_at ? [since(status.last_poll_at), " ago"] : "never yet", failure]],
       ["Endpoint", code(status.endpoint)],
       ["api-version", [code(status.api_version), unavailable]],
       ["Incarnation", words(status.incarnation) || "no document yet"],
@@ -232,7 +232,7 @@
 
   // --- events
 
-  // What is known of the last ones. (Where the journal tells of the agent alone, no workflow is named.)
+  // The last events. (Journal entries about the agent alone name no workflow.)
   const events = () => (histories || []).filter((history) => history.workflow);
 
   const countdown = (workflow) => {
@@ -331,7 +331,7 @@
     return section("pending", title, cards, more(status.pending.length - cards.length, "are pending; /status has them all"));
   };
 
-  // --- what happened
+  // --- history
 
   const entry = (one, dayBefore) => {
     const isBad = BAD_OUTCOMES.includes(one.outcome) || BAD_KINDS.includes(one.kind);
@@ -372,7 +372,7 @@
         el("p", {class: "quiet"}, code(workflow.event.id), " ", words(workflow.event.description)),
         el("p", {class: "quiet"}, "Timeline (UTC)"), timeline(history));
     });
-    const none = el("p", {class: "none"}, "None that the agent remembers.");
+    const none = el("p", {class: "none"}, "No past events.");
     return section("recent", "Recent events", items.length ? items : none);
   };
 
@@ -381,7 +381,7 @@
     const notes = histories.filter((history) => !history.workflow).flatMap((history) => history.entries)
       .filter((one) => one.kind === "pause").reverse().slice(0, MOST.entries);
     const lines = notes.map((one) => el("li", {}, moment(one.at), el("div", {}, words(one.text))));
-    return section("pauses", "Pauses of this machine", lines.length
+    return section("pauses", "VM pauses", lines.length
       ? el("ol", {class: "timeline wide"}, lines) : el("p", {class: "none"}, "None was measured."));
   };
 
@@ -393,7 +393,7 @@
 
   // --- the page
 
-  // Make the old element like the fresh one, and keep of it what can be kept.
+  // Change the old element to look like the fresh one, and keep as much of it as possible.
   const sync = (old, fresh) => {
     if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName || old.id !== fresh.id) {
       old.replaceWith(fresh);
@@ -408,7 +408,7 @@
     for (const name of fresh.getAttributeNames())
       if (name !== "open" && old.getAttribute(name) !== fresh.getAttribute(name))
         old.setAttribute(name, fresh.getAttribute(name));
-    // What has an id is known again wherever it is.
+    // An element with an id is found again wherever it is.
     const after = [...fresh.childNodes], wanted = new Set(after.map((node) => node.id).filter(Boolean));
     for (const child of [...old.children]) if (child.id && !wanted.has(child.id)) child.remove();
     after.forEach((node, i) => {
@@ -427,7 +427,7 @@
   const draw = () => {
     if (!status && !isLost) return;
     const fresh = status ? [top(), lost(), headline(), attention(), ...parts()] : ["", lost()];
-    // The first two parts are of now, the others of the last answer.
+    // The first two parts show the present, the others the last answer.
     const isStale = (i) => isLost && i > 1;
     const page = el("main", {id: "main"}, fresh.map((part, i) =>
       el("div", {id: `part-${i}`, class: isStale(i) && "stale"}, part)));

@@ -1,6 +1,6 @@
 """TLS settings of the web server: the file of ``agent.web_config``, in the format of Prometheus' exporters.
 
-Knows no page and no socket. The one invariant: a file that cannot be used leaves the one before it in force.
+Invariant: while a file cannot be used, the settings of the one before it stay in force.
 """
 
 import ssl
@@ -28,7 +28,7 @@ class Tls:
     """The TLS that the file asks for now: certificates are renewed under a running agent. For any thread."""
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        """``tell`` is called with the reason when the file is refused, and with "" when it is good again.
+        """``tell`` is called with the reason when the file is rejected, and with "" when it is good again.
 
         Raises TlsError.
         """
@@ -36,15 +36,15 @@ class Tls:
         self._tell = tell
         self._lock = threading.Lock()
         self.refused = ""
-        """Why the file as it is now was refused; "" if it is in force."""
+        """Why the file as it is now was rejected; "" if it is in force."""
         config, self._context = _read(path)
         self._files = (path, *map(Path, named_files(path, config).values()))
         self._stamps = _stamps(self._files)
         self._looked_at = time.monotonic()
 
     def context(self) -> ssl.SSLContext:
-        """For the next connection. Reads the files again if they have changed, at most once a second."""
-        # A client does not wait for a disk that keeps another one waiting.
+        """The context for the next connection. Reads files that have changed again, at most once a second."""
+        # While another client waits for a slow disk, this one uses the context from before.
         if time.monotonic() - self._looked_at >= _LOOK_SECONDS and self._lock.acquire(blocking=False):
             try:
                 self._look()
@@ -139,7 +139,7 @@ def _reason(error: Exception) -> str:
 
 
 def _stamps(files: tuple[Path, ...]) -> tuple[object, ...]:
-    """What changes when a file does."""
+    """The stamps of the files, which differ after a change."""
     stamps: list[object] = []
     for file in files:
         try:

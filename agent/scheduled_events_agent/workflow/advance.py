@@ -1,4 +1,4 @@
-"""The board of all open workflows: takes in signals, then moves every workflow as far as it goes."""
+"""``proceed``: applies the signals to the open workflows, then moves every workflow as far as it goes."""
 
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
@@ -35,30 +35,30 @@ from scheduled_events_agent.workflow.signals import may_return, take_in, waiting
 from scheduled_events_agent.workflow.stages import may_begin, share_hooks
 from scheduled_events_agent.workflow.timing import start_of, turn_to_approve
 
-# How often an approval that waits for a later document looks whether there is one.
+# An approval that waits for a later document checks this often whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
-# Of these reasons the journal has no word: the answer of the fleet's table, or of the service, brings one.
+# These reasons are not written to the journal: the answer of the fleet's table, or of the service, comes soon.
 _UNTOLD: tuple[WaitKind, ...] = ("fleet", "missing")
-# And of these only the first: what is waited for changes with each VM, or with each event that ends.
+# Of each of these kinds only the first is written: its details change with each VM, or with each event that ends.
 _TOLD_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")
 
 
 class Progression(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``proceed`` returns."""
+    """The result of ``proceed``."""
 
     board: dict[str, Workflow]
-    """The new board, without closed workflows."""
+    """The open workflows as they are now. Closed ones are left out."""
     steps: tuple[Step, ...]
-    """In the order in which they were made."""
+    """All steps, in the order in which they were made."""
     faults: tuple[tuple[str, Exception], ...]
-    """Bugs met on the way, with the workflow's id, or that of an event that is new.
+    """Bugs that were met, each with the id of its workflow, or of its event if that is new.
 
-    That workflow stays where it was, the others went on.
+    That workflow stays where it was; the others went on.
     """
 
 
 def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progression:
-    """Take in ``signals``, then move every workflow as far as it goes."""
+    """Apply ``signals``, then move every workflow as far as it goes."""
     turn = _Turn(board, context)
     for signal in signals:
         for key in turn.targets(signal):
@@ -70,14 +70,14 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
 
 
 class _Turn:
-    """One call of ``proceed``: the board as it changes, and the steps that changed it."""
+    """One call of ``proceed``: the workflows as they change, and the steps that changed them."""
 
     def __init__(self, board: Board, context: Context) -> None:
         self.workflows = dict(board)
         self.steps: list[Step] = []
         self.faults: dict[str, Exception] = {}
         self._context = context
-        # By the event's key. No document has an event twice.
+        # Workflow ids by the event's key. No document has an event twice.
         self._present = {w.event.key: w.id for w in board.values() if not w.is_over}
         self._gone = {w.event.key: w.id for w in board.values() if w.is_over and w.missing_since is not None}
 
@@ -98,10 +98,10 @@ class _Turn:
                 return list(self.workflows)
 
     def move_all(self) -> None:
-        """Move until nothing moves: workflows wait for each other.
+        """Move workflows until none moves any more: they wait for each other.
 
-        Events that are still to come move first, and evictions before them: what they begin may forbid what others
-        would.
+        Events that are not over move first, and evictions before the others: what they begin may keep other
+        workflows from beginning.
         """
 
         def order(key: str) -> tuple[bool, bool]:
@@ -119,16 +119,16 @@ class _Turn:
                 for key, waits in reasons.items():
                     self.attempt(key, explain, self.workflows[key], waits, self._context)
                 return
-        self.faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
+        self.faults[""] = WorkflowError(f"workflows do not stop moving: {moving}", kind="bug")
 
     def attempt(self, key: str, find_step: Callable[..., Step | Waits | None], *arguments: object) -> Waits | None:
-        """Make the step, or return why there is none. A bug in one event must not stop the others."""
+        """Make the step, or return why there is none. A bug in one event must not stop the other events."""
         try:
             found = find_step(*arguments)
             if not isinstance(found, Step):
                 return found
             self._apply(found)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - a bug in one event must not stop the others
             self.faults[key] = error
         return None
 
@@ -136,7 +136,7 @@ class _Turn:
         new = step.workflow
         old = self.workflows.get(step.workflow.id)
         if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
-            raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
+            raise WorkflowError(f"{old.phase} -> {new.phase} is not an allowed transition", kind="bug")
         if breach := _breach(old or new, step, self._context):
             raise WorkflowError(breach, kind="bug")
         if old is not None and new.phase != old.phase:
@@ -167,7 +167,7 @@ def _breach(before: Workflow, step: Step, context: Context) -> str:
 
 
 def explain(workflow: Workflow, waits: Waits | None, context: Context) -> Step | None:
-    """The workflow with why it waits now, and whether it needs an operator's approval; noted, where it is news."""
+    """Record why the workflow waits now, and since when it needs an operator's approval; news gets a note."""
     if not workflow.is_open:
         return None
     notes = [] if waits is None or not _is_news(workflow.waits, waits) else [Note(kind=_kind(waits), waits=waits)]
@@ -195,7 +195,7 @@ def known_events(board: Board) -> dict[str, ScheduledEvent]:
 
 
 def has_obeyed(workflow: Workflow, action: OperatorAction) -> bool:
-    """Whether an operator's action that was just taken in still counts; a change may have come with it."""
+    """Whether an operator's action has taken effect; a change that came with it may have made it void."""
     match action:
         case "retry":
             stage = workflow.recover if workflow.is_over else workflow.prepare
@@ -214,7 +214,7 @@ def is_ready(board: Board) -> bool:
 
 
 def next_wake_at(board: Board, context: Context) -> datetime | None:
-    """When time alone will next let a workflow move."""
+    """The next time at which a workflow may move without a signal."""
     times = []
     if board and (alone_at := begins_alone_at(context)):
         times.append(alone_at)

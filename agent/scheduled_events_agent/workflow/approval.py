@@ -18,7 +18,7 @@ from scheduled_events_agent.workflow.model import (
 )
 from scheduled_events_agent.workflow.timing import is_due, start_of
 
-# A failed approval is repeated after 1, 2, 4, ... seconds (2, 4, 8, ... after a 429), at most this many.
+# A failed approval is repeated after 1, 2, 4, ... seconds (2, 4, 8, ... after a 429), but after this many at most.
 _MAX_RETRY_SECONDS = 30.0
 
 
@@ -52,7 +52,7 @@ def _reason(workflow: Workflow) -> str:
 
 
 def why_approval_needed(workflow: Workflow, context: Context) -> str:
-    """Why only an operator can let this agent approve the event, as a clause; "" if that is not so."""
+    """Why this agent approves the event only if an operator approves it, as a clause; "" if that is not so."""
     event = workflow.event
     decision = workflow.decision
     is_ahead = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
@@ -74,7 +74,7 @@ def _would_approve(rule_name: str, context: Context) -> bool:
 
 
 def would_begin(workflow: Workflow, context: Context) -> Waits:
-    """What an agent that acts would do about an event for which nothing has begun."""
+    """The reason that shows what an acting agent would do about an event for which nothing has begun."""
     start = start_of(workflow, context)
     ready = replace(workflow, phase="prepared", prepare=Progress(state="succeeded"))
     leave = ask_gates(ready, replace(context, is_acting=True), OWN_GATES)
@@ -91,11 +91,12 @@ def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) 
     if workflow.approval.state != "requested":
         return None
     if not signal.error_kind:
-        notes = [Note(kind="approved", text="Azure has taken the approval", addition="")]
+        notes = [Note(kind="approved", text="Azure has accepted the approval", addition="")]
         action = workflow.operator_action
-        if action == "hold":  # while the approval was on its way
+        if action == "hold":  # the hold was set after the approval was sent
             action = ""
-            notes.append(Note(kind="operator", text="the operator's hold is void: Azure has taken the approval"))
+            text = "the operator's hold is void: Azure has accepted the approval"
+            notes.append(Note(kind="operator", text=text))
         confirmed = replace(workflow, approval=Approval(state="confirmed"), operator_action=action)
         return Step(workflow=confirmed, notes=tuple(notes))
     failures = workflow.approval.failures + 1

@@ -28,10 +28,10 @@ _SHORT_ID = 8
 
 
 class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What this VM asks of its fleet for one event.
+    """A request of this VM to its fleet about one event.
 
-    ``stage``: requested, it wants to begin; not_ready, it has begun and is not recovered from; ready, it is
-    prepared, and only the fleet's gate still keeps it from being approved.
+    ``stage``: requested, the VM wants to begin; not_ready, it has begun and has not recovered; ready, it is
+    prepared, and only the fleet's gate still keeps the event from being approved.
     """
 
     event: str
@@ -79,10 +79,10 @@ def _rank(workflow: Workflow, request: FleetRequest) -> int:
 
 
 def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float]) -> FleetRequest | None:
-    """Given a workflow, return what it asks of the fleet; None if it asks for nothing."""
+    """Given a workflow, return its request to the fleet; None if it has none."""
     own = own_name(workflow, context)
     if not own and workflow.prepare.state != "idle" and context.names:
-        own = plain_name(context.names[0])  # the event names this VM no longer, which is still prepared
+        own = plain_name(context.names[0])  # the event no longer names this VM, which is still prepared
     if not own or not (counts_for_slots(workflow, context) or needs_all(workflow)):
         return None
     stage = _stage(workflow, context)
@@ -107,7 +107,7 @@ def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
     event = workflow.event
     has_started = workflow.was_started or event.is_started
     if has_started and event.type in _URGENT_TYPES and workflow.decision.affects in ("self", "shared"):
-        return None  # this VM does not live to say so later
+        return None  # this VM will be gone, and could not withdraw the request
     is_approved = workflow.approval.state == "confirmed" or workflow.phase == "approved"
     is_past = workflow.is_over or has_started or is_approved
     if not is_past and may_begin(workflow):
@@ -138,7 +138,7 @@ def own_name(workflow: Workflow, context: Context) -> str:
     return next((name for name in map(plain_name, workflow.event.resources) if name in mine), "")
 
 
-# --- Who is awaited
+# --- Which VMs are waited for
 
 
 def awaited(workflow: Workflow, context: Context) -> list[str]:
@@ -159,7 +159,7 @@ def not_ready_others(workflow: Workflow, context: Context) -> list[str]:
 
 
 def _unasked(workflow: Workflow, context: Context) -> list[str]:
-    """Given a workflow, return the awaited VMs that the status of the fleet lacks: the event names them since."""
+    """Given a workflow, return the VMs to wait for that the fleet's status lacks: newly named ones."""
     asked = _status(workflow, context).awaited
     return [name for name in awaited(workflow, context) if name not in asked]
 
@@ -237,7 +237,7 @@ def begins_alone_at(context: Context) -> datetime | None:
 def slot_gate(workflow: Workflow, context: Context) -> Leave:
     """Given a workflow, return whether its event may begin as far as slots go.
 
-    A slot belongs to the event, not to a VM: an event of five VMs would else wait for itself.
+    A slot belongs to the event, not to a VM: else the VMs of one event would wait for each other.
     """
     if not needs_slot(workflow, context) or has_slot(workflow, context):
         return YES
@@ -286,7 +286,7 @@ def needs_all(workflow: Workflow) -> bool:
 def fleet_gate(workflow: Workflow, context: Context) -> Leave:
     """Given a workflow, return whether its event may be approved as far as other VMs go.
 
-    With ``shared: all-ready`` every VM that the event names must be ready; only an operator goes past that.
+    With ``shared: all-ready`` every VM that the event names must be ready, or an operator must approve it.
     """
     status = _status(workflow, context)
     is_all_ready = status.is_all_ready and not _unasked(workflow, context)
@@ -316,9 +316,9 @@ def some_of(names: list[str]) -> str:
 
 
 def _status(workflow: Workflow, context: Context) -> FleetEventStatus:
-    """Given a workflow, return what the fleet says of its event.
+    """Given a workflow, return the fleet's status of its event.
 
-    What it says of another appearance of the event does not count: then nothing is known.
+    A status of another appearance of the event does not count: then nothing is known.
     """
     statuses = context.fleet.statuses if context.fleet else {}
     status = statuses.get(fleet_key(workflow), FleetEventStatus())

@@ -1,7 +1,7 @@
 """The approval: gates, the request, and its answer.
 
-Each gate answers whether the event may be approved now. All are asked, and the strictest answer counts. When in
-doubt a gate does not say yes.
+Each gate answers whether the event may be approved now. All gates are asked, and the strictest answer counts. A
+gate that is not sure does not say yes.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def ask_gates(workflow: Workflow, context: Context, gates: Gates) -> Leave:
 
 
 def service_gate(workflow: Workflow, context: Context) -> Leave:
-    """What no operator can overrule: an acting agent may approve only a scheduled event of this VM."""
+    """Only an acting agent may approve, and only a scheduled event of this VM. No operator can overrule this."""
     event = workflow.event
     if workflow.is_over or workflow.was_started or event.status != "Scheduled":
         return _no("status")
@@ -101,7 +101,7 @@ def time_gate(workflow: Workflow, _: Context) -> Leave:
 
 
 def speaker_gate(workflow: Workflow, context: Context) -> Leave:
-    """An approval covers every VM that the event names; not every VM may approve for all."""
+    """An approval counts for every VM that the event names, and not every VM may approve for all of them."""
     decision = workflow.decision
     turn_at = turn_to_approve(workflow)
     if workflow.operator_action == "approve":
@@ -120,7 +120,7 @@ def doubt_gate(workflow: Workflow, _: Context) -> Leave:
 
 
 def start_gate(workflow: Workflow, context: Context) -> Leave:
-    """Lead and window: its time has come."""
+    """The time has come that the lead or the window of the event's rule gives."""
     if workflow.operator_action == "approve" or workflow.approval.state == "confirmed":
         return YES
     start = start_of(workflow, context)
@@ -133,8 +133,8 @@ def stale_gate(_: Workflow, context: Context) -> Leave:
     return Leave("not yet", Waits(kind="stale", at=context.document_at)) if context.is_stale else YES
 
 
-# What must say yes before this VM calls itself ready. Of several that say no the first is named: that this VM can
-# never approve the event, then what can be put right, then what a rule or an operator wants.
+# Gates that must say yes before this VM calls itself ready. If several say no, the first one is named. First come
+# those that forbid this VM ever to approve the event, then those that a person can change, then rule and operator.
 OWN_GATES: Gates = (
     service_gate, preparation_gate, doubt_gate, id_gate, rule_gate, operator_gate, time_gate, speaker_gate,
 )  # fmt: skip

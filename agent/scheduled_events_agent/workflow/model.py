@@ -1,7 +1,7 @@
-"""What a workflow is: its phases, what comes in, what goes out, and what a move rests on.
+"""Types of the workflow: phases, signals, effects, notes, context.
 
-Holds values only. A workflow is stored as it is here: once released, another form needs a migration in
-``store/file.py``. What is stored forbids unknown fields, so that a renamed one is not forgotten without a word.
+A workflow is stored in the form that it has here. Once released, another form needs a migration in
+``store/file.py``. Stored types forbid unknown fields, so that a renamed field is an error and not lost silently.
 """
 
 from collections.abc import Container, Mapping
@@ -24,7 +24,7 @@ Outcome = Literal["", "completed", "canceled", "expired", "unknown"]
 Stage = Literal["prepare", "on_start", "recover"]
 HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
 OperatorAction = Literal["approve", "hold", "release", "retry", "resolve"]
-"""What an operator can do about an event; release takes back approve and hold."""
+"""The actions of an operator on an event; release takes back approve and hold."""
 NoteKind = Literal[
     "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
     "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
@@ -38,16 +38,16 @@ WaitKind = Literal[
     "fleet", "same_name",
     # while it is prepared for
     "other_run",
-    # what the gates answer
+    # a gate's reason
     "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
     "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt", "stale",
-    # of a recommendation
+    # a recommendation is never approved
     "recommendation",
     # before it recovers
     "other_event", "lost_hook",
 ]  # fmt: skip
 
-# Every arrow of the life of an event; ``proceed`` refuses a step along any other one.
+# Every transition that is allowed; ``proceed`` rejects any other one.
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "waiting": frozenset({"preparing", "prepared", "held", "started", "closed"}),
     "preparing": frozenset({"prepared", "held", "started", "recovering", "closed"}),
@@ -61,31 +61,31 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "closed": frozenset(),
 }
 
-# How much of a changed value is shown in the log and the journal; the event itself is kept whole.
+# A changed value is cut to this length in the log and the journal; the event itself is kept whole.
 _SHOWN_CHARACTERS = 200
 
 
-# How the journal and the answers to operators name an action.
+# The names of the actions in the journal and in answers to operators.
 ACTION_TEXTS: dict[OperatorAction, str] = {
     "approve": "approved", "hold": "held", "release": "released", "retry": "retry", "resolve": "resolve",
 }  # fmt: skip
 
 
 class WorkflowError(AgentError):
-    """A bug: a step or an effect that is not allowed, or steps without end."""
+    """A bug: a transition or an effect that is not allowed, or steps without end."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far a stage (a list of hooks, run in order) has come."""
 
     state: Literal["idle", "running", "succeeded", "failed", "canceled", "resolved"] = "idle"
-    """resolved: it failed, and an operator has repaired it by hand."""
+    """resolved: it failed, and an operator has repaired it manually."""
     done: tuple[str, ...] = ()
     """Hooks that need not run again: they succeeded, or are not required."""
     current: str | None = None
     """The hook that runs; None between two hooks."""
     run: int = 0
-    """Number of hooks started in this stage; tells the result of this run from that of an earlier one."""
+    """Number of hooks started in this stage; a result is that of this run if it has the same number."""
     is_canceling: bool = False
     failure: str = ""
     """The last failure, as a phrase."""
@@ -98,24 +98,24 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     state: Literal["none", "requested", "confirmed"] = "none"
     failures: int = 0
-    """In a row."""
+    """Number of failures in a row."""
     failing_since: datetime | None = None
-    """When the first of them was."""
+    """When the first of these failures was."""
     retry_at: datetime | None = None
     failed_at: datetime | None = None
     """The next try also waits for a later document, which may say that the event is over."""
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why a workflow does not move; ``status/messages.py`` has the words for it."""
+    """Why a workflow does not move; ``status/messages.py`` has the text for it."""
 
     kind: WaitKind
     at: datetime | None = None
-    """Until when, if that is known."""
+    """Until when it waits, if that is known."""
     detail: str = ""
     """The other event's id, the lost hook's name, or why it does not begin earlier."""
     approval: WaitKind | None = None
-    """Of what would begin: why it would not be approved."""
+    """With ``would_begin``: why the event would not be approved."""
 
 
 class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,21 +129,21 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     noticed_at: datetime
     """When the event was first seen with its present NotBefore."""
     change_noted_at: datetime | None = None
-    """When a change of the event was last noted. Small ones are noted once a minute."""
+    """When a change of the event was last noted. Small changes are noted once a minute at most."""
     boot_id: str
     """The boot during which the event was first seen."""
     prepare_boot_id: str = ""
     """The boot in which its preparation has begun. After a reboot, what was prepared counts as undone."""
     phase: Phase = "waiting"
     phase_since: datetime | None = None
-    """When it entered its phase; None if that is the one in which it was first seen."""
+    """When it entered its phase; None while it is in its first phase."""
     prepare: Progress = Progress()
     on_start: Progress = Progress()
     recover: Progress = Progress()
     drain_until: datetime | None = None
     approval: Approval = Approval()
     operator_action: Literal["", "approve", "hold"] = ""
-    """The operator's action that counts."""
+    """The operator's action that is in force."""
     approval_needed_since: datetime | None = None
     """Since when an operator must approve it; None if that is not so."""
     missing_since: datetime | None = None
@@ -154,9 +154,9 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Since it was over, a recover hook has started that undoes what was prepared, for this or another event."""
     was_started: bool = False
     is_doubtful: bool = False
-    """First seen after the state file was lost: what was done about it before is not known."""
+    """It was first seen after the state file was lost: what was done about it before is not known."""
     begun_at: datetime | None = None
-    """When its handling began. With ``shared: first``, this VM's turn to approve counts from then."""
+    """When its handling began. With ``shared: first``, this VM's delay before it approves counts from then."""
     waits: Waits | None = None
     """Why the workflow does not move."""
     outcome: Outcome = ""
@@ -178,12 +178,12 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def is_missing(self) -> bool:
-        """Whether the last answer lacks the event; the next one tells if it is over."""
+        """Whether the last answer lacks the event; the next answer shows whether it is over."""
         return self.missing_since is not None and not self.is_over
 
     @property
     def is_prepared_for(self) -> bool:
-        """Preparation has begun and is not yet undone."""
+        """Whether preparation has begun and is not yet undone."""
         return self.is_open and self.prepare.state != "idle"
 
 
@@ -227,7 +227,7 @@ class Reconsider(msgspec.Struct, frozen=True):
 
 
 class ClockSet(msgspec.Struct, frozen=True):
-    """The wall clock was set: a drain that goes on lasts as long as it would have."""
+    """The wall clock was set. A running drain lasts as long as it would have lasted."""
 
     seconds: float
 
@@ -258,7 +258,7 @@ class RunHook(msgspec.Struct, frozen=True, kw_only=True):
     hook: str
     run: int
     rank: Rank = _LAST
-    """Of runs that must not overlap, the lowest is next."""
+    """Among runs that must not overlap, the run with the lowest rank is next."""
 
 
 class CancelHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +267,7 @@ class CancelHook(msgspec.Struct, frozen=True, kw_only=True):
     workflow_id: str
     stage: Stage
     is_urgent: bool = False
-    """Whether an eviction needs the VM: its seconds are not for the hook to end in its own time."""
+    """Whether an eviction needs the VM; then the hook gets less time to end by itself."""
 
 
 class MoveDeadline(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,9 +292,9 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: NoteKind
     text: str = ""
-    """For the journal. "" if ``waits`` says it, until ``messages.with_messages`` has made it."""
+    """The text for the journal. "" if ``waits`` has the reason, until ``messages.with_messages`` fills it in."""
     log_line: str = ""
-    """For the log: of which event it is, too. "" until ``messages.with_messages`` has made it."""
+    """The text for the log, which also names the event. "" until ``messages.with_messages`` fills it in."""
     waits: Waits | None = None
     """Why the workflow waits, or is held."""
     stage: str = ""
@@ -304,7 +304,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     """More about it, such as the end of a hook's output."""
     addition: str | None = None
-    """What ``text`` says that the kind does not; None if it is all of it."""
+    """The part of ``text`` that the kind does not say already; None means all of ``text``."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,30 +314,30 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     effects: tuple[Effect, ...] = ()
     notes: tuple[Note, ...] = ()
     is_small: bool = False
-    """Azure says the same of the event in other words: that is neither put on the disk nor told."""
+    """A change of the event without a meaning for this VM: it is neither stored nor reported."""
 
 
 class FleetEventStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one event of this VM stands with the fleet, by one list of the fleet's records."""
+    """The state of one event of this VM in the fleet, according to one list of the fleet's records."""
 
     workflow_id: str = ""
-    """The appearance of the event that this is about; it counts for no other one."""
+    """The appearance of the event that this is about; it counts for no other appearance."""
     may_begin: bool = False
     is_all_ready: bool = False
     position: int = 0
-    """In the line of the events that wait for a slot, from 1; 0 if it does not wait."""
+    """Its place in the queue of events that wait for a slot, from 1; 0 if it does not wait."""
     ahead: tuple[str, ...] = ()
     """Ids of the events that have a slot, or wait before it."""
     awaited: tuple[str, ...] = ()
-    """Plain names of the VMs that were asked for."""
+    """Plain names of the VMs that this VM's request named."""
     not_ready: tuple[str, ...] = ()
-    """Plain names of those that do not count as ready, and of others that have begun all the same."""
+    """Plain names of those VMs that do not count as ready, and of other VMs that have begun nevertheless."""
     other_vm_id: str = ""
     """The vmId of another VM that goes by the name of this one; "" if there is none."""
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """What this VM knows of the VMs with which it acts together."""
+    """This VM's view of the VMs with which it acts together."""
 
     max_events: int | None = None
     members: tuple[str, ...] = ("*",)
@@ -345,13 +345,13 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why the store cannot be used now; "" if it can."""
     unavailable_seconds: float | None = None
-    """For how long that has been so, by a clock that is never set."""
+    """For how long it could not be used, by a clock that is never set."""
     statuses: Mapping[str, FleetEventStatus] = {}
     """By the event's fleet key."""
 
 
 class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What outlives the appearance of an event for which it was decided."""
+    """A decision about an event that still counts after this appearance of the event has ended."""
 
     reason: Literal["hold", "expired"]
     """An operator's hold; or a recommendation that is over, though documents may still list it."""
@@ -362,7 +362,7 @@ class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """What a move depends on besides the workflows."""
+    """Everything that a step depends on besides the workflows."""
 
     now: datetime
     names: tuple[str, ...]
@@ -371,7 +371,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     hooks: Container[str]
     """Names of all hooks of the policy."""
     hook_seconds: Mapping[str, float] = {}
-    """How long each may take."""
+    """How long each hook may take."""
     serialized: Container[str] = frozenset()
     """Names of the hooks of which only one run may go on at a time."""
     reserve: float = 0.0
@@ -382,7 +382,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     document_at: datetime | None
     """When the last document was read; None before the first one, and then nothing moves."""
     stale_after: float = inf
-    """Nothing is approved by a document that was read more seconds ago."""
+    """Nothing is approved if the last document was read more seconds ago than this."""
     is_state_lost: bool = False
     """The state file was found damaged, and this is the first document since."""
     fleet: FleetView | None = None
@@ -392,7 +392,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the last document was read too long ago: what it lists may have been canceled since."""
+        """Whether the last document was read too long ago: an event in it may have been canceled since."""
         return self.document_at is not None and (self.now - self.document_at).total_seconds() > self.stale_after
 
 

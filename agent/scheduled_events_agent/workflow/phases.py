@@ -1,4 +1,4 @@
-"""Phases: one function for each, which makes the next step that is due, or says why none is.
+"""Phases: one function for each phase. It makes the step that is due, or returns the reason why none is.
 
 The phase drives: a function looks only at what belongs to its phase, and leaves it along an arrow of
 ``TRANSITIONS``. What leads away from anywhere is in ``_interrupt``.
@@ -35,9 +35,9 @@ from scheduled_events_agent.workflow.timing import drain_end
 
 Workflows = Mapping[str, Workflow]
 Move = Callable[[Workflow, Workflows, Context], Step | Waits | None]
-"""Returns the next step that is due. If none is: why the workflow waits.
+"""Returns the step that is due. If none is: the reason why the workflow waits.
 
-Without a step and without a reason a hook, a drain, an approval or Azure has its turn.
+Without a step and without a reason, a hook, a drain, an approval or Azure is at work.
 """
 
 GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
@@ -50,7 +50,7 @@ def ask_approval_gates(workflow: Workflow, context: Context) -> Leave:
 
 
 def gate_answers(workflow: Workflow, context: Context) -> dict[str, Leave]:
-    """What each gate answers that has a say in what comes next for the event, by its name."""
+    """The answer of each gate that matters for the event's next step, by the gate's name."""
     gates: Gates = BEGIN_GATES if workflow.phase == "waiting" else ()
     if workflow.phase in ("waiting", "preparing", "prepared", "held") and not workflow.event.is_recommendation:
         gates += GATES
@@ -58,13 +58,13 @@ def gate_answers(workflow: Workflow, context: Context) -> dict[str, Leave]:
 
 
 def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
-    """Make the next step that is due, or say why the workflow waits; see ``Move``."""
+    """Make the step that is due, or return the reason why the workflow waits; see ``Move``."""
     next_move = _interrupt(workflow, context) or _PHASES[workflow.phase]
     return next_move(workflow, workflows, context)
 
 
 def _interrupt(workflow: Workflow, context: Context) -> Move | None:
-    """What moves the workflow instead of its phase's own function; None if nothing does."""
+    """The function that moves the workflow instead of its phase's own function; None if there is none."""
     if context.document_at is None:
         return _stay
     if recommendations.why_ended(workflow, context):
@@ -90,7 +90,7 @@ def _interrupt_before_start(workflow: Workflow, context: Context) -> Move | None
     return _prepare_again if is_reset else None
 
 
-# --- What leads away from a phase.
+# --- Reasons to leave a phase.
 
 
 def _stay(workflow: Workflow, _workflows: Workflows, _context: Context) -> Waits | None:
@@ -103,26 +103,26 @@ def _expire(workflow: Workflow, _: Workflows, context: Context) -> Step:
 
 
 def _wait_while_missing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits:
-    """The next document tells if the event is over. Meanwhile an eviction may need the hook that runs."""
+    """Wait for the next document, which shows whether the event is over. An eviction may need the running hook."""
     return give_way(workflow, "prepare", workflows, context) or Waits(kind="missing")
 
 
 def _observe(workflow: Workflow, _: Workflows, context: Context) -> Waits | None:
-    """Do nothing, and say what would be done."""
+    """Do nothing, and return what would be done."""
     if not may_begin(workflow):
         return Waits(kind="observes")
     return would_begin(workflow, context) if _is_wanted(workflow) else None
 
 
 def _obey_hold(workflow: Workflow, _workflows: Workflows, _context: Context) -> Step | Waits | None:
-    """Begin nothing. An approval that Azure has taken cannot be held."""
+    """Begin nothing. An approval that Azure has accepted cannot be held."""
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved") if workflow.phase in ("prepared", "held") else None
     return HELD if workflow.phase == "held" else _hold(workflow, HELD)
 
 
 def _prepare_again(workflow: Workflow, _: Workflows, context: Context) -> Step:
-    """From the drain and the first hook on: a reboot has undone what was prepared."""
+    """Prepare again from the drain and the first hook on: a reboot has undone what was prepared."""
     drain_until = None
     if workflow.decision.drain_for:
         drain_until = drain_end(workflow.decision, workflow.event, context)
@@ -191,7 +191,7 @@ def _end_preparation(workflow: Workflow) -> Step:
         return _enter(workflow, "prepared", Note(kind="prepared", text="preparation is done", addition=""))
     is_approved = workflow.approval.state == "confirmed"
     if is_approved or (prepare.state == "failed" and workflow.decision.on_failure == "approve"):
-        why = "Azure has taken the approval already" if is_approved else "the rule goes on anyway"
+        why = "Azure has accepted the approval already" if is_approved else "the rule goes on anyway"
         text = f"preparation {prepare.state} ({prepare.failure}), and {why}"
         return _enter(workflow, "prepared", Note(kind="prepared", text=text))
     return _hold(workflow, _why_unprepared(workflow))
@@ -235,7 +235,7 @@ def _approve(workflow: Workflow, context: Context) -> Step | Waits | None:
 
 
 def _stay_prepared(workflow: Workflow) -> Step | Waits:
-    """Until the recommendation is over; it is not approved."""
+    """Stay prepared until the recommendation is over; it is not approved."""
     if workflow.prepare.state in ("failed", "canceled"):
         return _why_unprepared(workflow)
     if workflow.phase == "held":
@@ -358,7 +358,7 @@ def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
     peers = prepared_peers(workflow, workflows)
     needed_by = [peer for peer in peers if still_needs_preparation(peer) and share_hooks(peer, workflow)]
     if workflow.event.is_recommendation:
-        # The eviction that it warned of: this VM takes no new work before that.
+        # The eviction that the recommendation warned of: this VM gets no new work before that eviction.
         resources = workflow.event.resources
         preempts = [w for w in workflows.values() if w.event.type == "Preempt" and not w.is_over]
         needed_by += [w for w in preempts if w not in needed_by and w.event.affects(resources) != "others"]
@@ -366,7 +366,7 @@ def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
 
 
 def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Workflow:
-    """If another event has prepared again what was recovered, all of it must be recovered again."""
+    """Reset the recover hooks that are done if another event has prepared again: all of them must run again."""
     if not workflow.recover.done:
         return workflow
     is_undone = any(peer.prepare.run > 0 and share_hooks(peer, workflow) for peer in needed_by)
@@ -374,7 +374,7 @@ def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Wo
 
 
 def _close(workflow: Workflow) -> Step:
-    by_hand = "an operator has put its recovery right by hand" if workflow.recover.state == "resolved" else ""
+    by_hand = "an operator has repaired its recovery manually" if workflow.recover.state == "resolved" else ""
     text = ", ".join(filter(None, [f"is over: {workflow.outcome}", by_hand]))
     note = Note(kind="closed", text=text, addition=by_hand)
     return _enter(replace(workflow, waits=None), "closed", note)

@@ -1,4 +1,4 @@
-"""When a recommendation is over: it may be listed for hours, or leave the document unseen."""
+"""When a recommendation is over: it may be listed for hours, or disappear between two documents."""
 
 from datetime import datetime, timedelta
 
@@ -30,6 +30,6 @@ def why_ended(workflow: Workflow, context: Context) -> str:
 
 
 def end(workflow: Workflow, why: str) -> Step:
-    """Over, whatever documents list."""
+    """End the recommendation, even if documents still list it."""
     ended = replace(workflow, is_over=True, missing_since=None, outcome="expired")
     return Step(workflow=ended, notes=(Note(kind="expired", text=f"has expired: {why}"),))

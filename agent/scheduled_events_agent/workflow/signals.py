@@ -1,4 +1,4 @@
-"""What each signal changes in the workflow that it is for: facts only; ``phases`` acts on them."""
+"""The change that each signal makes to its workflow. It records facts only; ``phases`` acts on them."""
 
 from collections.abc import Container, Mapping
 from datetime import datetime, timedelta
@@ -43,13 +43,13 @@ from scheduled_events_agent.workflow.stages import (
 )
 from scheduled_events_agent.workflow.timing import drain_end, is_due
 
-# Of small changes of an event one is noted in so long.
+# A small change of an event is noted only once in this time.
 _NOTED_EVERY = timedelta(minutes=1)
 _SMALL_MOVE_SECONDS = 60.0
 
 
 def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step | None:
-    """The workflow with the signal in it; None if that changes nothing. Without a workflow: a new one."""
+    """Apply the signal to the workflow, or to a new one if there is none. None if nothing changes."""
     if workflow is None:
         return _admit(signal.event, context) if isinstance(signal, Seen) else None
     match signal:
@@ -149,7 +149,7 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
 
 
 def _changes_in_words(old: ScheduledEvent, new: ScheduledEvent, changed: Container[str]) -> list[Note]:
-    """One note of them all; none if they are not worth a line."""
+    """One note about all changes; none if they need no line."""
     fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
     # NotBefore becomes blank when the event starts.
     told = [name for name in fields if name in changed and not (name == "not_before" and new.is_started)]
@@ -158,7 +158,7 @@ def _changes_in_words(old: ScheduledEvent, new: ScheduledEvent, changed: Contain
 
 
 def _small_changes(old: ScheduledEvent, new: ScheduledEvent, context: Context) -> set[str]:
-    """The fields that may have another value and say the same for this VM."""
+    """The fields whose change means nothing for this VM."""
     small = {"description", "duration_seconds", "source"}
     if new.affects(context.names) == old.affects(context.names):
         small.add("resources")
@@ -175,7 +175,7 @@ def _was_just_noted(workflow: Workflow, context: Context) -> bool:
 
 
 def _why_approval_is_void(old: ScheduledEvent, new: ScheduledEvent) -> str:
-    """Why an operator's approval of the event as it was does not count for it as it is now; "" if it counts.
+    """Why an operator's approval of the event ``old`` does not count for ``new``; "" if it counts.
 
     An approval cannot be withdrawn, and the operator has not seen this change.
     """
@@ -194,8 +194,9 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
     has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
     lost: tuple[str, ...] = ()
     if has_begun or (workflow.event.is_started and old.rule is not None):
-        # The rule that began it also ends it. More hooks of the new rule are added: the event must not be approved
-        # without them. A hook that the policy has lost is left out: its failure would stop the hooks after it.
+        # The rule that began it also ends it. Further hooks of the new rule are added: the event must not be
+        # approved without them. A hook that is no longer in the policy is left out: its failure would stop the
+        # hooks after it.
         by_whom = f"rule {old.rule}" if old.rule else "no rule"
         more = tuple(hook for hook in new.prepare if hook not in old.prepare)
         lost = _lost_hooks(workflow, context)
@@ -227,7 +228,7 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
     notes = (Note(kind="decided", text=text),) if is_news else ()
     waits = workflow.waits
     if is_news and waits is not None and waits.kind in ("would_begin", "would_run_on_start"):
-        waits = None  # its words tell the decision, so it is noted again
+        waits = None  # its text contains the decision, so it is noted again
     return Step(workflow=replace(workflow, decision=new, waits=waits), notes=notes)
 
 
@@ -259,7 +260,7 @@ def may_return(workflow: Workflow, event: ScheduledEvent) -> bool:
 
 
 def _bring_back(workflow: Workflow) -> Workflow:
-    """As if the event had never been missing."""
+    """The workflow as if the event had never been missing."""
     if workflow.phase == "recovering":
         phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
         if workflow.was_started:
@@ -273,7 +274,7 @@ def _miss(workflow: Workflow, signal: Missing, context: Context) -> Step | None:
         return None
     text = "is not in the document; over, if the next answer lacks it too"
     if signal.names_others:
-        text = "does not name this VM any more; over for it, if the next answer says so too"
+        text = "does not name this VM any more; over for it, if the next answer does not name it either"
     note = Note(kind="missing", text=text)
     return Step(workflow=replace(workflow, missing_since=context.now), notes=(note,))
 
@@ -294,7 +295,7 @@ def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
         outcome = "canceled"
     text = "names only other VMs now" if signal.names_others else "is no longer in the document"
     note = Note(kind="gone", text=f"{text} ({outcome})")
-    # If it names this VM once more, it is another event for it: see ``missing_since`` in board.py.
+    # If it names this VM again later, it counts as another event: so ``missing_since`` is None then.
     since = None if signal.names_others else missing_since
     gone = replace(workflow, is_over=True, missing_since=since, outcome=outcome)
     return Step(workflow=gone, notes=(note,))
@@ -337,7 +338,7 @@ def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context
 
 
 def _retry(workflow: Workflow, note: Note, context: Context) -> Step:
-    """The hook that failed runs again, and then the rest of its stage."""
+    """Run the hook that failed again, and then the rest of its stage."""
     stage: Stage = "recover" if workflow.is_over else "prepare"
     progress = workflow.progress(stage)
     if progress.state != "failed":
@@ -345,7 +346,7 @@ def _retry(workflow: Workflow, note: Note, context: Context) -> Step:
     again = workflow.with_progress(stage, tried_again(progress))
     if workflow.is_over:
         return Step(workflow=again, notes=(note,))
-    step = _decide_anew(again, context)  # the policy may have lost the hook meanwhile
+    step = _decide_anew(again, context)  # the hook may have been removed from the policy meanwhile
     return replace(step, notes=(note, *step.notes))
 
 
@@ -372,7 +373,7 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
 
 
 def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | None:
-    """A recover hook that ran for one event need not run again for another one that is over as well."""
+    """A recover hook that ran for one event need not run again for another event that is over as well."""
     recover = workflow.recover
     if recover.state == "resolved":
         return None
@@ -380,7 +381,7 @@ def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | Non
     fails_now = progress.state == "failed" and recover.state != "failed"
     has_failed_before = progress.state == "failed" and recover.state == "failed"
     would_run_it_next = workflow.phase == "recovering" and signal.hook == next_hook(workflow, "recover")
-    # It fails for an event that would run it next; one that has other hooks before it tries it later.
+    # The failure counts for an event that would run the hook next. Others have hooks before it, and try it later.
     if fails_now and not (would_run_it_next and recover.current is None):
         return None
     if has_failed_before and signal.hook not in progress.done:
@@ -391,7 +392,7 @@ def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | Non
 
 
 def _restart(workflow: Workflow, context: Context) -> Step:
-    """No hook runs any more: one that did runs again, and an approval without an answer is sent again."""
+    """No hook runs any more. A hook that ran runs again, and an approval without an answer is sent again."""
     stages: tuple[Stage, ...] = ("prepare", "on_start", "recover")
     for stage in stages:
         progress = workflow.progress(stage)
@@ -410,9 +411,9 @@ def _restart(workflow: Workflow, context: Context) -> Step:
 
 
 def _without_what_a_reboot_has_undone(workflow: Workflow, context: Context) -> Workflow:
-    """With the prepare stage at its beginning, if it began in another boot and may still be needed.
+    """Reset the prepare stage to its beginning, if it began in another boot and may still be needed.
 
-    The number of its runs stays: what was done, outside of this VM perhaps, is recovered in any case.
+    The number of its runs stays: what was done, perhaps outside of this VM, is recovered in any case.
     """
     has_begun = workflow.prepare.state != "idle"
     if not has_begun or _is_past(workflow) or workflow.prepare_boot_id == context.boot_id:
@@ -422,7 +423,7 @@ def _without_what_a_reboot_has_undone(workflow: Workflow, context: Context) -> W
 
 
 def _is_past(workflow: Workflow) -> bool:
-    """Whether it has started or is over: nothing begins to prepare for it any more."""
+    """Whether the event has started or is over: no preparation for it begins any more."""
     return workflow.was_started or workflow.event.is_started or workflow.is_over
 
 

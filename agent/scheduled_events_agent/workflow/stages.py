@@ -1,4 +1,4 @@
-"""Stages: the hooks of prepare, on_start and recover, run in order, and what events share of them."""
+"""Stages: runs the hooks of prepare, on_start and recover in order, and handles hooks that events share."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ def run_next(
         if workflow.drain_until is not None and not is_due(workflow.drain_until, context.now, drain_for):
             return None
         if any(share_hooks(peer, workflow) for peer in recoveries):
-            return None  # until that recovery has been canceled: hooks that do and undo must not run side by side
+            return None  # wait until that recovery is canceled: it must not run beside hooks that it would undo
     hook = next_hook(workflow, stage)
     if hook is None:
         return Step(workflow=workflow.with_progress(stage, replace(progress, state="succeeded")))
@@ -45,7 +45,7 @@ def run_next(
     if not context.is_acting:
         return Waits(kind="observes")
     if stage == "recover" and hook not in context.hooks:
-        # A prepare hook may fail: the event is held. A recovery that fails unseen leaves the VM out of service.
+        # A prepare hook may fail: the event is held. A recovery that fails unnoticed leaves the VM out of service.
         return Waits(kind="lost_hook", detail=hook)
     progress = replace(progress, state="running", current=hook, run=progress.run + 1)
     return Step(
@@ -58,7 +58,7 @@ def run_next(
 
 
 def give_way(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
-    """End a prepare hook of which only one run may go on, if an eviction needs it; it runs again later."""
+    """Cancel a serialized prepare hook if an eviction needs it; it runs again later."""
     progress = workflow.progress(stage)
     if stage != "prepare" or progress.current is None or progress.is_canceling:
         return None
@@ -71,7 +71,7 @@ def give_way(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
 def _eviction_that_needs(
     hook: str, workflow: Workflow, workflows: Mapping[str, Workflow], context: Context
 ) -> Workflow | None:
-    """The Preempt whose preparation has come to this hook, which runs for one event at a time."""
+    """The Preempt whose preparation needs this hook now, if the hook is serialized."""
     if hook not in context.serialized or workflow.event.type == "Preempt":
         return None
     evictions = [other for other in workflows.values() if other.event.type == "Preempt" and not other.is_over]
@@ -138,7 +138,7 @@ def is_nothing_done(workflow: Workflow) -> bool:
 
 
 def with_void_approval(step: Step, why: str) -> Step:
-    """Without an operator's approval that Azure has not taken yet: what it counted on has changed since."""
+    """Take back an operator's approval that Azure has not accepted yet: what it was for has changed since."""
     workflow = step.workflow
     if workflow.operator_action != "approve" or workflow.approval.state == "confirmed":
         return step
@@ -147,7 +147,7 @@ def with_void_approval(step: Step, why: str) -> Step:
 
 
 def with_end(progress: Progress, signal: HookFinished) -> Progress:
-    """The stage after one of its hooks has ended by itself."""
+    """Apply the result of a hook that was not canceled."""
     if signal.outcome != "succeeded":
         progress = replace(progress, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
         if signal.is_required and signal.stage != "on_start":
@@ -167,7 +167,7 @@ def prepared_peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> lis
 
 
 def still_needs_preparation(workflow: Workflow) -> bool:
-    """Until the event is over and its last prepare hook has ended."""
+    """Whether the event is not over yet, or its last prepare hook has not ended yet."""
     return not workflow.is_over or workflow.prepare.current is not None
 
 

@@ -10,14 +10,14 @@ _URGENT_TYPES = {"Preempt": 0, "Terminate": 1}
 
 
 def is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
-    """Whether the time has come, or is farther away than it can be."""
+    """Whether ``at`` has come, or is farther away than it can be."""
     if at <= now:
         return True
     return at > now + timedelta(seconds=longest_seconds)  # the clock was set back
 
 
 def start_of(workflow: Workflow, context: Context) -> Start:
-    """When the event is begun, and why not earlier."""
+    """When the handling of the event begins, and why not earlier."""
     return workflow.decision.start(workflow.event, context.now, needed_seconds(workflow.decision, context))
 
 
@@ -28,7 +28,7 @@ def needed_seconds(decision: Decision, context: Context) -> float:
 
 
 def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> datetime:
-    """When a drain that begins now ends: with little notice, earlier, but it takes half of that in any case."""
+    """When a drain that begins now ends. With little notice it is cut, to half of that notice at least."""
     drain = decision.drain_for
     if event.starts_at is not None:
         left = (event.starts_at - context.now).total_seconds()
@@ -38,7 +38,7 @@ def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> da
 
 
 def rank_of(workflow: Workflow) -> Rank:
-    """How urgent its hooks are: an eviction, a termination, what starts sooner, what is known for longer."""
+    """How urgent its hooks are: evictions first, then terminations, then by NotBefore, then by first sight."""
     event = workflow.event
     kind = 3 if workflow.is_over else _URGENT_TYPES.get(event.type, 2)
     not_before = event.not_before.timestamp() if event.not_before else 0.0
@@ -46,7 +46,7 @@ def rank_of(workflow: Workflow) -> Rank:
 
 
 def turn_to_approve(workflow: Workflow) -> datetime | None:
-    """When this VM approves although VMs listed before it have not; None if it need not wait for them."""
+    """When this VM approves even if the VMs listed before it have not; None if it need not wait for them."""
     seconds = workflow.decision.speaks_after
     return workflow.begun_at + timedelta(seconds=seconds) if seconds and workflow.begun_at else None
 

@@ -1,1 +1,1 @@
-"""Linux behind the seam."""
+"""Linux implementation of ``scheduled_events_agent.host``."""

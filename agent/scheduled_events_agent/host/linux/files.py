@@ -1,7 +1,4 @@
-"""Linux files: private directories, locks, and who else could change, read or use a file.
-
-Knows nothing of events, policy or hooks.
-"""
+"""Linux files: private directories, locks, and checks which other accounts could change, read or use a file."""
 
 import fcntl
 import grp
@@ -24,12 +21,12 @@ _LOCK_PATIENCE_SECONDS = 0.5  # lock_holder may have the lock for an instant
 
 
 def default_config_path() -> Path:
-    """Where the policy file is if no other place is given."""
+    """The default path of the policy file."""
     return Path("/etc/scheduled-events-agent/policy.yaml")
 
 
 def default_state_dir() -> Path:
-    """Where the state is kept if the policy file names no other place."""
+    """The default directory of the state."""
     return Path("/var/lib/scheduled-events-agent")
 
 
@@ -41,8 +38,8 @@ def cleared_places() -> tuple[Path, ...]:
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and root) alone. Raises HostError if others can use it already.
 
-    Root also refuses one that others could replace. What is there already is not changed. Parents that are missing
-    are made so that others cannot write them.
+    Root also rejects one that others could replace. What exists is not changed. Missing parents are created, and
+    others cannot write to them.
     """
     way_out = "name another directory with agent.state_dir"
     fault = replacement_fault(path) if is_privileged() else None  # before anything is put into such a place
@@ -70,7 +67,7 @@ def _make_with_parents(path: Path) -> None:
 
 
 def privacy_fault(path: Path) -> str | None:
-    """Why others could use what is in the directory, and the way out; None if they cannot or it is not there."""
+    """Why others could use files in the directory, and what to do; None if they cannot or it does not exist."""
     with suppress(OSError):
         if path.stat().st_mode & 0o077:
             return f"it is open to others: if it is the agent's own, chmod 700 {path}"
@@ -78,7 +75,7 @@ def privacy_fault(path: Path) -> str | None:
 
 
 def ownership_fault(path: Path, user: str | None) -> str | None:
-    """The owner of the directory if neither the account (None: this one) nor root owns it, and the way out."""
+    """The owner of the directory if neither the account (None: this one) nor root owns it, and what to do."""
     with suppress(OSError, KeyError):
         owner = path.stat().st_uid
         who = user or account_name()
@@ -88,22 +85,22 @@ def ownership_fault(path: Path, user: str | None) -> str | None:
 
 
 def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
-    """Which other accounts could change the file or replace it, and the way out; None if none can.
+    """Which other accounts could change the file or replace it, and what to do; None if none can.
 
-    Root, this account, ``user`` and the owner of the agent's own code may, but of that code itself its owner may
-    not (``is_own_code``). It looks at the file, every directory above it, and the same of what symbolic links
-    lead to.
+    Root, this account, ``user`` and the owner of the agent's own code may. If the file is that code
+    (``is_own_code``), its owner may not. The file and every directory above it are checked, and the targets of
+    symbolic links in the same way.
     """
     fault = _fault_on_the_way(path, _trusted(None, is_own_code=is_own_code))
     if fault and user is not None:  # looking up an account may take long
-        with suppress(KeyError, ValueError):  # start_tree refuses an unknown one
+        with suppress(KeyError, ValueError):  # start_tree rejects an unknown one
             uid = pwd.getpwnam(user).pw_uid
             fault = _fault_on_the_way(path, _trusted(uid, is_own_code=is_own_code))
     return fault
 
 
 def replacement_fault(path: Path) -> str | None:
-    """Which other accounts could put another directory in the place of this one, and the way out; else None.
+    """Which other accounts could replace this directory by another one, and what to do; None if none can.
 
     Its owner may. If it is not there yet, the nearest directory above it counts.
     """
@@ -120,9 +117,9 @@ def replacement_fault(path: Path) -> str | None:
 
 
 def exposure_fault(path: Path) -> str | None:
-    """Why every account can read the file, and the way out; None if not, or it is not there.
+    """Why every account can read the file, and what to do; None if not, or it does not exist.
 
-    A group may read it: Debian's ssl-cert is there for that, and root decides who is in a group.
+    A group may read it: Debian's ssl-cert exists for that, and root decides who is in a group.
     """
     with suppress(OSError):
         path = Path(os.path.realpath(path))
@@ -163,7 +160,7 @@ def hold_lock(path: Path) -> IO[bytes]:
         holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
         file.close()
         raise HostError(
-            f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
+            f"{path}: another agent (pid {holder}) has locked it; stop it, or give this one another state_dir",
             kind="locked",
         )
     with suppress(OSError):  # the disk is full: the holder is then "unknown"
@@ -193,7 +190,7 @@ def lock_holder(path: Path) -> str | None:
 
 
 def is_privileged() -> bool:
-    """Whether this process, and so what it runs, may do anything on this machine."""
+    """Whether this process, and so each program that it starts, may do anything on this machine."""
     return os.geteuid() == 0
 
 
@@ -266,7 +263,7 @@ def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tuple[str, str] | None:
-    """Which other accounts could, and the command that ends it."""
+    """Which other accounts could change the file or directory, and the command that prevents it."""
     if facts.st_uid not in trusted.users:
         chown = "chown -h" if stat.S_ISLNK(facts.st_mode) else "chown"
         return f"its owner, uid {facts.st_uid}", f"{chown} root {place}"

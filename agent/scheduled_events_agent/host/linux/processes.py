@@ -1,12 +1,11 @@
 """Linux processes: hooks as process trees that can be ended whole.
 
-Knows nothing of events, policy or hooks. The one invariant: ``ProcessTree.kill`` never signals a process that was
-not started, directly or through others, by the tree it belongs to.
+Invariant: ``ProcessTree.kill`` only signals processes that this tree started, directly or through others.
 
-How a tree is kept together: its first process leads a session of its own. This process is the "child subreaper",
-so a process that loses its parent becomes our child and not init's. Every process carries a marker in its
-environment. A process that leaves the session, loses its parent and clears its environment shows none of these
-signs. It is then ended with the last tree that is alive.
+These signs show the tree of a process: its first process leads a session of its own. This process is the "child
+subreaper", so a process that loses its parent becomes our child and not init's. Every process carries a marker in
+its environment. A process that leaves the session, loses its parent and clears its environment has none of these
+signs. It is ended with the last tree that is alive.
 """
 
 import errno
@@ -104,7 +103,7 @@ class ProcessTree:
                 member.kill()
 
     def close(self) -> None:
-        """Release it. The program must have ended."""
+        """Release the tree. The program must have ended."""
         self._process.wait()
         with _trees_lock:
             _trees.pop(self._token, None)
@@ -127,7 +126,7 @@ class ProcessTree:
 
 
 def adopt_orphans() -> None:
-    """Be the parent of processes that lose theirs. Done early, the first tree need not wait for it."""
+    """Become the parent of processes that lose theirs. If it is called early, the first tree starts faster."""
     import ctypes  # noqa: PLC0415 - of no use without hooks
 
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -201,7 +200,7 @@ def reap_orphans() -> None:
 
 
 def end_marked(prefix: str) -> int:
-    """End what the trees of a killed agent left running; returns how many processes that were.
+    """End the processes that the trees of a killed agent left running; returns their number.
 
     These are the trees whose token begins with ``prefix``.
     """
@@ -233,14 +232,14 @@ def marked_processes(prefix: str) -> set[psutil.Process]:
 
 
 def base_environment(user: str | None) -> dict[str, str]:
-    """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
+    """The environment for a hook that runs as ``user`` (None: as the agent), without the agent's own variables."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     environment.update((name, value) for name, value in os.environ.items() if name.startswith("LC_"))
     environment.setdefault("PATH", DEFAULT_PATH)
     environment.setdefault("CREDENTIALS_DIRECTORY", _CREDENTIALS)
     try:
         entry = pwd.getpwuid(os.geteuid()) if user is None else pwd.getpwnam(user)
-    except (KeyError, ValueError):  # start_tree refuses an unknown user
+    except (KeyError, ValueError):  # start_tree rejects an unknown user
         return environment | {"HOME": "/"}
     account = {"HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name, "SHELL": entry.pw_shell}
     return environment | account
@@ -292,12 +291,12 @@ def _first_line_fault(head: bytes, cwd: str | None, env: Mapping[str, str]) -> s
 
 
 def decode_output(data: bytes) -> str:
-    """What a program wrote, as text."""
+    """Output of a program, as text."""
     return data.decode("utf-8", "replace")
 
 
 def identity_of(user: str | None) -> tuple[int | None, int | None, list[int] | None]:
-    """Uid, gid and groups to run as; all None for this process's own. Raises HostError if that is not possible."""
+    """Uid, gid and groups to run as; all None for those of this process. Raises HostError if it cannot."""
     if user is None:
         return None, None, None
     try:
@@ -331,7 +330,7 @@ def _may(path: Path, right: str, user: str | None) -> bool:
     uid, gid, groups = identity_of(user)
     if uid is None:
         return os.access(path, {"r": os.R_OK, "x": os.X_OK, "w": os.W_OK}[right])
-    # As that account: it also has to do with access lists and how the file system is mounted.
+    # Ask as that account: access lists and mount options also decide.
     question = ["/usr/bin/test", f"-{right}", str(path)]
     try:
         asked = subprocess.run(question, user=uid, group=gid, extra_groups=groups, env={}, cwd="/", check=False)
@@ -397,7 +396,7 @@ def _token_of(process: psutil.Process) -> str:
 
 
 def _is_zombie(process: psutil.Process) -> bool:
-    """Whether it has ended; it may not have been released yet."""
+    """Whether the process has ended; it may be a zombie that is not released yet."""
     try:
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

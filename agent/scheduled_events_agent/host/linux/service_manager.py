@@ -1,4 +1,4 @@
-"""Linux as a system: what systemd hears of the agent, the boot, the journal, the DHCP leases."""
+"""Linux as a system: messages to systemd, the id of the boot, the journal, the DHCP leases."""
 
 import os
 import select
@@ -46,7 +46,7 @@ def is_same_boot(one: str, other: str) -> bool:
 
 
 def dhcp_option_245() -> str | None:
-    """The address in DHCP option 245 of the newest lease that tells it; None if none does."""
+    """The address in DHCP option 245 of the newest lease that has it; None if none has."""
     return _option_245_of(Path("/"))
 
 
@@ -73,7 +73,7 @@ def has_service_command() -> bool:
 
 
 def is_journal(descriptor: int) -> bool:
-    """Whether what is written there goes to the system's journal, which takes priorities such as ``<4>``."""
+    """Whether the stream goes to the system's journal, which accepts priorities such as ``<4>``."""
     try:
         facts = os.fstat(descriptor)
     except OSError:
@@ -82,7 +82,7 @@ def is_journal(descriptor: int) -> bool:
 
 
 def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
-    """Write one entry with fields of its own; False if the journal does not take it in that time."""
+    """Write one entry with fields of its own; False if the journal does not accept it in that time."""
     entry = b""
     for name, text in fields.items():
         value = text.encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What surrounds the agent on Linux: its own service, shutting down, other programs, disks."""
+"""The agent's surroundings on Linux: its own service, a shutdown, other programs, disks."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _SERVICE_QUESTION_SECONDS = 10.0
 _SHUTDOWN_QUESTION_SECONDS = 2.0
 _MISSING = {"systemctl": "this machine does not use systemd", "pkaction": "this machine has no polkit"}
 _FIRST_POLKIT_WITH_RULES = (0, 106)
-# Of a template, with the instance.
+# Name of a unit; that of a template with its instance.
 _UNIT_NAME = re.compile(r"[\w:.\\-]+(@(?!\.)[\w:.\\-]+)?", re.ASCII)
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
@@ -50,7 +50,7 @@ def own_service() -> OwnService | None:
     unit = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
     if done.returncode != 0 or not set(_SERVICE_PROPERTIES.split(",")) <= unit.keys():
         told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise HostError(f"systemctl cannot tell about the agent's service: {told}", kind="systemctl")
+        raise HostError(f"systemctl cannot report on the agent's service: {told}", kind="systemctl")
     if unit["LoadState"] == "not-found":
         return None
     account = unit["User"] or "root"
@@ -69,12 +69,12 @@ def own_service() -> OwnService | None:
 
 def unknown_units(names: Collection[str]) -> set[str]:
     """Which of these units systemd does not know. Raises HostError if it does not answer."""
-    valid = [name for name in names if _UNIT_NAME.fullmatch(name)]  # for others systemctl refuses to answer at all
+    valid = [name for name in names if _UNIT_NAME.fullmatch(name)]  # with others, systemctl does not answer at all
     question = ("show", "--property=Id,LoadState", "--", *valid)
     done = _ask("systemctl", *question, timeout_seconds=_SERVICE_QUESTION_SECONDS)
     if done.returncode != 0:
         told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise HostError(f"systemctl cannot tell about the units: {told}", kind="systemctl")
+        raise HostError(f"systemctl cannot report on the units: {told}", kind="systemctl")
     units = [dict(line.partition("=")[::2] for line in block.splitlines()) for block in done.stdout.split("\n\n")]
     missing = {unit.get("Id", "") for unit in units if unit.get("LoadState") == "not-found"}
     return {name for name in names if name not in valid or not missing.isdisjoint((name, f"{name}.service"))}
@@ -100,7 +100,7 @@ def _polkit_fault() -> str:
 
 
 def _ask(name: str, *words: str, timeout_seconds: float) -> "subprocess.CompletedProcess[str]":
-    """Raises HostError if the program cannot be asked, or does not answer in time."""
+    """Run a program of the system. Raises HostError if it cannot be run, or does not answer in time."""
     # systemctl must not notify systemd in the agent's name.
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
     program = shutil.which(name, path=DEFAULT_PATH)

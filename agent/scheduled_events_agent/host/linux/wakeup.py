@@ -1,7 +1,6 @@
-"""How another process wakes the agent: through a named pipe in the agent's private directory.
+"""Wakes the agent from another process, through a named pipe in the agent's private directory.
 
-It carries nothing but the wake-up. The one invariant: a process that may not use the directory cannot wake the
-agent.
+The pipe carries only the wake-up. Invariant: a process that may not use the directory cannot wake the agent.
 """
 
 import os

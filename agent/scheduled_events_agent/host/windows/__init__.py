@@ -1,1 +1,1 @@
-"""Windows behind the seam."""
+"""Windows implementation of ``scheduled_events_agent.host``."""

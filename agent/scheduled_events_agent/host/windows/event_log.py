@@ -1,8 +1,8 @@
 """The Event Log and the log file of an agent that runs as a Windows service.
 
-Both take entries from ``agent.log``. Neither keeps the agent waiting or raises in it: what cannot be written is
-lost. Ids are below 65536 and carry no severity, so that the agent's own message file and the one of the .NET
-Framework (any id, only the text) have words for them.
+Both get entries from ``agent.log``. Neither makes the agent wait or raises in it: what cannot be written is lost.
+Ids are below 65536 and carry no severity. So the agent's own message file has a text for them, and that of the
+.NET Framework (any id, only the entry's text) as well.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _TYPES = {"debug": 4, "info": 4, "warning": 2, "error": 1}
 
 
 def text_of(entry: Mapping[str, object]) -> str:
-    """What the viewer shows of an entry: its sentence, or message and reason; then a line for each other field."""
+    """The text for the viewer: the sentence, or message and reason; then a line for each other field."""
     reason = entry.get("reason")
     first = f"{entry.get('message')}: {reason}" if reason else str(entry.get("message"))
     if "line" not in entry:
@@ -100,9 +100,9 @@ class EventLog:
 
 
 def directory_fault(directory: Path) -> str | None:
-    """Why nothing is written to the directory, which is made private if it is missing; None if all is well.
+    """Why no log file is written to the directory; None if it can be. A missing directory is created as private.
 
-    Accounts that could change it could have the agent, which may write anywhere, write to another file.
+    Accounts that could change it could make the agent, which may write anywhere, write to another file.
     """
     try:
         if not directory.exists():
@@ -113,9 +113,9 @@ def directory_fault(directory: Path) -> str | None:
 
 
 def open_log_file(directory: Path) -> TextIO:
-    """The log file in ``directory``, which is made private if it is missing. For any thread; never raises.
+    """The log file in ``directory``, which is created as private if it is missing. For any thread; never raises.
 
-    What is written to it raises OSError while the file cannot be written, and is lost.
+    While the file cannot be written, a write to it raises OSError, and its text is lost.
     """
     return cast("TextIO", _LogFile(directory))
 

@@ -1,7 +1,4 @@
-"""Windows files: places, private directories, locks, and who else could change, read or use a file.
-
-Knows nothing of events, policy or hooks.
-"""
+"""Windows files: paths, private directories, locks, and which other accounts could change or read a file."""
 
 import contextlib
 import os
@@ -32,25 +29,25 @@ _PROFILES = r"SOFTWARE\Microsoft\Windows NT\CurrentVersion\ProfileList"
 
 
 def default_config_path() -> Path:
-    """The policy file, if neither an option nor the environment names another."""
+    """The default path of the policy file."""
     return data_dir() / "policy.yaml"
 
 
 def default_state_dir() -> Path:
-    """The directory of the state, if the policy file does not name another."""
+    """The default directory of the state."""
     return data_dir() / "state"
 
 
 def data_dir() -> Path:
     """The agent's data directory."""
-    # Where %ProgramData% comes from: any user can set the variable for the programs that they start.
+    # %ProgramData% is set from this value. Any user can set the variable for the programs that they start.
     found = registry_value(_PROFILES, "ProgramData")
     parent = win32api.ExpandEnvironmentStrings(str(found)) if found else r"C:\ProgramData"
     return Path(parent, permissions.SERVICE)
 
 
 def log_dir() -> Path:
-    """Where the service keeps its logs."""
+    """The directory of the service's logs."""
     return data_dir() / "logs"
 
 
@@ -71,9 +68,9 @@ def cleared_places() -> tuple[Path, ...]:
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and the system) alone. Raises HostError if others can use it already.
 
-    An administrator also refuses one that others could replace. What exists is not changed, and Azure's temporary
-    disk is refused. Parents that are missing are made as the system makes directories; only the agent's own data
-    directory is private too.
+    An administrator also rejects one that others could replace. What exists is not changed. Azure's temporary disk
+    is rejected. Missing parents get the system's default access lists; only the agent's own data directory is
+    private too.
     """
     way_out = "name another directory with agent.state_dir"
     fault: str | None
@@ -95,7 +92,7 @@ def create_private_dir(path: Path) -> None:
 
 
 def privacy_fault(path: Path) -> str | None:
-    """Why others could use what is in the directory, and the way out; None if they cannot or it is not there."""
+    """Why others could use files in the directory, and what to do; None if they cannot or it does not exist."""
     with contextlib.suppress(OSError):
         return _openness(path)
     return None
@@ -108,14 +105,14 @@ def ownership_fault(path: Path, user: str | None) -> str | None:
 
 
 def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
-    """The accounts that could change or replace the file and should not, and the way out; None if there are none.
+    """The accounts that could change or replace the file and should not, and what to do; None if there are none.
 
-    The system, administrators, this account, the service's and those that can change the agent's own code may,
-    but of that code itself (``is_own_code``) the last may not.
-    The file, its directory (also for adding files) and every directory above are checked, also of what links lead
-    to. Of a directory, what is above it is checked only for replacing what is in it.
+    The system, administrators, this account and the service's may. Accounts that can change the agent's own code
+    may too, unless the file is that code (``is_own_code``).
+    The file, its directory (also for adding files) and every directory above are checked, also for the targets of
+    links. Directories above a directory are checked only for replacing what is in them.
     """
-    del user  # start_tree refuses one
+    del user  # start_tree rejects one
     with contextlib.suppress(OSError):
         path.stat()
         for place, others in permissions.meddlers(path, is_own_code=is_own_code):
@@ -127,17 +124,17 @@ def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = 
 
 
 def replacement_fault(path: Path) -> str | None:
-    """The accounts that could put another directory in the place of this one, and the way out; None if none can.
+    """The accounts that could replace this directory by another one, and what to do; None if none can.
 
-    Adding files beside it does no harm. One that is not there yet is not judged: it gets a list of its own.
+    Adding files beside it does no harm. A directory that does not exist yet is not judged: it gets its own list.
     """
     return tampering_fault(path)
 
 
 def exposure_fault(path: Path) -> str | None:
-    """That every user of this machine can read the file, and the way out; None if not, or it is not there.
+    """Why every user of this machine can read the file, and what to do; None if not, or it does not exist.
 
-    Another account or group may read it: an administrator has named it.
+    Other accounts and groups that an administrator has named may read it.
     """
     with contextlib.suppress(OSError):
         if crowds := [account for account in permissions.readers(path) if account in permissions.CROWDS]:
@@ -150,7 +147,7 @@ def exposure_fault(path: Path) -> str | None:
 
 
 def is_privileged() -> bool:
-    """Whether this process, and so what it runs, may do anything on this machine."""
+    """Whether this process, and so each program that it starts, may do anything on this machine."""
     return permissions.is_administrator()
 
 
@@ -181,7 +178,7 @@ def _volume(path: Path) -> tuple[str, str]:
 def access_fault(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
     """Why this account cannot use the file or directory so; None if it can.
 
-    Raises HostError for another account, of which it is not known.
+    Raises HostError for another account: its rights are not known.
     """
     name = "" if user is None else user.rpartition("\\")[2].casefold()
     is_like_us = name in ("", account_name().casefold()) or (name in ("localsystem", "system") and is_privileged())
@@ -203,7 +200,7 @@ def has_account(name: str) -> bool:
 
 
 def flush_directory(path: Path) -> None:
-    """Nothing: the file system's journal keeps what was renamed in the directory."""
+    """Do nothing: the file system's journal keeps renames in the directory."""
     del path
 
 
@@ -223,7 +220,7 @@ def hold_lock(path: Path) -> IO[bytes]:
                 raise HostError(f"{path}: cannot be opened for locking; {reason_of(error)}", kind="lock") from None
         if time.monotonic() >= patience_ends:
             raise HostError(
-                f"{path}: another agent (pid {_pid_in(path)}) is at work here; stop it, or give this one another "
+                f"{path}: another agent (pid {_pid_in(path)}) has locked it; stop it, or give this one another "
                 "state_dir",
                 kind="locked",
             )
@@ -273,5 +270,5 @@ def _openness(path: Path) -> str | None:
 
 
 def reason_of(error: Exception) -> str:
-    """The system's words for an error of its own, or of pywin32."""
+    """The message of the system for its own error, or for one of pywin32."""
     return str(getattr(error, "strerror", None) or error).strip()

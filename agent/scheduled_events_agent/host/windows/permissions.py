@@ -1,7 +1,7 @@
-"""Windows' access lists: who could read or change a file, and directories that only few accounts can use.
+"""Windows' access lists: which accounts could read or change a file, and directories for few accounts only.
 
-Accounts are named by their identifiers (SIDs), because their names differ from language to language. Nothing that
-exists is opened to more accounts, or taken over from an account that is not trusted.
+Accounts are named by their identifiers (SIDs), because their names differ from language to language.
+Invariant: nothing that exists is opened to more accounts, or taken over from an account that is not trusted.
 """
 
 import contextlib
@@ -57,9 +57,9 @@ _OPEN_REPARSE_POINT = 0x200000
 def make_data_dirs(root: Path, account: str | None) -> None:
     """Make the data directory, with hooks, state and logs, for the system, administrators and the service.
 
-    The service's ``account`` (None: one of the former) may read all of it and write state and logs. Directories
-    that exist get these lists as well; needs an administrator. Raises HostError, also for a directory that belongs
-    to another account.
+    The service's ``account`` (None: the system's or an administrator's) may read all of it and write state and
+    logs. Directories that exist get these lists as well. It needs an administrator. Raises HostError, also for a
+    directory that belongs to another account.
     """
     extra = [_sid_of(account)] if account else []
     for path, right in ((root, _READ), (root / "hooks", _READ), (root / "state", _ALL), (root / "logs", _ALL)):
@@ -90,10 +90,10 @@ def readers(path: Path) -> list[str]:
 
 
 def meddlers(path: Path, *, is_own_code: bool) -> Iterator[tuple[Path, list[str]]]:
-    """Each place where others could make the path mean something else, and the accounts that could.
+    """Each file or directory whose change could make the path mean another file, and the accounts that could.
 
-    The accounts that could change the agent's own code are left out, unless it is that code: they decide what it
-    does in any case.
+    Accounts that could change the agent's own code are left out, because they control the agent in any case. If
+    the path is that code, they are listed.
     """
     trusted = _trusted()
     code = set[Path]()
@@ -126,7 +126,7 @@ def is_administrator() -> bool:
 def untrusted(descriptor: Any, trusted: Iterable[str], rights: int, *, with_heirs: bool) -> list[str]:
     """Accounts that own what has this security descriptor, or have any of the rights, and are not trusted.
 
-    ``with_heirs``: those count too that only files made inside will let in.
+    ``with_heirs``: also count accounts that only have rights on files that are created inside.
     """
     dacl = descriptor.GetSecurityDescriptorDacl()
     if dacl is None:
@@ -208,7 +208,7 @@ def _private(further: str) -> Any:
 
 
 def _has_made(path: Path, further: str) -> bool:
-    """Whether the directory was made; False if there is something of its name. Raises OSError."""
+    """Make the directory; False if there is something of its name already. Raises OSError."""
     attributes: Any = pywintypes.SECURITY_ATTRIBUTES()
     attributes.SECURITY_DESCRIPTOR = _private(further)
     try:
@@ -221,7 +221,7 @@ def _has_made(path: Path, further: str) -> bool:
 
 
 def _make_or_close(path: Path, further: str) -> None:
-    """A directory that is there gets the list as well. Raises HostError if it is not an administrator's."""
+    """Make the directory, or give an existing one the list. Raises HostError if it is not an administrator's."""
     if _has_made(path, further):
         return
     is_link = getattr(os.lstat(path), "st_file_attributes", 0) & _REPARSE_POINT
@@ -249,7 +249,7 @@ def _make_or_close(path: Path, further: str) -> None:
 
 
 def _descriptor(path: Path) -> Any:
-    """Owner and list of what is at the path itself, not of what it leads to. Raises OSError."""
+    """Owner and access list of the path itself, not of a link's target. Raises OSError."""
     share = win32con.FILE_SHARE_READ | win32con.FILE_SHARE_WRITE | win32con.FILE_SHARE_DELETE
     flags = win32con.FILE_FLAG_BACKUP_SEMANTICS | _OPEN_REPARSE_POINT
     wanted = win32security.OWNER_SECURITY_INFORMATION | win32security.DACL_SECURITY_INFORMATION

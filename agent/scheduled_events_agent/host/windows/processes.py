@@ -1,7 +1,6 @@
 """Windows processes: hooks as process trees that can be ended whole.
 
-Knows nothing of events, policy or hooks. The one invariant: no text reaches ``cmd`` in a form that it
-would read as more than one argument.
+Invariant: ``cmd`` never gets a text that it would read as more than one argument.
 
 A tree is a Job object, which no process in it can leave. Its program is started suspended and runs only once it is
 in the job. A job ends with its last handle, and so with the agent. A program without a window cannot be asked to
@@ -55,7 +54,7 @@ _NEEDS_INTERPRETER = {
     ".sh": "bash.exe",
     ".pl": "perl.exe",
 }
-# Quotes, what is expanded, and what ends a line or is no text at all.
+# Quotes, signs that cmd expands, and characters that end a line or are no text.
 _UNSAFE_FOR_CMD = frozenset('"%') | {chr(code) for code in range(32) if chr(code) != "\t"}
 
 
@@ -136,7 +135,7 @@ def start_tree(
 def _open_pipe_of(data: bytes) -> FileIO:
     """The reading end of a pipe that holds all of the data. Raises pywintypes.error.
 
-    It is no file, so that a hook starts on a full disk too.
+    A pipe needs no disk: a hook starts on a full disk too.
     """
     reader: Any
     writer: Any
@@ -151,7 +150,7 @@ def _open_pipe_of(data: bytes) -> FileIO:
 
 
 def _new_job() -> Any:
-    """A job that ends with its last handle, so with this process at the latest."""
+    """A new job. It ends with its last handle, so with this process at the latest."""
     try:
         job: Any = win32job.CreateJobObject(None, "")  # type: ignore[func-returns-value] # the stub is wrong
         limits = win32job.QueryInformationJobObject(job, win32job.JobObjectExtendedLimitInformation)
@@ -179,7 +178,7 @@ def _let_run_in(job: Any, process: "subprocess.Popen[bytes]") -> None:
 def command_fault(
     run: Sequence[str] | None, shell: str | None, cwd: str | None, env: Mapping[str, str]
 ) -> str | None:
-    """Why ``start_tree`` would refuse to start the program with its arguments; None if it would not."""
+    """Why ``start_tree`` would reject the program with its arguments; None if it would not."""
     env = base_environment(None) | _upper(env)
     try:
         if shell is not None:
@@ -192,8 +191,8 @@ def command_fault(
 
 
 def base_environment(user: str | None) -> dict[str, str]:
-    """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
-    del user  # start_tree refuses one
+    """The environment for a hook that runs as ``user`` (None: as the agent), without the agent's own variables."""
+    del user  # start_tree rejects one
     inherited = _upper(os.environ)
     return {name: inherited[name] for name in _PASSED_ON if name in inherited}
 
@@ -209,7 +208,7 @@ def find_program(name: str, cwd: str | None, env: Mapping[str, str]) -> Path | N
 
 
 def decode_output(data: bytes) -> str:
-    """What a program wrote, or a piece of it, as text: UTF-8, else in the console's code page."""
+    """Output of a program, or a piece of it, as text: UTF-8, else in the console's code page."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -217,15 +216,15 @@ def decode_output(data: bytes) -> str:
 
 
 def adopt_orphans() -> None:
-    """Nothing: a job keeps a tree together."""
+    """Do nothing: a job keeps a tree together."""
 
 
 def reap_orphans() -> None:
-    """Nothing: the system releases processes that have ended."""
+    """Do nothing: the system releases processes that have ended."""
 
 
 def end_marked(prefix: str) -> int:
-    """End what an agent left that was killed before it had put a program into its job; returns how many.
+    """End the programs that a killed agent had started and not yet put into a job; returns their number.
 
     Such a program is still suspended. These are the trees whose token begins with ``prefix``.
     """
@@ -244,7 +243,7 @@ def _token_of(process: psutil.Process) -> str:
 
 
 def _upper(env: Mapping[str, str]) -> dict[str, str]:
-    """Names of variables differ in more than case here; the last value counts."""
+    """The variables, each name once whatever its case, as Windows has them; the last value counts."""
     return {name.upper(): value for name, value in env.items()}
 
 
@@ -305,7 +304,7 @@ def _batch_command(words: Sequence[str], suffix: str, env: Mapping[str, str]) ->
 
 def _find_program(name: str, env: Mapping[str, str], directory: str) -> str:
     """The file that ``name`` means: as it stands, or from PATH, but never from the current directory."""
-    name = name.rstrip(" .")  # as the system does, which would take "x.cmd." for a .cmd file
+    name = name.rstrip(" .")  # as the system does: to it, "x.cmd." is a .cmd file
     suffixes = env.get("PATHEXT", ".COM;.EXE;.BAT;.CMD").lower().split(";")
     suffixes = ["", *suffixes] if os.path.splitext(name)[1] else [*suffixes, ""]  # noqa: PTH122 - a Windows path
     has_directory = any(mark in name for mark in "\\/:")
@@ -318,7 +317,7 @@ def _find_program(name: str, env: Mapping[str, str], directory: str) -> str:
     for folder in folders:
         for suffix in suffixes:
             if os.path.isfile(f"{folder}{name}{suffix}"):  # noqa: PTH113 - a Windows path
-                return os.path.normpath(f"{folder}{name}{suffix}")  # cmd takes a / for the start of an option
+                return os.path.normpath(f"{folder}{name}{suffix}")  # cmd reads a / as the start of an option
     if has_directory:
         if os.path.isdir(name):  # noqa: PTH112 - a Windows path
             raise HostError(f"a directory, not a program: {name}", kind="hook")

@@ -73,13 +73,13 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the SCM knows of the service."""
+    """The state of the service, as the SCM reports it."""
 
     state: str
     pid: int
-    """0 if it does not run."""
+    """Pid of the process; 0 if the service does not run."""
     exit_code: int
-    """How it last stopped."""
+    """Exit code of the last run."""
     start: str
     account: str
     command: str
@@ -101,7 +101,7 @@ def own_service() -> OwnService | None:
 
 
 def query() -> Facts | None:
-    """What the SCM knows of the service; None if there is none."""
+    """The state of the service, as the SCM reports it; None if there is none."""
     try:
         with _service(_QUERY) as service:
             status: Mapping[str, int] = win32service.QueryServiceStatusEx(service)  # type: ignore[assignment]
@@ -172,7 +172,7 @@ def remove() -> bool:
     stop()
     with _service(_DELETE) as service:
         win32service.DeleteService(service)
-    # Its process may take a moment to end; until then, an installation would be refused.
+    # Its process may take a moment to end; until then, an installation would be rejected.
     deadline = time.monotonic() + _REMOVE_PATIENCE_SECONDS
     while query() is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -195,7 +195,7 @@ def start() -> bool:
         return was_stopped
     if state == "start pending":
         raise HostError(f"the service has not started within {_START_PATIENCE_SECONDS:.0f}s: see {log_dir()}")
-    reason = "its configuration was refused: see `scheduled-events-agent check`, and" if code == 2 else "see"
+    reason = "its configuration was rejected: see `scheduled-events-agent check`, and" if code == 2 else "see"
     raise HostError(f"the service has stopped again with exit code {code}; {reason} {log_dir()}")
 
 
@@ -272,7 +272,7 @@ def need_windows() -> None:
 def _command_line(python: str, site: str | None, arguments: Sequence[str]) -> str:
     r"""Quoted for the SCM, which replaces %NAME% by the variable; ``site``: a venv's site-packages.
 
-    A venv's own python.exe only starts the real one, which the SCM would then not take for the service.
+    A venv's own python.exe only starts the real one, and the SCM would not accept that process as the service.
     """
     if site is None:
         start = ["-I", "-m", "scheduled_events_agent"]
@@ -307,7 +307,7 @@ def _check_command() -> None:
 
 
 def _further_configuration(account: str) -> list[tuple[str, Any]]:
-    """What CreateService has no place for: the level's name, and its value."""
+    """Settings of the service that CreateService cannot set: the name of each level, and its value."""
     actions = {
         "ResetPeriod": _FORGET_FAILURES_SECONDS,
         "RebootMsg": "",
@@ -343,7 +343,7 @@ def _own_exit_code(code: int, own_code: int) -> int:
 
 @contextlib.contextmanager
 def _manager(access: int) -> Iterator[Any]:
-    """The SCM. Raises HostError in place of what it raises, also within the block."""
+    """A handle of the SCM. Raises HostError in place of the SCM's errors, also within the block."""
     try:
         handle = win32service.OpenSCManager(None, None, access)
         try:
@@ -368,5 +368,5 @@ def _service(rights: int) -> Iterator[Any]:
 
 
 def _explain(code: int, reason: str) -> str:
-    """What the SCM's error means to the user of the command."""
-    return _WAYS_OUT.get(code) or f"the service control manager refuses: {reason.strip()} ({code})"
+    """The message for an error of the SCM."""
+    return _WAYS_OUT.get(code) or f"the service control manager reports an error: {reason.strip()} ({code})"

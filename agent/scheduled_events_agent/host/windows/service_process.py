@@ -1,11 +1,11 @@
-"""The process of the Windows service: what the service control manager (SCM) hears of the agent, and asks of it.
+"""The process of the Windows service: it reports to the service control manager (SCM) and handles its controls.
 
-The one invariant: the SCM hears of a stop without an error only if a stop was asked for. Every other end is a
+Invariant: a stop without an error is reported to the SCM only if a stop was requested. Every other end is a
 failure, to which the recovery actions apply.
 
     main thread     the SCM's dispatcher; controls arrive here and are passed on at once
     service thread  reports progress while the service starts or stops, and ends the process
-    agent thread    the daemon: what it tells its service manager becomes the service's state
+    agent thread    the daemon: its reports to the service manager become the service's state
 """
 
 import faulthandler
@@ -44,7 +44,7 @@ _MAX_LEFT_CHARACTERS = 100_000
 
 
 class State(IntEnum):
-    """Of a service, in the SCM's numbers."""
+    """States of a service, in the SCM's numbers."""
 
     STOPPED = 1
     START_PENDING = 2
@@ -53,7 +53,7 @@ class State(IntEnum):
 
 
 class Control(IntEnum):
-    """What the SCM asks of a service, in its numbers."""
+    """Controls that the SCM sends to a service, in its numbers."""
 
     STOP = 0x1
     INTERROGATE = 0x4
@@ -91,7 +91,7 @@ class Service(ServiceManager):
         hang_seconds: float = _HANG_SECONDS,
         checkpoint_seconds: float = _CHECKPOINT_SECONDS,
     ) -> None:
-        """``crash_file`` takes the stacks of all threads when the agent hangs; it must be a real file."""
+        """``crash_file`` gets the stacks of all threads when the agent hangs; it must be a real file."""
         self._set_status = set_status
         self._crash_file = crash_file
         self._hang_seconds = hang_seconds
@@ -105,7 +105,7 @@ class Service(ServiceManager):
         self._checkpoint = 0
 
     def run(self, work: "Callable[[Service], int]") -> int:
-        """Do ``work`` in a thread of its own and report to the SCM until it has ended. Returns its exit code.
+        """Run ``work`` in a thread of its own and report to the SCM until it has ended. Returns its exit code.
 
         ``work`` makes the agent, passes it to ``obey``, runs it, and returns the service's exit code; 1, for any
         failure, if it raises. When this returns, the process has to end at once. A failure is not reported: after
@@ -136,7 +136,7 @@ class Service(ServiceManager):
         self._stop = stop
 
     def control(self, control: int) -> None:
-        """Do what the SCM asks."""
+        """Handle a control of the SCM."""
         if control == Control.INTERROGATE:
             self._report_again(State.RUNNING, *_PENDING)
         elif self._stop is None or self._reload is None:
@@ -150,7 +150,7 @@ class Service(ServiceManager):
             self._reload()
 
     def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
-        """What the service is at now; the log has ``status``, for which the SCM has no place."""
+        """Report the state of the service. ``status`` is not used: the SCM has no field for it; the log has it."""
         del status
         if state == "ready" and self._state == State.START_PENDING:
             self._move(State.RUNNING)
@@ -178,7 +178,7 @@ class Service(ServiceManager):
             self._report(exit_code)
 
     def _report_again(self, *states: State) -> None:
-        """If it is in one of these."""
+        """Report the state again if it is one of these."""
         with self._lock:
             if self._state in states:
                 self._report()
@@ -200,9 +200,9 @@ class Service(ServiceManager):
 
 
 def open_crash_file(directory: Path) -> tuple[TextIO, str]:
-    """The file for what can go nowhere else, and what an earlier process has left in it.
+    """The crash file, for output that can go nowhere else, and the text that an earlier process has left in it.
 
-    If it cannot be opened, what would be written there is lost, and the agent works all the same.
+    If it cannot be opened, that output is lost, and the agent works all the same.
     """
     path = directory / "crash.log"
     try:
@@ -219,10 +219,11 @@ def open_crash_file(directory: Path) -> tuple[TextIO, str]:
 
 
 def host_service(work: Callable[[Service, str], int]) -> None:
-    """Be the service's process until the service has stopped, then end it. For ``work`` see ``Service.run``.
+    """Be the service's process until the service has stopped, then end it.
 
-    It also gets what an earlier process left in the crash file, which from then on takes what is printed. Raises
-    HostError if the SCM has not started this process.
+    ``work`` is described at ``Service.run``. It also gets the text that an earlier process left in the crash file.
+    From then on, everything that is printed goes to that file. Raises HostError if the SCM has not started this
+    process.
     """
     need_windows()
 

@@ -1,7 +1,4 @@
-"""Windows as a system: the boot, its DHCP options, its shutdown, other programs that approve.
-
-Knows nothing of events, policy or hooks.
-"""
+"""Windows as a system: the id of the boot, DHCP options, a shutdown, other programs that approve events."""
 
 import contextlib
 import os
@@ -28,7 +25,7 @@ if sys.platform == "win32" or TYPE_CHECKING:
 _SAME_BOOT_SECONDS = 120.0
 _SM_SHUTTINGDOWN = 0x2000
 service_shutdown: threading.Event | None = None
-"""Whether this process's service has heard that the machine goes down; None in the foreground."""
+"""Whether the SCM has reported a shutdown to this process's service; None in the foreground."""
 _INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
 
 
@@ -65,7 +62,7 @@ def _subkeys(key: str) -> list[str]:
 
 
 def unknown_units(names: Collection[str]) -> set[str]:  # noqa: ARG001
-    """None: they are systemd's."""
+    """No unit: only systemd has such units."""
     return set()
 
 
@@ -102,7 +99,7 @@ def is_writable(descriptor: int, patience_seconds: float) -> bool:
 
 
 def supervisor_commands() -> SupervisorCommands:
-    """For the service control manager, in an elevated PowerShell."""
+    """The commands for the service control manager, in an elevated PowerShell."""
     return SupervisorCommands(
         prefix="",
         status="scheduled-events-agent service status",
@@ -123,13 +120,13 @@ def has_service_command() -> bool:
 
 
 def is_journal(descriptor: int) -> bool:
-    """Whether what is written there goes to the system's journal; there is none that takes lines."""
+    """False: Windows has no journal that accepts lines."""
     del descriptor
     return False
 
 
 def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
-    """Write one entry with fields of its own to the system's journal: there is none that takes them."""
+    """False: Windows has no journal that accepts entries with fields of their own."""
     del fields, patience_seconds
     return False
 
@@ -138,7 +135,7 @@ class ServiceManager:
     """The service manager of a process that is not a service: there is none to inform."""
 
     def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
-        """What the service is at now; ``status`` is one line for people."""
+        """Ignore the state of the service: there is no manager to report it to."""
 
     def tell_status(self, status: str) -> None:
         """One line for people."""

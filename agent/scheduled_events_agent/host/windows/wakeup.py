@@ -1,7 +1,6 @@
-"""How another process wakes the agent: it makes a file in the agent's private directory, and removes it.
+"""Wakes the agent from another process, which creates a file in the agent's private directory and removes it.
 
-That carries nothing but the wake-up. The one invariant: a process that may not use the directory cannot wake the
-agent.
+The file carries only the wake-up. Invariant: a process that may not use the directory cannot wake the agent.
 """
 
 import sys
