@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-pytest_plugins = ["leftovers", "agents"]
+pytest_plugins = ["leak_checks", "agents"]
 
 # A busy machine is no failure.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

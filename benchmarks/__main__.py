@@ -24,7 +24,7 @@ from benchmarks.sides import LINE, OTHERS, SIDES, Side, describe_machine, open_s
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.workflow import Note, Step, Workflow
+from scheduled_events_agent.workflow import Record, Transition, Workflow
 
 assert sys.platform != "win32"
 
@@ -185,12 +185,12 @@ def write_history(state_dir: Path, count: int) -> None:
     at = datetime.now(UTC) - timedelta(days=40)
     event = ScheduledEvent(id="", type="Reboot", status="Scheduled")
     decision = Decision(rule=None, reason="", affects="self")
-    seen = Workflow(id="", event=event, first_seen_at=at, noticed_at=at, decision=decision, boot_id="b")
-    notes = tuple(Note(kind=kind, text="what happened") for kind in ("seen", "started", "closed"))
+    seen = Workflow(id="", event=event, first_seen_at=at, not_before_seen_at=at, decision=decision, boot_id="b")
+    notes = tuple(Record(kind=kind, text="what happened") for kind in ("seen", "started", "closed"))
     closed = replace(seen, phase="closed", is_over=True)
     past = [replace(closed, id=f"{n}", event=replace(event, id=f"past-{n}")) for n in range(count)]
     with closing(Store.open(state_dir, at)) as store:
-        store.commit([Step(workflow=workflow, notes=notes) for workflow in past], at)
+        store.commit([Transition(workflow=workflow, records=notes) for workflow in past], at)
 
 
 PARTS = {

@@ -126,14 +126,14 @@ class Side(Agent):
         """From the document with an event to its approval, or to the start of its hook; then the event is over."""
         if sys.platform == "win32":
             raise NotImplementedError
-        happenings = len(self.simulator.happenings())
+        happenings = len(self.simulator.history())
         event = self.announce("Redeploy") if act == "hook" else self.announce("Reboot", source="User")
         if act == "hook":
             assert signal.sigtimedwait([signal.SIGUSR1], 60), "no hook was started"
             hook_at = datetime.now(UTC)
         if act == "approval" or self.kind == "agent":  # what the agent approves too late would be rejected
             self.simulator.wait_approved(event)
-        at = {happening.kind: happening.at for happening in self.simulator.happenings()[happenings:]}
+        at = {happening.kind: happening.at for happening in self.simulator.history()[happenings:]}
         self.simulator.end(event)
         return 1000 * ((hook_at if act == "hook" else at["approved"]) - at["polled"]).total_seconds()
 

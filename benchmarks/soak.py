@@ -144,7 +144,7 @@ def account(agent: Side) -> tuple[dict[str, float], dict[str, float]]:
     print(*told, sep="", end="", file=sys.stderr)
     return {
         "events not closed": metric("events_total") - metric("closed_total"),
-        "bugs met": metric("faults_total"),
+        "bugs met": metric("bugs_total"),
         "failures of the state file": metric("store_errors_total"),
         "errors in the log": len(told),
     }, {

@@ -48,7 +48,7 @@ HOME = f"usr/lib/{NAME}"  # where the agent and what it needs lie in the tree
 _DOC = f"usr/share/doc/{NAME}"
 _TOOLS = ("shtab",)  # makes the completions
 # Unattended upgrades may hold apt's locks for minutes.
-_LOCK_PATIENCE_SECONDS = 300.0
+_LOCK_TIMEOUT_SECONDS = 300.0
 _LOCK_RETRY_SECONDS = 1.0
 # Programs that pack a format: the program, and the package that has it on Debian and on Fedora.
 _PROGRAMS = {
@@ -190,7 +190,7 @@ def need_programs(what: str) -> None:
 def _apt_get(command: list[str]) -> None:
     """Wait for another apt: by itself, apt-get waits for some of its locks at most."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
-    give_up_at = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    give_up_at = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
             run(["apt-get", *command], env=environment)

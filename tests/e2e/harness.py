@@ -237,7 +237,7 @@ class Agent:
         with contextlib.closing(sqlite3.connect(self.state_dir / "state.db")) as state, state:
             boots = "'$.boot_id', 'the boot before', '$.prepare_boot_id', 'the boot before'"
             state.execute(f"UPDATE workflow SET body = json_set(body, {boots})")
-            state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
+            state.execute("UPDATE meta SET value = 'the boot before' WHERE name = 'boot_id'")
             state.execute("UPDATE journal SET detail = 'the boot before' WHERE kind = 'agent_started'")
 
     def __enter__(self) -> Self:
@@ -385,7 +385,7 @@ class Agent:
         rows = [(at, kind) for at, kind, id_ in self.journal("at", "kind", "event_id") if id_ == event_id]
         return [[kind for _, kind in group] for _, group in itertools.groupby(rows, key=lambda row: row[0])]
 
-    def notes(self, *words: str) -> list[dict[str, Any]]:
+    def records(self, *words: str) -> list[dict[str, Any]]:
         """All lines that the hooks noted (``start`` and ``end`` of each), oldest first."""
         if not self.notes_file.exists():
             return []
@@ -396,13 +396,13 @@ class Agent:
 
     def ran(self) -> list[str]:
         """Names of the hooks in the order in which they started."""
-        return [note["hook"] for note in self.notes("start")]
+        return [note["hook"] for note in self.records("start")]
 
     def wait_hook(self, name: str, what: str = "end", count: int = 1) -> dict[str, Any]:
         """Wait for the ``count``-th start or end of a hook; returns its note."""
 
         def found() -> list[dict[str, Any]]:
-            notes = [note for note in self.notes(what) if note["hook"] == name]
+            notes = [note for note in self.records(what) if note["hook"] == name]
             return notes if len(notes) >= count else []
 
         return self.wait_until(found, f"hook {name} had its {what} number {count}")[count - 1]

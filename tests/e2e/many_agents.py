@@ -53,7 +53,7 @@ class Fleet:
                 # All that wait together use a fraction of one processor.
                 imds={"poll_interval": f"{max(0.5, len(self.vms) / 25):g}s"},
                 rules=[
-                    {"name": "waits", "when": {"type": "Redeploy"}, "prepare": ["drain_when_told"], **rule},
+                    {"name": "waiting", "when": {"type": "Redeploy"}, "prepare": ["drain_when_told"], **rule},
                     {"name": "impactful", "prepare": ["drain"], **rule},
                 ],
                 hooks={
@@ -89,7 +89,7 @@ class Fleet:
 
     def runs(self, vm: str, event: str = "") -> list[HookRun]:
         """Runs of hooks for one event, or for all, oldest first."""
-        notes = self.agents[vm].notes()
+        notes = self.agents[vm].records()
         ended = {note["pid"]: note["monotonic"] for note in notes if note["what"] == "end"}
         runs = [
             HookRun(note["given"]["ID"], note["hook"], note["monotonic"], ended.get(note["pid"], math.inf))

@@ -37,7 +37,7 @@ def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_the_hook_the_policy_and_the_two_commands_of_the_page_do_what_it_says(agent: Agent) -> None:
+def test_cookbook_hook_policy_and_commands_do_what_the_page_says(agent: Agent) -> None:
     port = str(free_port())
     simulate, run, status = (
         line.removeprefix("$ scheduled-events-agent ").replace("8169", port).split()
@@ -69,7 +69,7 @@ def test_the_hook_the_policy_and_the_two_commands_of_the_page_do_what_it_says(ag
 
 
 @pytest.mark.parametrize("page", [PAGE, SIMULATOR_PAGE], ids=["cookbook", "simulator"])
-def test_an_agent_that_is_tried_and_an_installed_one_have_nothing_in_common(page: str) -> None:
+def test_a_trial_agent_and_an_installed_one_share_nothing(page: str) -> None:
     tried = yaml.safe_load(block("yaml", page))["agent"]
     assert tried == {"listen": "127.0.0.1:9770", "state_dir": "/srv/try/state"}
     assert "--state-dir" not in page

@@ -161,12 +161,12 @@ class Trouble:
         assert self.seconds < self.failures * max(INTERVAL, TIME_LIMIT) + room
 
 
-def test_every_kind_of_fault_that_the_simulator_has_is_gone_through_here() -> None:
+def test_every_simulator_fault_is_covered_here() -> None:
     assert {kind for kind, _, _ in FAULTS.values()} == set(get_args(FaultKind))
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_never_taken_for_no_events_and_is_over_when_it_is_over(scene: Scene, name: str) -> None:
+def test_a_fault_is_never_read_as_no_events_and_ends_when_cleared(scene: Scene, name: str) -> None:
     fault, options, kind = FAULTS[name]
     agent, failed, trouble = scene.agent, scene.failed(kind), Trouble(scene)
     scene.sim.fault("vm-1", fault, on="poll", **options)
@@ -182,7 +182,7 @@ def test_a_fault_is_never_taken_for_no_events_and_is_over_when_it_is_over(scene:
 
 
 @pytest.mark.parametrize("status", [429, pytest.param(400, marks=pytest.mark.nightly)])
-def test_where_the_service_asks_for_time_it_gets_it_and_nothing_is_forgotten(scene: Scene, status: int) -> None:
+def test_a_throttled_agent_slows_down_and_keeps_its_events(scene: Scene, status: int) -> None:
     kind, pause = ASKS_FOR_MORE[status]
     trouble = Trouble(scene)
     scene.sim.fault("vm-1", "status", status=status, on="poll", count=1)
@@ -193,7 +193,7 @@ def test_where_the_service_asks_for_time_it_gets_it_and_nothing_is_forgotten(sce
     scene.check_nothing_is_forgotten()
 
 
-def test_a_storm_of_different_faults_is_gone_through_as_well(scene: Scene) -> None:
+def test_an_agent_survives_a_series_of_different_faults(scene: Scene) -> None:
     trouble = Trouble(scene)
     for fault, options, _ in FAULTS.values():
         scene.sim.fault("vm-1", fault, on="poll", count=1, **options)
@@ -208,7 +208,7 @@ def test_a_storm_of_different_faults_is_gone_through_as_well(scene: Scene) -> No
 
 @needs_reload
 @pytest.mark.parametrize("where", ["refused", "unreachable", "timeout"])
-def test_an_endpoint_that_is_not_there_is_never_taken_for_no_events(scene: Scene, where: str) -> None:
+def test_a_missing_endpoint_is_never_read_as_no_events(scene: Scene, where: str) -> None:
     agent, failed, trouble = scene.agent, scene.failed(where), Trouble(scene)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -229,7 +229,7 @@ def test_an_endpoint_that_is_not_there_is_never_taken_for_no_events(scene: Scene
 
 
 @needs_reload
-def test_an_agent_that_starts_again_during_a_fault_forgets_nothing_either(tmp_path: Path) -> None:
+def test_an_agent_that_restarts_during_a_fault_keeps_its_events(tmp_path: Path) -> None:
     with scene_in(tmp_path) as scene:  # of its own: the event ends here
         scene.sim.fault("vm-1", "html", on="poll")
         scene.agent.kill()

@@ -52,7 +52,7 @@ def agent(agent: Agent, hang_seconds: float) -> Agent:
     return agent
 
 
-def test_an_agent_that_hangs_ends_says_where_and_goes_on_when_started_again(agent: Agent, sim: Simulator) -> None:
+def test_a_hung_agent_exits_with_its_stacks_and_continues_after_a_restart(agent: Agent, sim: Simulator) -> None:
     hangs = Path(agent.directory / "hangs")
     hangs.touch()
     sim.wait_polls(3)  # only the engine hangs
@@ -78,7 +78,7 @@ def test_an_agent_whose_poller_hangs_ends_before_the_limit_of_its_request(agent:
     sim.wait_approved(event)
 
 
-def test_an_agent_that_waits_long_for_an_answer_is_not_taken_for_one_that_hangs(
+def test_an_agent_that_waits_long_for_a_response_does_not_count_as_hung(
     agent: Agent, sim: Simulator, hang_seconds: float
 ) -> None:
     sim.fault("vm-1", "stall", on="poll", count=1)
@@ -87,7 +87,7 @@ def test_an_agent_that_waits_long_for_an_answer_is_not_taken_for_one_that_hangs(
     assert agent.process.poll() is None
 
 
-def test_an_agent_whose_machine_stood_still_is_not_taken_for_one_that_hangs(
+def test_an_agent_whose_machine_was_paused_does_not_count_as_hung(
     agent: Agent, sim: Simulator, hang_seconds: float
 ) -> None:
     process = psutil.Process(agent.process.pid)
@@ -98,7 +98,7 @@ def test_an_agent_whose_machine_stood_still_is_not_taken_for_one_that_hangs(
     assert agent.process.poll() is None
 
 
-def test_an_agent_that_waits_for_its_disk_is_not_taken_for_one_that_hangs(
+def test_an_agent_that_waits_for_its_disk_does_not_count_as_hung(
     agent: Agent, sim: Simulator, hang_seconds: float
 ) -> None:
     disk = Path(agent.directory / "disk")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("seed", "rounds"), [(20260101, 3), pytest.param(20260102, 40, marks=pytest.mark.nightly)]
 )
-def test_killed_at_random_moments_it_never_approves_too_soon_and_recovers_once(
+def test_an_agent_killed_at_random_moments_approves_in_time_and_recovers_once(
     sim: Simulator, agent: Agent, seed: int, rounds: int
 ) -> None:
     dice = random.Random(seed)
@@ -56,9 +56,9 @@ def is_over(agent: Agent, event: str) -> bool:
 
 def check(sim: Simulator, agent: Agent, event: str, kills: list[tuple[datetime, datetime]]) -> None:
     """Check from outside what must hold for an event that is over."""
-    starts = [note for note in agent.notes("start") if note["given"]["ID"] == event]
+    starts = [note for note in agent.records("start") if note["given"]["ID"] == event]
     pids = {note["pid"] for note in starts}
-    ends = [note for note in agent.notes("end") if note["pid"] in pids]
+    ends = [note for note in agent.records("end") if note["pid"] in pids]
     journal = [
         (datetime.fromisoformat(at), kind, hook)
         for at, kind, hook, event_id in agent.journal("at", "kind", "hook", "event_id")

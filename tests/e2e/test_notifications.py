@@ -22,7 +22,7 @@ def target(receiver: Receiver, name: str = "ops", **keys: Any) -> dict[str, Any]
 def told(receiver: Receiver, event: str) -> list[str]:
     """The notifications of the event that the service has accepted, without repetitions."""
     bodies = {body["id"]: body for body in receiver.taken if body.get("subject") == event}
-    return [body["data"]["what"] for body in bodies.values()]
+    return [body["data"]["kind"] for body in bodies.values()]
 
 
 def rules(agent: Agent, **hook: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def rules(agent: Agent, **hook: Any) -> dict[str, Any]:
     }
 
 
-def test_a_service_hears_of_an_event_from_its_announcement_to_its_end(sim: Simulator, agent: Agent) -> None:
+def test_a_target_is_notified_of_an_event_from_announcement_to_end(sim: Simulator, agent: Agent) -> None:
     with Receiver() as receiver, Receiver() as evictions:
         only_evictions = target(evictions, "evictions", when={"type": "Preempt"})
         agent.write_policy(notify=[target(receiver, on=ALL), only_evictions], **rules(agent))
@@ -42,8 +42,8 @@ def test_a_service_hears_of_an_event_from_its_announcement_to_its_end(sim: Simul
         sim.end(event)
         agent.wait_until(lambda: "recovered" in told(receiver, event), "it heard of the end")
         assert told(receiver, event) == ["seen", "preparing", "prepared", "approved", "started", "recovered"]
-        agent.wait_metric(6, "notices_sent_total", target="ops")
-        agent.wait_metric(0, "notices_waiting", target="ops")
+        agent.wait_metric(6, "notifications_sent_total", target="ops")
+        agent.wait_metric(0, "notifications_waiting", target="ops")
         first = receiver.taken[0]
         status = agent.status()
         assert first["source"] == f"/azure/vm/{status['vm']['vm_id']}"
@@ -58,7 +58,7 @@ def test_a_service_hears_of_an_event_from_its_announcement_to_its_end(sim: Simul
 
 def test_a_failed_recovery_calls_again_and_says_what_to_type(sim: Simulator, agent: Agent) -> None:
     with Receiver() as receiver, Receiver() as pagerduty:
-        oncall = target(pagerduty, "oncall", body="pagerduty", headers={"X-Routing-Key": "key"})
+        oncall = target(pagerduty, "oncall", format="pagerduty", headers={"X-Routing-Key": "key"})
         rule = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
         hooks = {name: agent.hook(name, exit_code=3) for name in ("drain", "resume")}
         agent.write_policy(notify=[target(receiver), oncall], rules=[rule], hooks=hooks)
@@ -73,7 +73,7 @@ def test_a_failed_recovery_calls_again_and_says_what_to_type(sim: Simulator, age
         agent.wait_until(lambda: "recovery_failed" in told(receiver, event), "it heard of the failure")
         assert agent.say("resolve", event).returncode == 0
         agent.wait_until(lambda: len(pagerduty.taken) == 4, "the incidents were ended")
-        held = next(body["data"] for body in receiver.taken if body["data"]["what"] == "held")
+        held = next(body["data"] for body in receiver.taken if body["data"]["kind"] == "held")
         assert [one["command"].removeprefix(shown["command_prefix"]) for one in held["commands"]] == [
             one["command"] for one in need["commands"][:2]
         ]
@@ -102,7 +102,7 @@ def test_an_agent_that_only_observes_notifies_too(sim: Simulator, agent: Agent) 
         assert {body["data"]["mode"] for body in receiver.taken} == {"observe"}
 
 
-def test_killed_at_random_moments_it_loses_no_notice(sim: Simulator, agent: Agent) -> None:
+def test_an_agent_killed_at_random_moments_loses_no_notification(sim: Simulator, agent: Agent) -> None:
     dice = random.Random(20261122)
 
     def behave() -> str:
@@ -129,7 +129,9 @@ def test_killed_at_random_moments_it_loses_no_notice(sim: Simulator, agent: Agen
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it is stopped by SIGTERM")
-def test_what_happened_before_a_reboot_is_told_although_the_service_was_away(sim: Simulator, agent: Agent) -> None:
+def test_notifications_from_before_a_reboot_are_sent_after_the_target_returns(
+    sim: Simulator, agent: Agent
+) -> None:
     with Receiver(lambda: "503") as receiver:
         agent.write_policy(notify=[target(receiver)], **rules(agent))
         agent.start()
@@ -145,12 +147,12 @@ def test_what_happened_before_a_reboot_is_told_although_the_service_was_away(sim
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the policy is read again after SIGHUP")
-def test_a_reload_brings_targets_and_takes_them_away(sim: Simulator, agent: Agent) -> None:
+def test_a_reload_adds_and_removes_targets(sim: Simulator, agent: Agent) -> None:
     with Receiver(lambda: "503") as away, Receiver() as here:
         agent.write_policy(notify=[target(away, "away")])
         agent.start()
         event = sim.schedule("Freeze", notice_seconds=600)
-        agent.wait_until(lambda: agent.metric("notices_waiting", target="away"), "a notice waited")
+        agent.wait_until(lambda: agent.metric("notifications_waiting", target="away"), "a notice waited")
         agent.wait_log("notifying away fails")
         agent.wait_until(lambda: agent.status()["notify"][0]["failure"], "/status showed it")
         shown = agent.run("status", "--state-dir", str(agent.state_dir)).stdout
@@ -159,13 +161,13 @@ def test_a_reload_brings_targets_and_takes_them_away(sim: Simulator, agent: Agen
         agent.write_policy(notify=[target(here, "here")])
         agent.reload()
         agent.wait_log("notifications are dropped", target="away", count=1)
-        agent.wait_until(lambda: "notices_waiting" in agent.metrics(), "there are targets")
-        assert [labels for labels, _ in agent.metrics()["notices_waiting"]] == [{"target": "here"}]
+        agent.wait_until(lambda: "notifications_waiting" in agent.metrics(), "there are targets")
+        assert [labels for labels, _ in agent.metrics()["notifications_waiting"]] == [{"target": "here"}]
         sim.cancel(event)
         agent.wait_until(lambda: told(here, event) == ["recovered"], "the new target heard of it")
 
 
-def test_a_lost_notification_is_shown_until_the_next_one_arrives_also_after_a_restart(
+def test_a_lost_notification_is_shown_until_one_is_delivered_even_after_a_restart(
     sim: Simulator, agent: Agent
 ) -> None:
     with Receiver(lambda: "400") as receiver:
@@ -175,7 +177,7 @@ def test_a_lost_notification_is_shown_until_the_next_one_arrives_also_after_a_re
         agent.wait_until(lambda: agent.status()["notify"][0]["lost"] == 1, "/status showed it")
         before = agent.status()["notify"][0]
         assert before["lost_reason"] == "it answers 400"
-        agent.wait_log("a notification is lost", target="ops", what="seen", event_id=event)
+        agent.wait_log("a notification is lost", target="ops", kind="seen", event_id=event)
         agent.kill()
         agent.start()
         after = agent.status()["notify"][0]
@@ -190,16 +192,14 @@ def test_a_lost_notification_is_shown_until_the_next_one_arrives_also_after_a_re
         assert agent.status()["notify"][0]["lost_at"] is None
 
 
-def test_doctor_names_targets_that_cannot_be_used_or_do_not_take_what_is_sent(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_doctor_names_targets_that_are_unusable_or_reject_notifications(sim: Simulator, agent: Agent) -> None:
     def warned() -> list[str]:
         options = ("--config", str(agent.config), "--state-dir", str(agent.state_dir))
         checks = json.loads(agent.run("doctor", "--json", *options).stdout)["checks"]
         found = [check for check in checks if check["check"] == "notifications"]
-        assert {check["state"] for check in found} == {"warning"}
-        assert all(f"notify test {check['finding'].partition(':')[0]}" in check["advice"] for check in found)
-        return [check["finding"] for check in found]
+        assert {check["severity"] for check in found} == {"warning"}
+        assert all(f"notify test {check['message'].partition(':')[0]}" in check["hint"] for check in found)
+        return [check["message"] for check in found]
 
     with Receiver(lambda: "401") as denying:
         no_secret = str(agent.directory / "no-secret")
@@ -217,9 +217,9 @@ def test_doctor_names_targets_that_cannot_be_used_or_do_not_take_what_is_sent(
         assert re.fullmatch(r"denying: has failed since [0-9: -]+ UTC: it answers 401", denied)
 
 
-def test_a_test_notice_is_sent_without_an_agent_and_its_answer_is_told(agent: Agent) -> None:
+def test_a_test_notification_is_sent_without_an_agent_and_its_response_is_shown(agent: Agent) -> None:
     with Receiver() as good, Receiver(lambda: "400") as bad:
-        agent.write_policy(vm={"name": "vm-7"}, notify=[target(good, "good"), target(bad, "bad", body="slack")])
+        agent.write_policy(vm={"name": "vm-7"}, notify=[target(good, "good"), target(bad, "bad", format="slack")])
         done = agent.run("notify", "test", "good", "--config", str(agent.config))
         assert (done.returncode, done.stdout) == (0, "good: delivered, it answers 202: ok\n")
         assert good.taken[0]["type"] == "io.scheduled-events-agent.test"
@@ -233,7 +233,7 @@ def test_a_test_notice_is_sent_without_an_agent_and_its_answer_is_told(agent: Ag
         ]
         done = agent.run("notify", "test", "other", "--config", str(agent.config))
         assert done.returncode == 2
-        oncall = target(good, "oncall", body="pagerduty", headers={"X-Routing-Key": "key"})
+        oncall = target(good, "oncall", format="pagerduty", headers={"X-Routing-Key": "key"})
         agent.write_policy(notify=[oncall])
         assert agent.run("notify", "test", "--config", str(agent.config)).returncode == 0
         trigger, resolve = good.taken[-2:]

@@ -16,7 +16,7 @@ import pytest
 from harness import CHECKOUT, PATIENCE, Agent, Endpoint, Simulator, document
 
 from scheduled_events_agent import host
-from scheduled_events_agent.status import OperatorAnswer
+from scheduled_events_agent.status import OperatorResult
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import OperatorAction
 
@@ -85,7 +85,7 @@ def endpoint_agent(make_agent: Callable[..., Agent]) -> Any:
         yield endpoint, make_agent(endpoint.url)
 
 
-def test_however_many_look_at_the_state_file_nothing_gets_lost(sim: Simulator, agent: Agent) -> None:
+def test_many_readers_of_the_state_file_lose_nothing(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     events = []
@@ -103,12 +103,12 @@ def test_however_many_look_at_the_state_file_nothing_gets_lost(sim: Simulator, a
     assert {life["event"]["id"]: life["phase"] for life in lives} == dict.fromkeys(events, "closed")
 
 
-def test_an_operators_word_takes_effect_within_two_seconds_with_the_name(sim: Simulator, agent: Agent) -> None:
+def test_an_operator_action_takes_effect_within_two_seconds_with_the_name(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND])
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_log("prepared", event_id=event)
-    store = Store.join(agent.state_dir)
+    store = Store.open_client(agent.state_dir)
     (workflow,) = store.load_workflows()
     seconds = []
     try:
@@ -133,12 +133,12 @@ def test_an_operators_word_takes_effect_within_two_seconds_with_the_name(sim: Si
     sim.wait_approved(event)
 
 
-def test_until_a_failed_recovery_is_solved_the_vm_gets_no_work(sim: Simulator, agent: Agent) -> None:
+def test_a_failed_recovery_keeps_the_vm_out_of_service_until_solved(sim: Simulator, agent: Agent) -> None:
     def told(word: str, event: str) -> tuple[bool, str]:
         said = ask(agent, word, event, "--json")
-        answer = msgspec.json.decode(said.stdout, type=OperatorAnswer)
+        answer = msgspec.json.decode(said.stdout, type=OperatorResult)
         assert (said.returncode, answer.command, answer.event_id) == (0, word, event)
-        return answer.is_done, answer.answer
+        return answer.succeeded, answer.answer
 
     agent.write_policy(
         rules=[DRAIN | {"approve": "manual"}],
@@ -163,23 +163,23 @@ def test_until_a_failed_recovery_is_solved_the_vm_gets_no_work(sim: Simulator, a
     assert event not in agent.pending()
 
 
-def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agent) -> None:
+def test_an_event_that_azure_has_accepted_is_not_reported_as_held(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND])
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None, starts_when_approved=False)
     agent.wait_log("prepared", event_id=event)
     said = ask(agent, "approve", event, "--json")
-    told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
-    assert (said.returncode, told.is_done, told.command, told.event_id) == (0, True, "approve", event)
+    told = msgspec.json.decode(said.stdout, type=OperatorResult)
+    assert (said.returncode, told.succeeded, told.command, told.event_id) == (0, True, "approve", event)
     assert told.answer.startswith("approved: ")
     assert told.workflow_id == agent.pending()[event]["id"]
     agent.wait_phase(event, "approved")
     said = ask(agent, "hold", event, "--json")
-    told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
-    assert (said.returncode, told.is_done, told.answer[:9]) == (1, False, "rejected:")
+    told = msgspec.json.decode(said.stdout, type=OperatorResult)
+    assert (said.returncode, told.succeeded, told.answer[:9]) == (1, False, "rejected:")
     said = ask(agent, "hold", "no-such-id", "--json")
-    told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
-    assert (said.returncode, told.is_done, told.event_id) == (1, False, "")
+    told = msgspec.json.decode(said.stdout, type=OperatorResult)
+    assert (said.returncode, told.succeeded, told.event_id) == (1, False, "")
     assert told.answer.startswith('no pending event id begins with "no-such-id"')
     said = agent.say("hold", event)
     assert (said.returncode, said.stdout) == (
@@ -215,7 +215,9 @@ def test_a_hold_of_an_event_that_has_vanished_can_be_released(sim: Simulator, ag
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_a_hold_amid_an_approval_is_answered_when_that_is(sim: Simulator, agent: Agent, *, is_taken: bool) -> None:
+def test_a_hold_during_an_approval_is_answered_after_the_approval(
+    sim: Simulator, agent: Agent, *, is_taken: bool
+) -> None:
     agent.write_policy(imds={"request_timeout": "3s"}, rules=[{"name": "all", "approve": "immediately"}])
     if is_taken:
         sim.fault(None, "slow", on="approve", delay_seconds=2)
@@ -236,7 +238,7 @@ def test_a_hold_amid_an_approval_is_answered_when_that_is(sim: Simulator, agent:
         assert agent.pending()[event]["phase"] == "held"
 
 
-def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulator, agent: Agent) -> None:
+def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}
     )
@@ -305,11 +307,11 @@ def test_a_rejected_policy_file_changes_the_exit_code_of_no_command(sim: Simulat
     assert approved.stderr.startswith(f"{agent.config} is rejected: ")
 
 
-def test_an_observing_agent_says_everywhere_what_it_would_do(sim: Simulator, agent: Agent) -> None:
+def test_an_observing_agent_shows_everywhere_its_planned_actions(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start("--observe")
     event = sim.schedule("Reboot", lasts_seconds=None)
-    told = agent.wait_log("waits", event_id=event)["reason"]
+    told = agent.wait_log("waiting", event_id=event)["reason"]
     assert told.startswith("the agent only observes; it would now run drain, then approve it, ")
     for shown in (ask(agent, "status").stdout, agent.get("/status")[1], ask(agent, "history").stdout):
         assert told in shown
@@ -317,7 +319,9 @@ def test_an_observing_agent_says_everywhere_what_it_would_do(sim: Simulator, age
     assert agent.ran() == []
 
 
-def test_hook_output_is_for_the_command_line_unless_the_policy_has_it_shown(sim: Simulator, agent: Agent) -> None:
+def test_hook_output_is_limited_to_the_command_line_unless_the_policy_allows_it(
+    sim: Simulator, agent: Agent
+) -> None:
     rules, hooks = [{**DRAIN, "recover": []}], {"drain": {"shell": "echo db-password: hunter2"}}
     agent.write_policy(rules=rules, hooks=hooks)
     agent.start()
@@ -340,7 +344,7 @@ def test_hook_output_is_for_the_command_line_unless_the_policy_has_it_shown(sim:
     )
 
 
-def test_explain_tells_what_the_agent_does_about_each_event_of_the_document(
+def test_explain_shows_the_agents_plan_for_each_event_of_the_document(
     endpoint_agent: tuple[Endpoint, Agent],
 ) -> None:
     endpoint, agent = endpoint_agent
@@ -361,7 +365,7 @@ def test_explain_tells_what_the_agent_does_about_each_event_of_the_document(
         {"EventId": "BBBB2222-0000", "EventStatus": "Started", "EventType": "Reboot", "Resources": ["vm-2"]},
         incarnation=7,
     )
-    agent.wait_log("waits", event_id="AAAA1111-0000")
+    agent.wait_log("waiting", event_id="AAAA1111-0000")
     polls = endpoint.polls
     shown = ask(agent, "explain")
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -391,7 +395,7 @@ def test_explain_tells_what_the_agent_does_about_each_event_of_the_document(
     assert (told["source"], told["incarnation"], told["vm"]["names"]) == ("endpoint", "7", ["vm-1"])
     assert datetime.fromisoformat(told["received_at"]) > not_before - timedelta(hours=2, minutes=30)
     ours, others = told["events"]
-    assert (ours["decision"]["rule"], ours["workflow"]["waits"]["kind"]) == ("by-hand", "manual")
+    assert (ours["decision"]["rule"], ours["workflow"]["wait_reason"]["kind"]) == ("by-hand", "manual")
     assert (others["decision"]["affects"], others["workflow"]) == ("others", None)
 
 
@@ -465,7 +469,7 @@ def test_explain_needs_only_one_of_agent_and_endpoint(endpoint_agent: tuple[Endp
     assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, alone)
     assert "  agent " not in shown.stdout
     agent.start()
-    agent.wait_log("waits", event_id="A")
+    agent.wait_log("waiting", event_id="A")
     endpoint.status = 500
     shown = ask(agent, "explain")
     first, *_, approve = shown.stdout.splitlines()
@@ -487,7 +491,7 @@ def test_explain_needs_only_one_of_agent_and_endpoint(endpoint_agent: tuple[Endp
     assert "  agent    when it last ran: waits: an operator must approve it; first seen " in left
 
 
-def test_explain_raw_prints_the_document_as_it_came(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+def test_explain_raw_prints_the_document_unchanged(endpoint_agent: tuple[Endpoint, Agent]) -> None:
     endpoint, agent = endpoint_agent
     agent.write_policy()
     endpoint.body = b'\xef\xbb\xbf{"DocumentIncarnation": 1,\r\n"Events": [],}'
@@ -520,7 +524,7 @@ def test_beside_an_agent_explain_does_not_wait_minutes_for_a_service_that_hangs(
     assert time.monotonic() - began < PATIENCE / 2
 
 
-def test_nothing_from_outside_commands_the_terminal(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+def test_external_text_never_controls_the_terminal(endpoint_agent: tuple[Endpoint, Agent]) -> None:
     endpoint, agent = endpoint_agent
     hook = f"import sys; sys.stdout.reconfigure(encoding='utf-8'); print({HOSTILE!r} * 3); sys.exit(3)"
     agent.write_policy(
@@ -579,7 +583,9 @@ def test_in_a_terminal_no_line_is_wider_than_it(sim: Simulator, agent: Agent, co
 
 @pytest.mark.skipif(sys.platform == "win32" or host.account_name() != "root", reason="only root can become nobody")
 @pytest.mark.parametrize("command", [("status",), ("history",), ("approve", "aaaa")])
-def test_an_account_that_may_not_read_the_state_is_told_which_may(agent: Agent, command: tuple[str, ...]) -> None:
+def test_an_account_that_may_not_read_the_state_learns_which_account_may(
+    agent: Agent, command: tuple[str, ...]
+) -> None:
     agent.write_policy(rules=[BY_HAND])
     agent.start()
     done = subprocess.run(

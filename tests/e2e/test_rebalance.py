@@ -106,7 +106,7 @@ def assert_nothing_is_pending(agent: Agent) -> None:
     assert all(value == 0.0 for _, value in agent.metrics()["pending"])
 
 
-def test_a_service_without_the_preview_is_asked_in_the_version_that_it_has(sim: Simulator, agent: Agent) -> None:
+def test_a_service_without_the_preview_is_asked_in_the_older_version(sim: Simulator, agent: Agent) -> None:
     sim.fault(None, "status", status=404, api_version="2024-07-09")
     sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
     agent.write_policy(rules=[ADVICE, EVICTION], hooks=hooks(agent))
@@ -175,7 +175,7 @@ def test_a_change_to_the_older_version_and_back_ends_no_recommendation(sim: Simu
     assert agent.ran() == ["drain", "checkpoint", "resume"]
 
 
-def test_a_policy_that_does_not_name_it_never_asks_for_it(sim: Simulator, agent: Agent) -> None:
+def test_a_policy_without_recommendations_never_uses_the_preview(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[EVICTION, ANY], hooks=hooks(agent))
     agent.start()
     sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)

@@ -86,7 +86,7 @@ def test_it_is_ready_when_the_first_poll_has_been_tried(service: Agent, systemd:
     systemd.wait_word("WATCHDOG=1")
 
 
-def test_a_socket_without_a_file_is_found_as_well(service: Agent) -> None:
+def test_an_abstract_socket_is_found_as_well(service: Agent) -> None:
     listener = Systemd(f"@agent-test-{os.urandom(6).hex()}")
     try:
         service.environment["NOTIFY_SOCKET"] = listener.address
@@ -116,7 +116,7 @@ def test_it_is_ready_although_the_first_poll_failed_and_says_so(
     systemd.wait_status("Nothing is pending")
 
 
-def test_a_policy_that_is_refused_at_the_start_is_never_ready(service: Agent, systemd: Systemd) -> None:
+def test_a_policy_that_is_rejected_at_the_start_is_never_ready(service: Agent, systemd: Systemd) -> None:
     service.write_policy(rules=[{"name": "all", "approve": "yes"}])
     service.start(is_awaited=False)
     assert service.wait_exit() == 2
@@ -140,7 +140,7 @@ def test_the_status_is_the_headline_with_the_hooks_that_run_before_it(
     systemd.wait_status("Reboot is approved and may start")
 
 
-def test_a_hook_that_runs_comes_before_what_needs_a_person_so_that_no_upgrade_cuts_it_off(
+def test_the_status_names_a_running_hook_before_an_attention_item(
     service: Agent, sim: Simulator, systemd: Systemd
 ) -> None:
     manual = {"name": "redeploys", "when": {"type": "Redeploy"}, "approve": "manual"}
@@ -156,7 +156,7 @@ def test_a_hook_that_runs_comes_before_what_needs_a_person_so_that_no_upgrade_cu
     service.let_go("drained")
 
 
-def test_a_reload_is_told_from_its_beginning_to_its_end(service: Agent, systemd: Systemd) -> None:
+def test_a_reload_is_notified_from_start_to_end(service: Agent, systemd: Systemd) -> None:
     service.start()
     systemd.wait_word("READY=1")
     service.reload()
@@ -169,7 +169,7 @@ def test_a_reload_is_told_from_its_beginning_to_its_end(service: Agent, systemd:
     assert words == ["READY=1", "RELOADING=1", "READY=1"]
 
 
-def test_a_refused_policy_stays_in_the_status_until_a_good_one_comes(service: Agent, systemd: Systemd) -> None:
+def test_a_rejected_policy_stays_in_the_status_until_a_valid_one_is_read(service: Agent, systemd: Systemd) -> None:
     service.start()
     systemd.wait_word("READY=1")
     service.write_policy(rules=[{"name": "all", "approve": "yes"}])
@@ -181,7 +181,7 @@ def test_a_refused_policy_stays_in_the_status_until_a_good_one_comes(service: Ag
     assert systemd.wait_word("READY=1", count=3)[1:] == ["STATUS=Nothing is pending"]
 
 
-def test_it_says_that_it_stops_and_what_it_waits_for(service: Agent, sim: Simulator, systemd: Systemd) -> None:
+def test_the_status_reports_the_stop_and_its_wait_reason(service: Agent, sim: Simulator, systemd: Systemd) -> None:
     service.write_policy(
         rules=[{"name": "reboots", "prepare": ["drain"], "approve": "when-prepared"}],
         hooks={"drain": service.hook("drain", until="drained")},
@@ -212,7 +212,7 @@ def test_a_second_signal_ends_the_waiting_for_hooks(service: Agent, sim: Simulat
     assert service.stop() < 40
 
 
-def test_nothing_that_the_network_says_becomes_a_word_to_systemd(
+def test_text_from_the_network_never_reaches_systemd_as_a_command(
     service: Agent, sim: Simulator, systemd: Systemd
 ) -> None:
     service.start()
@@ -224,7 +224,7 @@ def test_nothing_that_the_network_says_becomes_a_word_to_systemd(
     assert lines[0].startswith("STATUS=Reboot WATCHDOG_USEC=1 STOPPING=1")
 
 
-def test_one_that_is_not_watched_sends_no_signs_of_life(service: Agent, systemd: Systemd) -> None:
+def test_an_agent_without_a_watchdog_sends_no_pings(service: Agent, systemd: Systemd) -> None:
     service.environment["WATCHDOG_PID"] = "1"
     service.start()
     service.write_policy()
@@ -233,7 +233,7 @@ def test_one_that_is_not_watched_sends_no_signs_of_life(service: Agent, systemd:
     assert ["WATCHDOG=1"] not in [lines for _, lines in systemd.messages]
 
 
-def test_a_hook_learns_nothing_of_the_socket_but_where_credentials_are(
+def test_a_hook_sees_the_credentials_directory_and_not_the_socket(
     service: Agent, sim: Simulator, tmp_path: Path, systemd: Systemd
 ) -> None:
     service.environment["CREDENTIALS_DIRECTORY"] = str(tmp_path)

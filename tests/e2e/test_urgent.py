@@ -38,19 +38,19 @@ def test_an_eviction_does_not_wait_for_the_hooks_of_less_urgent_events(
     assert agent.log("hook canceled", event_id=reboots[0], reason=gives_way)
     waiting = agent.pending()[reboots[0]]
     assert waiting["phase"] == "preparing"
-    assert waiting["waits_for"] == "waits for another run of hook drain"
+    assert waiting["wait_message"] == "waits for another run of hook drain"
 
     agent.let_go("drained")
     for event in (preempt, *reboots):
         sim.wait_approved(event)
-    ended = Counter(note["given"]["ID"] for note in agent.notes("start"))
+    ended = Counter(note["given"]["ID"] for note in agent.records("start"))
     assert ended == {reboots[0]: 2, preempt: 1} | dict.fromkeys(reboots[1:], 1)
-    assert len(agent.notes("end")) == 2 + queued
+    assert len(agent.records("end")) == 2 + queued
     assert drained(agent)[2:] == reboots  # what starts sooner is drained for first
     assert [line for line in agent.log("hook finished") if line["level"] != "info"] == []
 
 
-def test_a_termination_goes_first_and_ends_nothing(sim: Simulator, agent: Agent) -> None:
+def test_a_termination_goes_first_and_cancels_nothing(sim: Simulator, agent: Agent) -> None:
     reboots = begin_reboots(sim, agent, 2)
     terminate = sim.schedule("Terminate", notice_seconds=900.0, lasts_seconds=None)
     agent.wait_until(lambda: len(agent.status()["running"]) == 3, "all three are there")
@@ -68,7 +68,9 @@ def test_a_termination_goes_first_and_ends_nothing(sim: Simulator, agent: Agent)
     assert agent.log("hook canceled") == []
 
 
-def test_killed_while_a_hook_gives_way_the_agent_goes_on_with_both(sim: Simulator, agent: Agent) -> None:
+def test_an_agent_killed_while_a_hook_is_preempted_continues_with_both_events(
+    sim: Simulator, agent: Agent
+) -> None:
     (reboot,) = begin_reboots(sim, agent, 1)
     preempt = sim.schedule("Preempt", notice_seconds=600.0, lasts_seconds=None)
     agent.wait_log("hook canceled", event_id=reboot)
@@ -84,4 +86,4 @@ def test_killed_while_a_hook_gives_way_the_agent_goes_on_with_both(sim: Simulato
 
 def drained(agent: Agent) -> list[str]:
     """The events that hooks were started for, in that order."""
-    return [note["given"]["ID"] for note in agent.notes("start") if note["hook"] == "drain"]
+    return [note["given"]["ID"] for note in agent.records("start") if note["hook"] == "drain"]

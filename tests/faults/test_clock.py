@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from false_clock import Clock, false_clock_library  # noqa: F401 - a fixture
-from faulty import DRAIN, longest_gap_seconds, see_through
+from fault_injection import DRAIN, longest_gap_seconds, see_through
 from harness import Agent, Simulator
 
 if sys.platform == "win32":
@@ -29,7 +29,7 @@ def clock(agent: Agent, library: Path) -> Clock:
 
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forward", "back"])
-def test_when_the_clock_is_set_by_an_hour_a_hook_that_runs_and_all_that_waits_go_on(
+def test_a_clock_step_of_an_hour_disturbs_no_running_hook_and_no_wait(
     jump: int, sim: Simulator, agent: Agent, clock: Clock
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained", timeout="10m"), **agent.hooks("resume")}
@@ -57,14 +57,12 @@ def test_when_the_clock_is_set_by_an_hour_a_hook_that_runs_and_all_that_waits_go
     assert kinds.index("preparing") < kinds.index("approved") < kinds.index("closed")
 
 
-def test_when_the_clock_is_set_an_event_is_judged_by_it_at_once_and_only_once(
-    sim: Simulator, agent: Agent, clock: Clock
-) -> None:
+def test_a_clock_step_changes_the_decision_on_an_event_once(sim: Simulator, agent: Agent, clock: Clock) -> None:
     agent.write_policy(rules=[{**DRAIN, "lead": "15m"}], hooks=agent.hooks("drain", "resume"))
     clock.set(-HOUR)
     agent.start()
     event = sim.schedule("Reboot", notice_seconds=1000, lasts_seconds=None)
-    assert agent.wait_phase(event, "waiting")["waits_for"].startswith("begins at ")
+    assert agent.wait_phase(event, "waiting")["wait_message"].startswith("begins at ")
     sim.wait_polls(4)
     assert agent.ran() == []
     clock.set(0)  # 1000 s are still more than a lead of 15 minutes
@@ -77,7 +75,7 @@ def test_when_the_clock_is_set_an_event_is_judged_by_it_at_once_and_only_once(
     assert agent.ran() == ["drain"]
 
 
-def test_after_an_hour_of_sleep_it_polls_at_once_and_what_is_due_by_then_begins(
+def test_after_an_hour_of_sleep_the_agent_polls_at_once_and_runs_due_actions(
     sim: Simulator, agent: Agent, clock: Clock
 ) -> None:
     # A stop within a poll is no pause, and on a busy machine the fastest pace leaves no time between two.
@@ -99,7 +97,7 @@ def test_after_an_hour_of_sleep_it_polls_at_once_and_what_is_due_by_then_begins(
     assert agent.wait_log("this machine was paused")["seconds"] < 60  # by the clock that does not count a sleep
 
 
-def test_stopped_while_an_event_goes_by_it_recovers_once_when_it_goes_on(sim: Simulator, agent: Agent) -> None:
+def test_an_agent_stopped_during_an_event_recovers_once_when_resumed(sim: Simulator, agent: Agent) -> None:
     # Five seconds stand for a minute. What a stop does to the agent, it does from the first second on: threads are
     # late by it. Of the limits between the two only /healthz reports (healthy_within, and the 15 s in which the
     # engine should have run a cycle): the one is set low enough to pass here, the other is checked in each cycle.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, longest_gap_seconds
+from fault_injection import DRAIN, longest_gap_seconds
 from harness import Agent, Simulator
 from ports import free_port
 
@@ -64,21 +64,19 @@ def check_life(sim: Simulator, agent: Agent, then: Callable[[], object] = lambda
 
 
 @pytest.mark.parametrize("how", ["2>&-", "<&- >&- 2>&-", ">/dev/full 2>&1"])
-def test_with_its_outputs_closed_or_full_the_agent_does_its_work(how: str, sim: Simulator, agent: Agent) -> None:
+def test_an_agent_with_closed_or_full_outputs_keeps_working(how: str, sim: Simulator, agent: Agent) -> None:
     agent.prefix = redirected(how)
     check_life(sim, agent)
 
 
-def test_when_the_reader_of_its_log_has_gone_the_agent_does_its_work(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
+def test_an_agent_whose_log_reader_has_exited_keeps_working(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log")
     reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
     agent.prefix = redirected(f"2>{tmp_path / 'log'}")
     check_life(sim, agent, lambda: os.close(reader))
 
 
-def test_when_nobody_empties_the_pipe_of_its_log_the_agent_does_its_work(
+def test_an_agent_whose_log_pipe_is_never_read_keeps_working(
     sim: Simulator, agent: Agent, pipe: int, tmp_path: Path
 ) -> None:
     agent.prefix = redirected(f"2>{tmp_path / 'pipe'}")
@@ -89,6 +87,6 @@ def test_when_nobody_empties_the_pipe_of_its_log_the_agent_does_its_work(
     assert set(os.read(pipe, 1 << 20)) == {ord(".")}  # it was full to the end
 
 
-def test_when_the_journal_has_gone_the_agent_does_its_work(sim: Simulator, agent: Agent) -> None:
+def test_an_agent_without_the_journal_keeps_working(sim: Simulator, agent: Agent) -> None:
     agent.prefix = [sys.executable, "-c", GONE_JOURNAL]
     check_life(sim, agent)

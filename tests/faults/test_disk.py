@@ -15,13 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, longest_gap_seconds, needs_root, see_through
+from fault_injection import DRAIN, longest_gap_seconds, needs_root, see_through
 from harness import Agent, Simulator
 
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import RESERVE_BYTES, Store, StoreError
-from scheduled_events_agent.workflow import Note, NoteKind, Step, Workflow
+from scheduled_events_agent.workflow import Record, RecordKind, Transition, Workflow
 
 if sys.platform == "win32":
     pytest.skip("file systems are mounted and limited as Linux does it", allow_module_level=True)
@@ -110,7 +110,7 @@ def check_at_work(agent: Agent) -> None:
 
 @needs_root
 @pytest.mark.parametrize("end", ["kill", "stop"])
-def test_on_a_full_disk_an_event_is_lived_through_and_an_agent_starts(
+def test_an_event_is_handled_and_an_agent_starts_on_a_full_disk(
     sim: Simulator, agent: Agent, disk: Path, end: str
 ) -> None:
     agent.write_policy(
@@ -136,23 +136,23 @@ def test_on_a_full_disk_an_event_is_lived_through_and_an_agent_starts(
 
 
 @needs_root
-def test_a_hundred_lives_fit_into_the_reserve_and_with_room_it_is_filled_up_again(disk: Path) -> None:
+def test_a_hundred_events_fit_into_the_reserve_and_it_is_refilled(disk: Path) -> None:
     store = Store.open(disk, datetime.now(UTC))
-    assert store.keep_reserve() == ""
+    assert store.ensure_reserve() == ""
     store.close()
     ballast = fill(disk)
     store = Store.open(disk, datetime.now(UTC))
     try:
         for number in range(100):
             live(store, f"event-{number}")
-        assert "KiB left" in store.keep_reserve()
+        assert "KiB left" in store.ensure_reserve()
         with pytest.raises(StoreError, match=r"database or disk is full"):  # noqa: PT012 - whichever it is
             for number in range(100, 1000):
                 live(store, f"event-{number}")
         known = [workflow.id for workflow in store.find_workflows()]
         assert known == [f"event-{number}" for number in range(len(known))]
         ballast.unlink()
-        assert store.keep_reserve() == ""
+        assert store.ensure_reserve() == ""
         assert store.reserve_bytes() >= RESERVE_BYTES
         fill(disk)
         for number in range(1000, 1100):
@@ -164,7 +164,7 @@ def test_a_hundred_lives_fit_into_the_reserve_and_with_room_it_is_filled_up_agai
 def live(store: Store, name: str) -> None:
     """All that is written in the life of an event with two hooks that write as much as is kept."""
     now = datetime.now(UTC)
-    kinds: tuple[NoteKind, ...] = (
+    kinds: tuple[RecordKind, ...] = (
         *("seen", "decided", "preparing", "hook_started", "hook_finished", "prepared", "approving", "approved"),
         *("started", "gone", "recovering", "hook_started", "hook_finished", "closed"),
     )
@@ -177,18 +177,18 @@ def live(store: Store, name: str) -> None:
             event=event,
             decision=Decision(rule="drain", reason="type is Preempt", affects="self"),
             first_seen_at=now,
-            noticed_at=now,
+            not_before_seen_at=now,
             boot_id="boot-1",
             phase="closed" if kind == "closed" else "waiting",
         )
         detail = "o" * 4096 if kind == "hook_finished" else ""
-        store.commit([Step(workflow=workflow, notes=(Note(kind=kind, text="t" * 200, detail=detail),))], now)
+        store.commit(
+            [Transition(workflow=workflow, records=(Record(kind=kind, text="t" * 200, detail=detail),))], now
+        )
 
 
 @needs_root
-def test_where_there_is_no_room_for_a_reserve_the_log_says_so(
-    sim: Simulator, agent: Agent, small_disk: Path
-) -> None:
+def test_without_space_for_a_reserve_the_log_reports_it(sim: Simulator, agent: Agent, small_disk: Path) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     told = agent.wait_log("keeping room in the state file for a full disk fails")
@@ -198,7 +198,7 @@ def test_where_there_is_no_room_for_a_reserve_the_log_says_so(
 
 
 @needs_root
-def test_without_a_reserve_nothing_is_begun_or_approved_and_with_room_it_goes_on(
+def test_without_a_reserve_events_wait_until_there_is_space(
     sim: Simulator, agent: Agent, small_disk: Path
 ) -> None:
     agent.write_policy(
@@ -250,7 +250,7 @@ def test_on_a_full_disk_without_a_reserve_an_agent_does_not_start_and_says_why(
 
 
 @needs_root
-def test_a_disk_that_is_full_before_the_first_start_is_told(
+def test_a_disk_that_is_full_before_the_first_start_is_reported(
     sim: Simulator, agent: Agent, small_disk: Path
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
@@ -291,7 +291,7 @@ def test_on_a_read_only_disk_nothing_is_approved_until_it_is_repaired(
     assert len(sim.approvals(event)) == 1
 
 
-def test_damage_found_at_work_ends_the_agent_and_the_next_sets_the_file_aside(
+def test_damage_found_at_runtime_ends_the_agent_and_the_next_quarantines_the_file(
     sim: Simulator, agent: Agent
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
@@ -319,7 +319,7 @@ def test_damage_found_at_work_ends_the_agent_and_the_next_sets_the_file_aside(
     assert len(sim.approvals(event)) == 1
 
 
-def test_while_the_state_file_is_locked_only_polling_and_running_hooks_go_on(sim: Simulator, agent: Agent) -> None:
+def test_a_locked_state_file_stops_all_but_polling_and_running_hooks(sim: Simulator, agent: Agent) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
     agent.start()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faulty import AT_ONCE, DRAIN, needs_root, see_through
+from fault_injection import AT_ONCE, DRAIN, needs_root, see_through
 from harness import Agent, Simulator
 
 if sys.platform == "win32":
@@ -58,9 +58,7 @@ def seconds_of_cpu(agent: Agent) -> float:
     return float(times.user + times.system)
 
 
-def test_without_descriptors_polls_and_pages_fail_nothing_ends_and_all_comes_back(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_without_descriptors_the_agent_survives_and_recovers(sim: Simulator, agent: Agent) -> None:
     soon = {**DRAIN, "lead": "30m"}
     agent.write_policy(agent={"healthy_within": "1s"}, rules=[soon], hooks=agent.hooks("drain", "resume"))
     agent.start()
@@ -103,7 +101,7 @@ def test_a_hook_without_descriptors_has_failed_and_its_event_is_held(sim: Simula
     assert agent.log("a bug in the agent") == []
 
 
-def test_a_hook_that_ends_while_there_are_no_descriptors_has_ended_as_it_did(sim: Simulator, agent: Agent) -> None:
+def test_a_hook_that_ends_without_free_descriptors_keeps_its_result(sim: Simulator, agent: Agent) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
     agent.start()
@@ -169,7 +167,7 @@ def test_a_hook_without_a_process_or_thread_has_failed_and_its_event_is_held(
 
 
 @needs_root
-def test_an_approval_for_which_there_is_no_thread_is_sent_when_there_is_one(sim: Simulator, nobody: Agent) -> None:
+def test_an_approval_without_a_thread_is_sent_once_there_is_one(sim: Simulator, nobody: Agent) -> None:
     nobody.write_policy(rules=[AT_ONCE])
     nobody.start()
     sim.wait_polls(2)
@@ -197,7 +195,7 @@ def test_without_memory_for_a_thread_it_goes_on_and_catches_up_later(sim: Simula
         running: list[str] = []
 
         def has_news() -> bool:
-            return bool(agent.log("hook finished")) or len(agent.notes("start")) > len(running)
+            return bool(agent.log("hook finished")) or len(agent.records("start")) > len(running)
 
         while True:  # until the stacks of threads that have ended are used up
             event = sim.schedule("Reboot", lasts_seconds=None)

@@ -144,7 +144,7 @@ def check(life: Life, where: str, *, is_rebooted: bool) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGTERM that a process could end by in order")
 @pytest.mark.parametrize("is_rebooted", [False, True], ids=["same-boot", "reboot"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_any_commit_the_agent_ends_where_it_would_have_without_that(
+def test_an_agent_killed_at_any_commit_reaches_the_same_state(
     when: When, make_agent: MakeAgent, *, is_rebooted: bool
 ) -> None:
     def try_position(position: int) -> Life:
@@ -170,7 +170,7 @@ def test_killed_at_any_commit_the_agent_ends_where_it_would_have_without_that(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGTERM that a process could end by in order")
-def test_killed_after_each_step_the_agent_gets_to_the_end(sim: Simulator, agent: Agent) -> None:
+def test_an_agent_killed_after_each_transition_completes_the_event(sim: Simulator, agent: Agent) -> None:
     # Its start, that the file is in use, that it goes on where it was, what has become old, that the service has
     # answered, what it does when it has read a document; the seventh is what comes of that, at the latest.
     life = live(agent, sim, 7, "after", is_rebooted=False, kills=30)

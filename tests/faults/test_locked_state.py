@@ -98,11 +98,11 @@ def try_lock(make_agent: MakeAgent, commit: Commit, seconds: float) -> tuple[flo
         late = Life(sim, agent, commit, seconds).live()
 
         def taken() -> list[str]:
-            return list({body["id"]: body["data"]["what"] for body in receiver.taken}.values())
+            return list({body["id"]: body["data"]["kind"] for body in receiver.taken}.values())
 
         agent.wait_until(lambda: len(taken()) >= len(WHATS), f"all notifications had arrived, {where}")
         assert taken() == WHATS, where
-        assert agent.metric("notices_dropped_total") == 0, where
+        assert agent.metric("notifications_dropped_total") == 0, where
         assert agent.ran() == ["drain", "check", "resume"], where
         assert len(sim.approvals()) == 1, where
         has_failed = agent.metric("store_errors_total", kind="locked") > 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import needs_root
+from fault_injection import needs_root
 from harness import Agent, Simulator
 
 if sys.platform == "win32":
@@ -24,7 +24,7 @@ def full_disk(agent: Agent) -> Iterator[Path]:
 
 @needs_root
 @pytest.mark.parametrize("end", ["runs", "was killed", "has stopped"])
-def test_on_a_full_disk_the_state_is_shown_and_the_reason_told(
+def test_on_a_full_disk_status_works_and_operators_learn_why_a_request_fails(
     sim: Simulator, agent: Agent, full_disk: Path, end: str
 ) -> None:
     agent.write_policy(rules=[{"name": "by-hand", "approve": "manual"}])
@@ -45,7 +45,7 @@ def test_on_a_full_disk_the_state_is_shown_and_the_reason_told(
     )
     assert re.match(rf"ACT  {problem}\.", status.stdout)
     assert "\nACT  The Reboot of vm-1 needs an operator's approval. " in status.stdout
-    assert "waits: an operator must approve it\n" in status.stdout
+    assert "waiting: an operator must approve it\n" in status.stdout
     history = agent.run("history", "--state-dir", str(full_disk))
     assert (history.returncode, history.stderr) == (0, "")
     assert f"Reboot {event} is pending: prepared\n" in history.stdout

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, needs_root
+from fault_injection import DRAIN, needs_root
 from harness import Agent, MakeAgent, Simulator
 
 if sys.platform == "win32":

@@ -41,7 +41,7 @@ from scheduled_events_agent.imds.document import (
     to_azure_json,
 )
 from scheduled_events_agent.imds.text import DocumentError
-from scheduled_events_agent.policy import Facts, decide
+from scheduled_events_agent.policy import MatchContext, decide
 from scheduled_events_agent.policy.load import ConfigError, parse_settings
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.simulator import Scenario, Simulator, SimulatorError, parse_scenario, rename_vms
@@ -55,23 +55,23 @@ from scheduled_events_agent.simulator.recording import (
     summarize,
 )
 from scheduled_events_agent.status import Status
-from scheduled_events_agent.status.summaries import with_words
-from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.web.server import Response, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
     Approve,
-    Board,
     CancelHook,
     Context,
     HookFinished,
     RunHook,
     Signal,
     Workflow,
+    Workflows,
+    advance,
     known_events,
     next_wake_at,
-    proceed,
 )
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -122,7 +122,7 @@ def _check_event(event: ScheduledEvent) -> None:
     assert event.affects(["vm-1"]) in {"self", "shared", "others", "unknown"}
     if event.id == event.approval_id and not event.is_ambiguous:
         assert parse_event(to_azure_json(event)) == event
-    assert not event.is_ambiguous or not event.id_fault or event.approval_id == ""
+    assert not event.is_ambiguous or not event.id_error or event.approval_id == ""
     assert msgspec.json.decode(msgspec.json.encode(event), type=ScheduledEvent) == event
     environment = hook_environment(event, stage="prepare", rule="x", vm="vm-1", outcome="", seconds_left=1e9)
     assert all("\0" not in value and len(value) <= 8192 for value in environment.values())
@@ -148,7 +148,7 @@ def _settings() -> Settings:
 
 def check_story(data: bytes) -> None:
     """After each document, what is known is what stands in it; no step is a bug; nothing lost is approved."""
-    board: Board = {}
+    workflows: Workflows = {}
     now = NOW
     for number, text in enumerate(data.split(STORY_BREAK)[:20]):
         now += timedelta(seconds=60)
@@ -156,27 +156,32 @@ def check_story(data: bytes) -> None:
             document = parse_document(text)
         except DocumentError:
             continue  # it says nothing about any event
-        board = {key: _restored(workflow) for key, workflow in board.items()}
+        workflows = {key: _restored(workflow) for key, workflow in workflows.items()}
         signals: list[Signal] = [AgentRestarted()] if zlib.crc32(text) % 5 == 0 else []
-        missing = {workflow.event.key for workflow in board.values() if workflow.is_missing}
-        signals += compare(known_events(board), document, dict.fromkeys(missing, True))
+        missing = {workflow.event.key for workflow in workflows.values() if workflow.is_missing}
+        signals += compare(known_events(workflows), document, dict.fromkeys(missing, True))
         events = {event.key: event for event in document.events}
         for turn in range(100):
             now += timedelta(seconds=1)
-            board, signals = _turn(board, signals, now, events, is_lucky=(zlib.crc32(text) + turn) % 3 > 0)
-            missing = {workflow.event.key for workflow in board.values() if workflow.is_missing}
-            known = {key: event for key, event in known_events(board).items() if key not in missing}
+            workflows, signals = _turn(workflows, signals, now, events, is_lucky=(zlib.crc32(text) + turn) % 3 > 0)
+            missing = {workflow.event.key for workflow in workflows.values() if workflow.is_missing}
+            known = {key: event for key, event in known_events(workflows).items() if key not in missing}
             assert known == events, f"document {number} is not what is known after it"
             if not signals:
                 break
         else:
             raise AssertionError("hooks and approvals have no end")
-        assert compare(known_events(board), document, dict.fromkeys(missing, False)) == []
+        assert compare(known_events(workflows), document, dict.fromkeys(missing, False)) == []
 
 
 def _turn(
-    board: Board, signals: list[Signal], now: datetime, events: dict[str, ScheduledEvent], *, is_lucky: bool
-) -> tuple[Board, list[Signal]]:
+    workflows: Workflows,
+    signals: list[Signal],
+    now: datetime,
+    events: dict[str, ScheduledEvent],
+    *,
+    is_lucky: bool,
+) -> tuple[Workflows, list[Signal]]:
     settings = _settings()
     context = Context(
         now=now,
@@ -187,10 +192,10 @@ def _turn(
         boot_id="boot",
         document_at=now,
     )
-    progression = proceed(board, signals, context)
-    assert progression.faults == (), progression.faults
+    progression = advance(workflows, signals, context)
+    assert progression.errors == (), progression.errors
     answers: list[Signal] = []
-    for step in progression.steps:
+    for step in progression.transitions:
         workflow = step.workflow
         assert _restored(workflow) == workflow
         for effect in step.effects:
@@ -219,9 +224,9 @@ def _turn(
                     answers.append(ApprovalAnswered(workflow_id=workflow.id, error_kind=kind))
                 case _:
                     pass
-    wake_at = next_wake_at(progression.board, context)
+    wake_at = next_wake_at(progression.workflows, context)
     assert wake_at is None or wake_at > now
-    return progression.board, answers
+    return progression.workflows, answers
 
 
 def _restored(workflow: Workflow) -> Workflow:
@@ -244,7 +249,7 @@ def check_policy(data: bytes) -> None:
     _check_problems(tuple(map(str, loaded.warnings)) or ("f.yaml:1: x",))
     settings = loaded.settings
     for event in _events():
-        facts = Facts(names=("vm-1",), noticed_at=NOW)
+        facts = MatchContext(names=("vm-1",), not_before_seen_at=NOW)
         decision = decide(settings.rules, settings.maintenance_windows, event, facts)
         assert decision.start(event, NOW, 60.0).at >= NOW
 
@@ -371,7 +376,7 @@ def check_page(data: bytes) -> None:
     The bytes are its texts; how many events there are, and in what state, follows from them as well.
     """
     texts = data.decode("utf-8", "replace").split(STORY_BREAK.decode())
-    found = with_words(_some(Random(zlib.crc32(data)), Status, texts))
+    found = with_summaries(_some(Random(zlib.crc32(data)), Status, texts))
     assert found.headline
     assert len(found.summaries) == len(found.pending)
     assert msgspec.json.decode(msgspec.json.encode(found))["headline"] == found.headline
@@ -424,7 +429,7 @@ def check_control(data: bytes) -> None:
         for text in data.replace(THIS_PORT, str(control.port).encode()).split(STORY_BREAK)[:20]:
             now += 1 + zlib.crc32(text) % 400
             request = request_of(text)
-            before = simulator.happenings()
+            before = simulator.history()
             answer = control.answer(request)
             assert answer.wire.startswith(f"HTTP/1.1 {answer.status} ".encode())
             assert answer.wire.endswith(answer.body)
@@ -432,7 +437,7 @@ def check_control(data: bytes) -> None:
             if answer.status != 200:
                 assert json.loads(answer.body)["error"]
                 assert len(answer.body) < _MAX_REFUSAL, len(answer.body)
-                assert simulator.happenings() == before
+                assert simulator.history() == before
             else:
                 assert request.headers["host"].lower() in hosts
             if answer.status == 200 and request.method != "GET":
@@ -456,9 +461,9 @@ def request_of(text: bytes) -> Request:
 # --- the web server
 
 _PAGES = {
-    "/metrics": Page(HTTPStatus.OK, b"# metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
-    "/healthz": Page(HTTPStatus.SERVICE_UNAVAILABLE, b"no poll has succeeded\n"),
-    "/status": Page(HTTPStatus.OK, b"{}" * 50_000, "application/json"),
+    "/metrics": Response(HTTPStatus.OK, b"# metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
+    "/healthz": Response(HTTPStatus.SERVICE_UNAVAILABLE, b"no poll has succeeded\n"),
+    "/status": Response(HTTPStatus.OK, b"{}" * 50_000, "application/json"),
 }
 _PHRASES = {status: f"{HTTPStatus(status).phrase}\n".encode() for status in (400, 408, 414, 431, 505)}
 _BODIES = frozenset(page.body for page in _PAGES.values()) | {

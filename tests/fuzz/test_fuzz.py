@@ -36,7 +36,7 @@ def test_every_input_is_survived(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_text_that_inputs_are_made_from_is_survived(target: str) -> None:
+def test_every_fuzz_seed_text_is_survived(target: str) -> None:
     for text in corpus(target):
         TARGETS[target].check(text)
 
@@ -72,7 +72,7 @@ def test_a_seed_makes_the_same_input_in_every_process() -> None:
     assert runs[0]
 
 
-def test_what_inputs_are_made_from_is_read_and_not_only_refused() -> None:
+def test_the_fuzz_corpus_is_valid() -> None:
     warnings = [parse_settings(text, "f.yaml").warnings for text in corpus("policy")]
     # One example listens on all addresses, for the probe of a load balancer.
     assert {warning.path for found in warnings for warning in found} <= {"agent.listen"}
@@ -88,7 +88,7 @@ def test_what_inputs_are_made_from_is_read_and_not_only_refused() -> None:
     ("target", "least"),
     [("policy", 0.1), ("scenario", 0.1), ("document", 0.2), ("tls", 0.1), ("recording", 0.2), ("control", 0.2)],
 )
-def test_of_the_inputs_a_good_part_is_read_and_not_only_refused(target: str, least: float) -> None:
+def test_many_generated_inputs_are_accepted_and_not_only_rejected(target: str, least: float) -> None:
     count = 500
     read = 0
     for seed in range(count):
@@ -134,7 +134,7 @@ def refuse_b(data: bytes) -> None:
         raise ZeroDivisionError("there is a b")
 
 
-def test_a_fault_is_told_with_its_input_and_how_to_see_it_again(
+def test_a_bug_is_reported_with_its_input_and_a_command_to_reproduce_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(TARGETS, "lease", Target(refuse_b, 1))
@@ -151,7 +151,7 @@ def test_a_fault_is_told_with_its_input_and_how_to_see_it_again(
     assert "ZeroDivisionError: there is a b" in capsys.readouterr().err
 
 
-def test_an_input_that_takes_memory_and_keeps_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_leaks_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bytearray] = []
     monkeypatch.setitem(TARGETS, "lease", Target(lambda data: kept.append(bytearray(100_000 + len(data))), 1))
     (fault,) = fuzz_target("lease", 0, 2000).faults
@@ -166,7 +166,7 @@ def test_the_command_runs_all_targets_and_says_what_they_did(capfd: pytest.Captu
     assert lines[-1].endswith(" s, 0 faults")
 
 
-def test_a_process_that_dies_is_told_with_the_input_it_was_at(
+def test_a_crashed_process_is_reported_with_its_input(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fuzz._work", die_at_the_third)

@@ -19,7 +19,7 @@ from scheduled_events_agent.host.dhcp import parse_lease
 from scheduled_events_agent.imds.compare import Missing, Seen, compare
 from scheduled_events_agent.imds.document import MAX_EVENTS, ScheduledEvent, parse_document
 from scheduled_events_agent.imds.text import DocumentError
-from scheduled_events_agent.policy import Facts, Rule, When, decide
+from scheduled_events_agent.policy import MatchContext, Rule, When, decide
 from scheduled_events_agent.policy.load import ConfigError, parse_settings
 from scheduled_events_agent.simulator import SimulatorError, load_scenario, parse_scenario
 
@@ -64,20 +64,20 @@ def mistakes(text: str) -> list[str]:
 # --- documents
 
 
-def test_one_event_listed_twice_with_very_many_resources_is_merged_in_no_time() -> None:
+def test_one_event_listed_twice_with_very_many_resources_is_merged_quickly() -> None:
     count = 60_000
     events = [{"EventId": "a", "Resources": [f"{letter}{number}" for number in range(count)]} for letter in "xyx"]
     (event,) = parse_document(json.dumps({"Events": events}).encode()).events
     assert event.resources == tuple(f"{letter}{number}" for letter in "xy" for number in range(count))
 
 
-def test_one_event_listed_very_often_is_merged_in_no_time() -> None:
+def test_one_event_listed_very_often_is_merged_quickly() -> None:
     events = [{"EventId": "a", "Resources": [f"{number}-{n}" for n in range(100)]} for number in range(MAX_EVENTS)]
     (event,) = parse_document(json.dumps({"Events": events}).encode()).events
     assert len(event.resources) == 100 * MAX_EVENTS
 
 
-def test_very_many_events_that_change_their_ids_at_once_are_found_in_no_time() -> None:
+def test_very_many_simultaneous_renames_are_found_quickly() -> None:
     count = MAX_EVENTS
     old = {f"old-{n}": scheduled(f"old-{n}", str(n)) for n in range(count)}
     started = [
@@ -88,7 +88,7 @@ def test_very_many_events_that_change_their_ids_at_once_are_found_in_no_time() -
     assert compare(old, document) == [Seen(event, f"old-{n}") for n, event in enumerate(document.events)]
 
 
-def test_of_events_that_are_alike_the_first_ones_are_renamed_first() -> None:
+def test_among_similar_events_the_first_ones_are_renamed_first() -> None:
     known = {key: scheduled(key, "vm-1") for key in ("a", "b", "c")}
     started = [
         {"EventId": key, "EventStatus": "Started", "EventType": "Freeze", "Resources": ["vm-1"]} for key in "xy"
@@ -120,7 +120,7 @@ def scheduled(event_id: str, resource: str) -> ScheduledEvent:
         b'{"Events":[' + b"{}," * 1_000_000,
     ],
 )
-def test_a_document_out_of_all_proportion_is_an_error_in_one_short_line(text: bytes) -> None:
+def test_an_oversized_document_is_an_error_in_one_short_line(text: bytes) -> None:
     with pytest.raises(DocumentError) as caught:
         parse_document(text)
     assert len(str(caught.value)) < 300
@@ -201,14 +201,14 @@ print(peak() - before, time.process_time() - began)
         "option_245" + " " * MIB,
     ],
 )
-def test_a_lease_of_a_mebibyte_of_anything_is_read_in_no_time(text: str) -> None:
+def test_a_lease_of_a_mebibyte_is_read_quickly(text: str) -> None:
     assert parse_lease(text) is None
 
 
 # --- the policy
 
 
-def test_unknown_keys_repeated_by_aliases_are_told_at_most_a_hundred_times() -> None:
+def test_unknown_keys_repeated_by_aliases_are_reported_at_most_100_times() -> None:
     keys = ",".join(f"k{number}: 1" for number in range(30_000))
     found = problems(f"rules:\n - &a {{{keys}}}\n" + " - *a\n" * 30_000)
     assert len(found) == 100
@@ -240,7 +240,7 @@ def test_a_long_key_is_not_repeated_with_everything_below_it() -> None:
     ],
     ids=["regexes", "words", "hooks", "merge keys", "tags", "tag aliases", "twins", "address", "keys"],
 )  # fmt: skip
-def test_very_many_faults_and_very_long_ones_are_told_in_few_and_short_lines(text: str) -> None:
+def test_very_many_and_very_long_errors_are_reported_in_few_short_lines(text: str) -> None:
     found = problems(text)
     assert 1 <= len(found) <= 101
     assert max(map(len, found)) < 1200
@@ -266,11 +266,11 @@ def test_very_many_faults_and_very_long_ones_are_told_in_few_and_short_lines(tex
         ("vm: {name: \ud800}", "p.yaml:1: the character U+D800 is not allowed in YAML: remove it"),
     ],
 )
-def test_what_yaml_can_be_made_to_say_is_one_problem_with_its_line(text: str | bytes, problem: str) -> None:
+def test_a_yaml_bomb_is_one_error_with_its_line(text: str | bytes, problem: str) -> None:
     assert problems(text) == [problem]
 
 
-def test_a_billion_laughs_end_at_a_limit() -> None:
+def test_nested_aliases_end_at_a_limit() -> None:
     steps = "".join(f"  k{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9))
     found = problems(f"on_clear: [&a0 x]\nhooks:\n{steps}")
     assert 1 <= len(found) <= 101
@@ -285,7 +285,12 @@ def took(pattern: str, text: str) -> float:
     """Processor seconds of a decision."""
     event = ScheduledEvent(id="A", type="Freeze", status="Scheduled", resources=("vm-1",), description=text)
     began = time.process_time()
-    decide([Rule(name="a", when=When(description=(pattern,)))], {}, event, Facts(names=("vm-1",), noticed_at=NOW))
+    decide(
+        [Rule(name="a", when=When(description=(pattern,)))],
+        {},
+        event,
+        MatchContext(names=("vm-1",), not_before_seen_at=NOW),
+    )
     return time.process_time() - began
 
 
@@ -304,7 +309,7 @@ def took(pattern: str, text: str) -> float:
         ("[", 'expected a regular expression; got "[": unterminated character set at position 0'),
     ],
 )
-def test_a_regular_expression_that_may_take_hours_is_refused(pattern: str, problem: str) -> None:
+def test_a_regular_expression_that_may_take_hours_is_rejected(pattern: str, problem: str) -> None:
     text = f"rules:\n  - name: a\n    when: {{description: {json.dumps(pattern)}}}\n"
     assert problems(text) == [f"p.yaml:3: rules[0].when.description: {problem}"]
 
@@ -316,19 +321,19 @@ def test_a_regular_expression_that_may_take_hours_is_refused(pattern: str, probl
         r"\\(x)?", r"(?P<a>x)(?P=a)", "[^]*+?]+", "vms?|hosts??",
     ],
 )  # fmt: skip
-def test_a_regular_expression_as_people_write_them_is_taken(pattern: str) -> None:
+def test_an_ordinary_regular_expression_is_accepted(pattern: str) -> None:
     text = f"rules:\n  - name: a\n    when: {{description: {json.dumps(pattern)}}}\n"
     assert parse_settings(text, "p.yaml").settings.rules[0].when.description == (pattern,)
 
 
 @pytest.mark.parametrize("pattern", [".*a.*a!", "a*a*a*!", "a?" * 10 + "b", ".*.*.*!"])
-def test_of_what_is_taken_the_worst_known_text_takes_seconds(pattern: str) -> None:
+def test_the_worst_text_for_an_accepted_expression_takes_seconds(pattern: str) -> None:
     re.compile(pattern)
     assert took(pattern, "a" * 4096) < 12
 
 
 def test_only_the_beginning_of_a_description_is_searched() -> None:
-    facts = Facts(names=("vm-1",), noticed_at=NOW)
+    facts = MatchContext(names=("vm-1",), not_before_seen_at=NOW)
     event = ScheduledEvent(
         id="A", type="Freeze", status="Scheduled", resources=("vm-1",), description="x" * 252 + "here" + "there"
     )
@@ -342,13 +347,13 @@ def test_only_the_beginning_of_a_description_is_searched() -> None:
 def test_a_glob_takes_no_long_time_on_any_name() -> None:
     event = ScheduledEvent(id="A", type="Freeze", status="Scheduled", resources=("a" * 4096, "vm-1"))
     rules = [Rule(name="a", when=When(resource=("*a*a*a*a*a*a*a*a*b",)))]
-    assert decide(rules, {}, event, Facts(names=("vm-1",), noticed_at=NOW)).rule is None
+    assert decide(rules, {}, event, MatchContext(names=("vm-1",), not_before_seen_at=NOW)).rule is None
 
 
 # --- scenarios
 
 
-def test_very_many_mistakes_of_a_scenario_are_told_in_few_and_short_lines() -> None:
+def test_very_many_scenario_errors_are_reported_in_few_short_lines() -> None:
     vms = ",".join(f"v{number}" for number in range(30_000))
     unknown = ",".join(f"x{number}" for number in range(30_000))
     found = mistakes(f"vms: [{vms}]\ntimeline:\n - at: 0s\n   event: {{type: Freeze, vms: [{unknown}]}}\n")
@@ -357,14 +362,14 @@ def test_very_many_mistakes_of_a_scenario_are_told_in_few_and_short_lines() -> N
     assert found[0] == f's.yaml:4: timeline[0].event.vms: expected a VM of this scenario ({some}, ...); got "x0"'
 
 
-def test_a_scenario_of_very_many_vms_is_read_in_no_time() -> None:
+def test_a_scenario_of_very_many_vms_is_read_quickly() -> None:
     assert len(parse_scenario(f"vms: [{','.join(f'v{n}' for n in range(90_000))}]", "s.yaml").vms) == 90_000
 
 
 @pytest.mark.parametrize(
     "name", ["\0.yaml", "\ud800.yaml", "x" * 5000 + ".yaml", "x" * 5000, "\0", "/", ".yaml", "./"]
 )
-def test_a_scenario_that_cannot_have_such_a_name_is_told(name: str) -> None:
+def test_an_impossible_scenario_name_is_reported(name: str) -> None:
     with pytest.raises(SimulatorError) as caught:
         load_scenario(name)
     assert caught.value.kind == "usage"

@@ -38,21 +38,21 @@ from scheduled_events_agent.imds.document import (
     parse_document,
 )
 from scheduled_events_agent.imds.text import DocumentError
-from scheduled_events_agent.policy import Facts, Rule, When, decide
+from scheduled_events_agent.policy import MatchContext, Rule, When, decide
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
     Approve,
-    Board,
     CancelHook,
     Context,
     HookFinished,
-    Reconsider,
+    PolicyChanged,
     RunHook,
     Signal,
     Workflow,
+    Workflows,
+    advance,
     known_events,
-    proceed,
 )
 
 REAL_COMPARE = compare
@@ -81,7 +81,7 @@ class Told:
         return self.id.lower()
 
     @property
-    def likeness(self) -> tuple[Any, ...]:
+    def rename_fingerprint(self) -> tuple[Any, ...]:
         return (self.type, self.source, self.resources, self.description)
 
     def object(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ RULES = st.lists(ANY_RULE, max_size=4).map(
 )
 
 
-def expected_rule(rules: tuple[Rule, ...], told: Told, noticed_at: datetime) -> str | None:
+def expected_rule(rules: tuple[Rule, ...], told: Told, not_before_seen_at: datetime) -> str | None:
     """The name of the first rule whose conditions hold, computed a second time and as simply as possible."""
     mine = {name.lower() for name in NAMES}
     named = [resource.lower().removeprefix("_") in mine for resource in told.resources]
@@ -176,7 +176,7 @@ def expected_rule(rules: tuple[Rule, ...], told: Told, noticed_at: datetime) -> 
         affects = "self"
     notice = 0.0
     if told.not_before is not None and told.status != "Started":
-        notice = max(0.0, (told.not_before - noticed_at).total_seconds())
+        notice = max(0.0, (told.not_before - not_before_seen_at).total_seconds())
     known = told.seconds >= 0
     for one in rules:
         when = one.when
@@ -205,7 +205,7 @@ def expected_rule(rules: tuple[Rule, ...], told: Told, noticed_at: datetime) -> 
 Changes = list[Seen | Missing | Gone]
 
 
-class Documents(RuleBasedStateMachine):
+class DocumentTracker(RuleBasedStateMachine):
     """Azure on one side, the agent on the other, and between them what must be true of both."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class Documents(RuleBasedStateMachine):
         self.missing: set[str] = set()  # of these, what the last one did not say
         self.noticed: dict[str, datetime] = {}
         self.lives: dict[str, str] = {}  # key -> id of the workflow that follows it
-        self.board: Board = {}
+        self.workflows: Workflows = {}
         self.answers: list[Signal] = []
         self.now = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
         self.incarnation = 1
@@ -291,11 +291,11 @@ class Documents(RuleBasedStateMachine):
     @rule(rules=RULES)
     def rules_are_replaced(self, rules: tuple[Rule, ...]) -> None:
         self.policy = rules
-        self._proceed([Reconsider()])
+        self._proceed([PolicyChanged()])
 
     @rule()
     def agent_restarts(self) -> None:
-        self.board = {key: restored(workflow) for key, workflow in self.board.items()}
+        self.workflows = {key: restored(workflow) for key, workflow in self.workflows.items()}
         self.answers.clear()
         self._proceed([AgentRestarted()])
 
@@ -323,7 +323,7 @@ class Documents(RuleBasedStateMachine):
         # Two answers that come one right after the other count as one.
         is_apart = data.draw(st.booleans())
         missing = dict.fromkeys(self.missing, is_apart)
-        changes = compare(known_events(self.board), document, missing)
+        changes = compare(known_events(self.workflows), document, missing)
         self._check(changes, order, is_apart=is_apart)
         self._follow(changes)
         self._proceed(list(changes))
@@ -333,23 +333,23 @@ class Documents(RuleBasedStateMachine):
     def document_is_read_again(self) -> None:
         """Read the same text as last time: none of it is new."""
         document = self._document([told for key, told in self.known.items() if key not in self.missing])
-        assert compare(known_events(self.board), document, dict.fromkeys(self.missing, False)) == []
+        assert compare(known_events(self.workflows), document, dict.fromkeys(self.missing, False)) == []
 
     # Invariants.
 
     @invariant()
     def what_is_known_is_what_the_last_documents_said(self) -> None:
-        assert known_events(self.board) == {key: told.event() for key, told in self.known.items()}
-        assert {w.event.key for w in self.board.values() if w.is_missing} == self.missing
+        assert known_events(self.workflows) == {key: told.event() for key, told in self.known.items()}
+        assert {w.event.key for w in self.workflows.values() if w.is_missing} == self.missing
 
     @invariant()
     def first_matching_rule_took_each_event(self) -> None:
         for key, told in self.known.items():
-            workflow = self.board[self.lives[key]]
+            workflow = self.workflows[self.lives[key]]
             expected = expected_rule(self.policy, told, self.noticed[key])
-            facts = Facts(names=NAMES, noticed_at=self.noticed[key])
+            facts = MatchContext(names=NAMES, not_before_seen_at=self.noticed[key])
             assert decide(self.policy, {}, told.event(), facts).rule == expected
-            assert workflow.noticed_at == self.noticed[key]
+            assert workflow.not_before_seen_at == self.noticed[key]
             has_begun = (
                 workflow.prepare.state != "idle" or workflow.on_start.state != "idle" or told.status == "Started"
             )
@@ -391,10 +391,10 @@ class Documents(RuleBasedStateMachine):
         for old_key, told in renamed.items():
             assert told in new
             assert told.status == "Started"
-            assert told.likeness == missing[old_key].likeness
-        starting = Counter(told.likeness for told in new if told.status == "Started")
-        leaving = Counter(told.likeness for told in missing.values())
-        assert Counter(told.likeness for told in renamed.values()) == starting & leaving, (
+            assert told.rename_fingerprint == missing[old_key].rename_fingerprint
+        starting = Counter(told.rename_fingerprint for told in new if told.status == "Started")
+        leaving = Counter(told.rename_fingerprint for told in missing.values())
+        assert Counter(told.rename_fingerprint for told in renamed.values()) == starting & leaving, (
             "not every swap was found"
         )
 
@@ -419,7 +419,7 @@ class Documents(RuleBasedStateMachine):
         self.missing = self.known.keys() - self.azure.keys()
 
     def _check_lives(self) -> None:
-        present = {workflow.event.key: workflow.id for workflow in self.board.values() if not workflow.is_over}
+        present = {workflow.event.key: workflow.id for workflow in self.workflows.values() if not workflow.is_over}
         assert set(present) == set(self.lives)
         for key, life in self.lives.items():
             if life:
@@ -438,12 +438,12 @@ class Documents(RuleBasedStateMachine):
             boot_id="boot",
             document_at=self.now,
         )
-        progression = proceed(self.board, signals, context)
-        assert progression.faults == ()
-        again = proceed(progression.board, [], context)
-        assert again.steps == (), "without news there is more to do"
-        self.board = progression.board
-        for step in progression.steps:
+        progression = advance(self.workflows, signals, context)
+        assert progression.errors == ()
+        again = advance(progression.workflows, [], context)
+        assert again.transitions == (), "without news there is more to do"
+        self.workflows = progression.workflows
+        for step in progression.transitions:
             for effect in step.effects:
                 match effect:
                     case RunHook():
@@ -492,7 +492,7 @@ def canceled(answer: Signal, effect: CancelHook) -> Signal:
 def walk(*phases: Phase) -> None:
     """As many walks as the profile has examples; more to find a planted fault, which ends the search."""
     run_state_machine_as_test(
-        Documents,
+        DocumentTracker,
         settings=settings(
             stateful_step_count=30,
             database=None,
@@ -505,7 +505,7 @@ def walk(*phases: Phase) -> None:
 
 
 @pytest.mark.hypothesis
-def test_whatever_documents_say_the_tracker_and_the_policy_agree_with_plain_sets() -> None:
+def test_the_tracker_and_the_policy_agree_with_a_simple_model() -> None:
     walk()
 
 
@@ -540,20 +540,20 @@ def decide_all(rules: st.SearchStrategy[Rules], *phases: Phase, count: int | Non
     )
     @given(rules=rules, told=TOLD)
     def check(rules: Rules, told: Told) -> None:
-        decision = decide(rules, {}, told.event(), Facts(names=NAMES, noticed_at=NOW))
+        decision = decide(rules, {}, told.event(), MatchContext(names=NAMES, not_before_seen_at=NOW))
         assert decision.rule == expected_rule(rules, told, NOW)
 
     check()
 
 
 @pytest.mark.hypothesis
-def test_of_any_rules_the_first_whose_conditions_hold_takes_the_event() -> None:
+def test_the_first_rule_whose_conditions_hold_matches_the_event() -> None:
     decide_all(RULES)
 
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_a_rule_takes_those_events_for_which_its_condition_holds(condition: str) -> None:
+def test_a_rule_matches_events_for_which_its_condition_holds(condition: str) -> None:
     decide_all(rules_with(condition))
 
 
@@ -605,7 +605,7 @@ WRONG = [forgets_the_case, misses_an_end, takes_the_first_absence_for_the_end, d
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_tracker_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+def test_a_broken_tracker_is_detected(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setitem(globals(), "compare", wrong)
     with pytest.raises(AssertionError):
         walk(Phase.generate)
@@ -625,7 +625,7 @@ class Drawn:
 def start_under_another_id(status: str) -> None:
     """A life that few of those that are generated have: an event, and then the same one, started, as another."""
     event = Told("A1", "Freeze", status, "Platform", ("vm-1",), None, 5, "")
-    documents: Any = Documents()
+    documents: Any = DocumentTracker()
     for told in (event, replace(event, id="B2", status="Started")):
         documents.azure = {told.key: told}
         documents.document_is_read(data=Drawn([told.key], False, True))
@@ -634,7 +634,7 @@ def start_under_another_id(status: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "status"), [(renames_nothing, "Scheduled"), (renames_at_the_start_only, "Started")]
 )
-def test_a_tracker_that_takes_an_event_under_another_id_for_another_one_is_found(
+def test_a_tracker_that_does_not_recognize_a_renamed_event_is_detected(
     monkeypatch: pytest.MonkeyPatch, wrong: Any, status: str
 ) -> None:
     start_under_another_id(status)
@@ -644,19 +644,19 @@ def test_a_tracker_that_takes_an_event_under_another_id_for_another_one_is_found
 
 
 @pytest.mark.parametrize("lost", CONDITIONS)
-def test_a_policy_that_does_not_look_at_a_condition_is_found(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    right: Callable[[When, ScheduledEvent, Facts], str | None] = decide_module.mismatch
+def test_a_policy_that_ignores_a_condition_is_detected(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    right: Callable[[When, ScheduledEvent, MatchContext], str | None] = decide_module.why_conditions_fail
     blank = When(affects=("self", "shared", "others"))
 
-    def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
+    def why_conditions_fail(when: When, event: ScheduledEvent, facts: MatchContext) -> str | None:
         return right(msgspec.structs.replace(when, **{lost: getattr(blank, lost)}), event, facts)
 
-    monkeypatch.setattr(decide_module, "mismatch", mismatch)
+    monkeypatch.setattr(decide_module, "why_conditions_fail", why_conditions_fail)
     with pytest.raises(AssertionError):
         decide_all(rules_with(lost), Phase.generate, count=500)  # it takes 0.2 s at most
 
 
-def test_a_document_whose_twins_are_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_duplicate_in_a_document_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_module, "_merge", lambda twins: twins[-1])
     with pytest.raises(AssertionError):
         walk(Phase.generate)

@@ -13,7 +13,7 @@ import pytest
 from inputs import make_input
 
 from scheduled_events_agent.web import server as web
-from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.web.server import Response, WebServer
 
 
 def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:
@@ -21,7 +21,7 @@ def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:
         pytest.skip("there is no limit of a process's files to reach")
     import resource
 
-    server = WebServer("127.0.0.1:0", {"/healthz": lambda: Page(HTTPStatus.OK, b"ok\n")})
+    server = WebServer("127.0.0.1:0", {"/healthz": lambda: Response(HTTPStatus.OK, b"ok\n")})
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     with socket.socket() as client:
@@ -47,12 +47,12 @@ def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:
     assert share < 0.2
 
 
-def test_after_a_crowd_that_says_nonsense_or_nothing_the_next_client_is_served(
+def test_after_many_silent_or_invalid_clients_the_next_client_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 0.3)
     monkeypatch.setattr(web, "_MAX_CLIENTS", 16)
-    page = Page(HTTPStatus.OK, b"ok\n")
+    page = Response(HTTPStatus.OK, b"ok\n")
     before = set(threading.enumerate())
     server = WebServer("127.0.0.1:0", {"/healthz": lambda: page})
     most = 0

@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_leaves_no_agent_behind() -> None:
 
 
 @on_linux
-def test_an_agent_that_cannot_start_ends_the_wait_with_what_it_wrote(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_start_ends_the_wait_with_its_output(tmp_path: Path) -> None:
     with Simulator() as simulator:
         agent = Side("agent", tmp_path, simulator, 1.0)
         agent.config.write_text("rulez: []", encoding="utf-8")

@@ -37,9 +37,9 @@ needs_root = pytest.mark.skipif(
 
 
 class Check(NamedTuple):
-    state: str
-    finding: str
-    advice: str
+    severity: str
+    message: str
+    hint: str
 
 
 class Report(NamedTuple):
@@ -51,17 +51,17 @@ class Report(NamedTuple):
         return found
 
     def states(self, *checks: str) -> list[str]:
-        return [self.one(check).state for check in checks]
+        return [self.one(check).severity for check in checks]
 
 
 Examine = Callable[..., Report]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
-DOCUMENTED = set(re.findall(r"^(?:\||-) `(\w+)`", PAGE, re.MULTILINE))
+DOCUMENTED = set(re.findall(r"^(?:\||-) `([a-z-]+)`", PAGE, re.MULTILINE))
 SPACING_SECONDS = doctor._SPACING_SECONDS
-STATES = ("ok", "warning", "failure", "skipped")
-OF_IMDS = ("endpoint", "direct", "name", "events", "clock")
+STATES = ("ok", "warning", "error", "skipped")
+OF_IMDS = ("endpoint", "proxy", "vm-name", "events", "clock")
 
 
 @pytest.fixture
@@ -99,17 +99,17 @@ def examine(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Examine
         checks: dict[str, list[Check]] = {}
         for check in report["checks"]:
             checks.setdefault(check.pop("check"), []).append(Check(**check))
-        assert "failure" not in {found.state for found in checks["policy"]}
-        counted = [found.state for several in checks.values() for found in several]
+        assert "error" not in {found.severity for found in checks["policy"]}
+        counted = [found.severity for several in checks.values() for found in several]
         assert {word: report[word] for word in STATES} == {word: counted.count(word) for word in STATES}
         assert set(checks) == DOCUMENTED
         assert report["version"] == __version__
-        assert code == (1 if report["failure"] else 0)
+        assert code == (1 if report["error"] else 0)
         assert all(
-            found.advice
+            found.hint
             for several in checks.values()
             for found in several
-            if found.state in ("warning", "failure")
+            if found.severity in ("warning", "error")
         )
         return Report(code, checks)
 
@@ -117,7 +117,9 @@ def examine(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Examine
 
 
 def skipped(report: Report) -> dict[str, str]:
-    return {name: report.one(name).finding for name, (one, *_) in report.checks.items() if one.state == "skipped"}
+    return {
+        name: report.one(name).message for name, (one, *_) in report.checks.items() if one.severity == "skipped"
+    }
 
 
 @pytest.fixture
@@ -182,23 +184,23 @@ def endpoint() -> Iterator[Endpoint]:
 # --- the metadata service
 
 
-def test_the_service_as_it_should_be_is_well(examine: Examine, endpoint: Endpoint) -> None:
+def test_a_healthy_service_passes_all_checks(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url)
     assert (report.one("fleet"), report.one("secrets"), report.one("notifications")) == (
         Check("ok", "the policy names no fleet", ""),
         Check("ok", "there is no directory of secrets for hooks", ""),
         Check("ok", "the policy names no service to notify", ""),
     )
-    assert report.one("endpoint").finding.startswith(f"{endpoint.url} answers, in ")
+    assert report.one("endpoint").message.startswith(f"{endpoint.url} answers, in ")
     assert {check: report.one(check) for check in OF_IMDS[1:]} == {
-        "direct": Check("ok", "no sign of a proxy", ""),
-        "name": Check("ok", "this VM is vm-1", ""),
+        "proxy": Check("ok", "no sign of a proxy", ""),
+        "vm-name": Check("ok", "this VM is vm-1", ""),
         "events": Check("ok", "no event is pending, so it is not known yet how Resources name this VM", ""),
         "clock": Check("ok", "within 2 s of the service's", ""),
     }
 
 
-def test_few_requests_are_made_none_approves_and_they_leave_the_limit_to_the_agent(
+def test_few_requests_are_made_and_none_approves(
     examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_SPACING_SECONDS", SPACING_SECONDS)
@@ -212,57 +214,57 @@ def test_few_requests_are_made_none_approves_and_they_leave_the_limit_to_the_age
     assert min(later - earlier for earlier, later in pairwise(times)) > 0.4
 
 
-def test_the_simulator_is_well_and_its_events_name_this_vm(examine: Examine, simulator: Simulator) -> None:
+def test_the_simulator_passes_and_its_events_name_this_vm(examine: Examine, simulator: Simulator) -> None:
     simulator.schedule("Freeze", vms=("vm-1",))
     simulator.schedule("Reboot", vms=("vm-2",))
     report = examine(simulator.endpoint("vm-1"))
     assert report.states(*OF_IMDS) == ["ok"] * len(OF_IMDS)
-    assert report.one("name").finding == "this VM is vm-1"
-    assert report.one("events").finding == "2 events pending, Resources of 1 name this VM"
+    assert report.one("vm-name").message == "this VM is vm-1"
+    assert report.one("events").message == "2 events pending, Resources of 1 name this VM"
     assert [record.method for record in simulator.requests()] == ["GET", "GET"]
 
 
-def test_a_host_name_in_resources_is_told(examine: Examine, endpoint: Endpoint) -> None:
+def test_a_host_name_in_resources_is_reported(examine: Examine, endpoint: Endpoint) -> None:
     endpoint.document = {"Events": [{"EventId": "1", "Resources": [socket.gethostname()]}]}
     found = examine(endpoint.url).one("events")
-    assert (found.state, found.advice) == (
+    assert (found.severity, found.hint) == (
         "warning",
         f"if that is this VM, add {socket.gethostname()} to vm.aliases in the policy",
     )
 
 
-def test_an_endpoint_that_does_not_answer_is_one_failure_and_the_rest_is_checked(
+def test_an_unresponsive_endpoint_is_one_failure_and_other_checks_run(
     examine: Examine,
 ) -> None:
     report = examine("http://127.0.0.1:1")
     found = report.one("endpoint")
-    assert (report.code, found.state) == (1, "failure")
-    assert found.finding.startswith("GET http://127.0.0.1:1/metadata/instance?")
-    assert "connection refused" in found.finding or "no connection within" in found.finding  # Windows tries again
-    assert found.advice.startswith("run this on the VM itself: ")
-    of_imds = ("direct", "name", "version", "events", "clock")
+    assert (report.code, found.severity) == (1, "error")
+    assert found.message.startswith("GET http://127.0.0.1:1/metadata/instance?")
+    assert "connection refused" in found.message or "no connection within" in found.message  # Windows tries again
+    assert found.hint.startswith("run this on the VM itself: ")
+    of_imds = ("proxy", "vm-name", "version", "events", "clock")
     assert skipped(report) == dict.fromkeys(of_imds, "waits for the check endpoint")
-    assert report.states("policy", "hooks", "files", "state") == ["ok"] * 4
+    assert report.states("policy", "hooks", "permissions", "state") == ["ok"] * 4
 
 
 @pytest.mark.parametrize(
     ("kind", "sign"),
     [("html", "a web page"), ("redirect", "a redirect (302) to http://127.0.0.1:")],
 )
-def test_something_else_that_answers_is_a_failure(
+def test_a_response_from_another_server_is_a_failure(
     examine: Examine, simulator: Simulator, kind: Any, sign: str
 ) -> None:
     simulator.fault("vm-1", kind)
     report = examine(simulator.endpoint("vm-1"))
     assert report.code == 1
-    found = report.one("direct")
-    assert found.state == "failure"
-    assert found.finding.startswith(
+    found = report.one("proxy")
+    assert found.severity == "error"
+    assert found.message.startswith(
         f"something other than the metadata service has answered, or changed the answer: {sign}"
     )
-    assert report.one("endpoint").state == "ok"
-    of_imds = ("name", "version", "events", "clock")
-    assert skipped(report) == dict.fromkeys(of_imds, "waits for the check direct")
+    assert report.one("endpoint").severity == "ok"
+    of_imds = ("vm-name", "version", "events", "clock")
+    assert skipped(report) == dict.fromkeys(of_imds, "waits for the check proxy")
     assert len(list(simulator.requests())) == 1
 
 
@@ -271,20 +273,20 @@ def test_a_proxy_that_passes_on_what_the_service_says_is_a_failure_too(
 ) -> None:
     endpoint.headers = {"Via": "1.1 squid (squid/5.7)"}
     report = examine(endpoint.url)
-    assert report.one("direct").state == "failure"
-    assert report.one("direct").finding.endswith("the header via: 1.1 squid (squid/5.7)")
-    assert report.one("name") == Check("ok", "this VM is vm-1", "")
+    assert report.one("proxy").severity == "error"
+    assert report.one("proxy").message.endswith("the header via: 1.1 squid (squid/5.7)")
+    assert report.one("vm-name") == Check("ok", "this VM is vm-1", "")
 
 
 @pytest.mark.parametrize(
-    ("ahead", "state"), [(-10.0, "warning"), (10.0, "warning"), (-45.0, "failure"), (45.0, "failure")]
+    ("ahead", "state"), [(-10.0, "warning"), (10.0, "warning"), (-45.0, "error"), (45.0, "error")]
 )
-def test_a_wrong_clock_is_told(examine: Examine, endpoint: Endpoint, ahead: float, state: str) -> None:
+def test_a_wrong_clock_is_reported(examine: Examine, endpoint: Endpoint, ahead: float, state: str) -> None:
     endpoint.ahead = ahead
     report = examine(endpoint.url)
     found = report.one("clock")
-    assert found.state == state
-    assert ("behind the service's" if ahead > 0 else "ahead of the service's") in found.finding
+    assert found.severity == state
+    assert ("behind the service's" if ahead > 0 else "ahead of the service's") in found.message
 
 
 @pytest.mark.parametrize(
@@ -295,35 +297,33 @@ def test_a_wrong_clock_is_told(examine: Examine, endpoint: Endpoint, ahead: floa
             "warning",
             "the service is still switching scheduled events on for this VM: its answer is empty",
         ),
-        ("garbage", "failure", ""),
-        ("reset", "failure", ""),
+        ("garbage", "error", ""),
+        ("reset", "error", ""),
     ],
 )
-def test_a_document_that_is_none_is_told(
+def test_an_invalid_document_is_reported(
     examine: Examine, simulator: Simulator, kind: Any, state: str, text: str
 ) -> None:
     simulator.fault("vm-1", kind, on="poll")
     report = examine(simulator.endpoint("vm-1"))
-    assert report.one("events").state == state
-    assert report.one("events").finding.startswith(text)
-    assert report.one("name").state == "ok"
+    assert report.one("events").severity == state
+    assert report.one("events").message.startswith(text)
+    assert report.one("vm-name").severity == "ok"
 
 
-def test_a_version_that_is_refused_and_a_request_too_many_are_told_with_what_helps(
-    examine: Examine, simulator: Simulator
-) -> None:
+def test_a_rejected_version_and_throttling_are_reported_with_hints(examine: Examine, simulator: Simulator) -> None:
     simulator.fault("vm-1", "status", on="poll", status=400)
     report = examine(simulator.endpoint("vm-1"))
-    assert report.states("name", "events") == ["ok", "failure"]
+    assert report.states("vm-name", "events") == ["ok", "error"]
     assert skipped(report) == {"version": "waits for the check events"}
-    assert report.one("events").advice.startswith("remove imds.api_version from the policy")
+    assert report.one("events").hint.startswith("remove imds.api_version from the policy")
     simulator.fault("vm-1", "status", status=429)
     report = examine(simulator.endpoint("vm-1"))
-    assert report.one("endpoint").state == "failure"
-    assert "five requests a second are the limit" in report.one("endpoint").advice
-    of_imds = ("name", "version", "events", "clock")
+    assert report.one("endpoint").severity == "error"
+    assert "five requests a second are the limit" in report.one("endpoint").hint
+    of_imds = ("vm-name", "version", "events", "clock")
     assert skipped(report) == dict.fromkeys(of_imds, "waits for the check endpoint")
-    assert report.one("direct").state == "ok"
+    assert report.one("proxy").severity == "ok"
 
 
 # --- the policy and what it names
@@ -335,7 +335,7 @@ hooks: {{drain: {0}}}
 """
 
 
-def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
+def test_an_invalid_policy_fails_with_every_error_and_other_checks_run(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
 ) -> None:
     monkeypatch.setattr(
@@ -345,10 +345,10 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
     code, out, _ = run("--config", "p.yaml", "--json", "--state-dir", str(tmp_path / "state"))
     checks = json.loads(out)["checks"]
     assert code == 1
-    assert [(one["state"], one["finding"]) for one in checks if one["check"] == "policy"] == [
-        ("failure", 'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?'),
+    assert [(one["severity"], one["message"]) for one in checks if one["check"] == "policy"] == [
+        ("error", 'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?'),
         (
-            "failure",
+            "error",
             (
                 "p.yaml:3: hooks.x: expected either run (a program and its arguments) or shell (a command "
                 "line); got none"
@@ -356,19 +356,20 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
         ),
     ]
     assert {one["check"] for one in checks} == DOCUMENTED
-    assert [(one["check"], one["finding"]) for one in checks if one["state"] == "skipped"] == [
-        (name, "waits for the check policy") for name in ("hooks", "secrets", "files", "fleet", "notifications")
+    assert [(one["check"], one["message"]) for one in checks if one["severity"] == "skipped"] == [
+        (name, "waits for the check policy")
+        for name in ("hooks", "secrets", "permissions", "fleet", "notifications")
     ]
 
 
-def test_doubts_about_the_policy_are_carried_over(examine: Examine, endpoint: Endpoint) -> None:
+def test_policy_warnings_are_included(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, "hooks: {idle: {shell: 'exit 0'}}\n")
     found = report.one("policy")
-    assert (found.state, found.advice) == ("warning", "check that this is intended")
-    assert found.finding.endswith("p.yaml:3: hooks.idle: no rule names this hook")
+    assert (found.severity, found.hint) == ("warning", "check that this is intended")
+    assert found.message.endswith("p.yaml:3: hooks.idle: no rule names this hook")
 
 
-def test_pages_that_would_not_be_shown_are_a_warning(
+def test_endpoints_that_would_not_be_served_are_a_warning(
     run: Callable[..., tuple[int, str, str]], endpoint: Endpoint, tmp_path: Path
 ) -> None:
     file = tmp_path / "p.yaml"
@@ -380,9 +381,9 @@ def test_pages_that_would_not_be_shown_are_a_warning(
         one for one in json.loads(run("--config", str(file), "--json")[1])["checks"] if one["check"] == "policy"
     ]
     text = f"{file}:2: agent.web_config: without it no pages are served: {tmp_path / 'web.yml'}: cannot be read: "
-    assert told["state"] == "warning"
-    assert told["finding"].startswith(text)
-    assert told["advice"] == "correct it, or remove the key"
+    assert told["severity"] == "warning"
+    assert told["message"].startswith(text)
+    assert told["hint"] == "correct it, or remove the key"
 
 
 def test_a_policy_that_only_observes_is_a_warning(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
@@ -393,7 +394,7 @@ def test_a_policy_that_only_observes_is_a_warning(examine: Examine, endpoint: En
     )
 
 
-def test_an_answer_that_is_long_in_coming_is_announced(
+def test_a_slow_check_is_announced(
     run: Callable[..., tuple[int, str, str]], simulator: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "_SLOW_SECONDS", 0.1)
@@ -407,7 +408,7 @@ def test_an_answer_that_is_long_in_coming_is_announced(
     assert "ok       events" in out
 
 
-def test_hooks_that_are_there_are_well(examine: Examine, endpoint: Endpoint) -> None:
+def test_existing_hooks_pass(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, HOOKS.format(f"{{run: ['{sys.executable}', -c, '']}}"))
     assert report.one("hooks") == Check("ok", "1 hook: all programs exist and can be started", "")
 
@@ -415,8 +416,8 @@ def test_hooks_that_are_there_are_well(examine: Examine, endpoint: Endpoint) -> 
 def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     found = examine(endpoint.url, HOOKS.format(f"{{run: ['{absent}']}}")).one("hooks")
-    assert found.state == "failure"
-    assert found.finding.endswith(f"p.yaml:4: hooks.drain.run: {absent} does not exist")
+    assert found.severity == "error"
+    assert found.message.endswith(f"p.yaml:4: hooks.drain.run: {absent} does not exist")
 
 
 def test_a_hook_for_the_other_system_is_a_failure() -> None:
@@ -434,16 +435,16 @@ def test_a_hook_is_tried_as_the_account_that_will_run_it(examine: Examine, endpo
         hook.write_text("#!/bin/sh\n")
         hook.chmod(0o755)
         policy = HOOKS.format(f"{{run: ['{hook}'], user: nobody}}")
-        assert examine(endpoint.url, policy).one("hooks").state == "ok"
+        assert examine(endpoint.url, policy).one("hooks").severity == "ok"
         hook.chmod(0o700)
         assert examine(endpoint.url, policy).one("hooks") == Check(
-            "failure",
+            "error",
             f"hooks.drain.run: nobody cannot execute {hook}",
             "correct it: until then the hook fails, and a failed prepare hook holds its event",
         )
         hook.chmod(0o755)
         place.chmod(0o700)
-        assert examine(endpoint.url, policy).one("hooks").finding == (
+        assert examine(endpoint.url, policy).one("hooks").message == (
             f"hooks.drain.run: nobody cannot pass through {place}"
         )
 
@@ -462,7 +463,7 @@ def test_a_secret_that_the_services_account_cannot_read_is_named(
             (place / name).touch()
             (place / name).chmod(mode)
         report = examine(endpoint.url)
-        assert (report.one("secrets").state, report.one("secrets").finding) == (
+        assert (report.one("secrets").severity, report.one("secrets").message) == (
             "warning",
             f"daemon cannot read {place / 'token'}",
         )
@@ -470,12 +471,12 @@ def test_a_secret_that_the_services_account_cannot_read_is_named(
         told = Check("ok", f"hooks can read 2 files in {directory}", "")
         assert examine(endpoint.url).one("secrets") == told
         place.chmod(0o700)
-        assert examine(endpoint.url).one("secrets").finding == f"daemon cannot read {directory}"
+        assert examine(endpoint.url).one("secrets").message == f"daemon cannot read {directory}"
         monkeypatch.setattr(processes, "own_service", lambda: service_of("root"))
         assert examine(endpoint.url).one("secrets") == told
         loaded = service_of("daemon")._replace(has_credentials=True)
         monkeypatch.setattr(processes, "own_service", lambda: loaded)
-        assert examine(endpoint.url).one("secrets").finding == "systemd has loaded credentials for the service"
+        assert examine(endpoint.url).one("secrets").message == "systemd has loaded credentials for the service"
 
 
 @needs_root
@@ -489,10 +490,10 @@ def test_a_file_of_notifications_that_the_services_account_cannot_read_is_named(
         url.write_text("https://example.com/hook")
         url.chmod(0o600)
         policy = f"notify: [{{name: ops, to: {{file: {url}}}}}]\n"
-        assert examine(endpoint.url, policy).one("notifications").state == "ok"
+        assert examine(endpoint.url, policy).one("notifications").severity == "ok"
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
         found = examine(endpoint.url, policy).one("notifications")
-        assert (found.state, found.finding) == ("warning", f"ops: to.file: daemon cannot read {url}")
+        assert (found.severity, found.message) == ("warning", f"ops: to.file: daemon cannot read {url}")
 
 
 @needs_root
@@ -506,13 +507,13 @@ def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
         program.chmod(0o755)
         policy = HOOKS.format(f"{{run: ['{program}', drain], serialize: true}}")
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
-        assert examine(endpoint.url, policy).one("hooks").state == "ok"
+        assert examine(endpoint.url, policy).one("hooks").severity == "ok"
         old = service_of("daemon")._replace(units_fault="polkit 0.105 does not read polkit.rules")
         monkeypatch.setattr(processes, "own_service", lambda: old)
-        assert examine(endpoint.url, policy).one("hooks").finding == (
+        assert examine(endpoint.url, policy).one("hooks").message == (
             "hooks.drain.run: run-as-root cannot start the hook: polkit 0.105 does not read polkit.rules"
         )
-        assert examine(endpoint.url, HOOKS.format("{shell: 'true'}")).one("hooks").state == "ok"
+        assert examine(endpoint.url, HOOKS.format("{shell: 'true'}")).one("hooks").severity == "ok"
 
 
 def test_units_of_hooks_are_skipped_where_systemd_cannot_be_asked(
@@ -530,13 +531,13 @@ def test_units_of_hooks_are_skipped_where_systemd_cannot_be_asked(
 
 
 @needs_modes
-def test_a_policy_that_others_can_change_is_told(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
+def test_a_policy_that_others_can_change_is_reported(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
     (tmp_path / "p.yaml").touch()
     (tmp_path / "p.yaml").chmod(0o666)
-    found = examine(endpoint.url).one("files")
+    found = examine(endpoint.url).one("permissions")
     file = tmp_path / "p.yaml"
-    assert found.state == ("failure" if host.is_privileged() else "warning")
-    assert found.finding == (
+    assert found.severity == ("error" if host.is_privileged() else "warning")
+    assert found.message == (
         f"{file} can be changed by every account, and the agent acts on what it finds there: chmod go-w {file}"
     )
 
@@ -544,7 +545,7 @@ def test_a_policy_that_others_can_change_is_told(examine: Examine, endpoint: End
 # --- the state
 
 
-def test_a_state_directory_that_is_not_there_is_no_fault_and_is_not_made(
+def test_a_missing_state_directory_is_no_error_and_is_not_created(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
@@ -554,7 +555,7 @@ def test_a_state_directory_that_is_not_there_is_no_fault_and_is_not_made(
     assert not state.exists()
 
 
-def test_a_state_directory_is_written_to_and_left_as_it_was(
+def test_a_state_directory_is_tested_for_writing_and_left_unchanged(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     state = tmp_path / "given"
@@ -573,7 +574,7 @@ def test_a_state_directory_that_is_open_to_others_is_a_failure(
     state = tmp_path / "state"
     state.mkdir(mode=0o755)
     assert examine(endpoint.url).one("state") == Check(
-        "failure",
+        "error",
         f"{state}: it is open to others: if it is the agent's own, chmod 700 {state}",
         "run that command: the agent does not start before",
     )
@@ -619,19 +620,19 @@ def test_a_state_directory_of_a_wrong_account_is_a_failure(
         )
     monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
     assert examine(endpoint.url).one("state") == Check(
-        "failure", f"{finding} daemon {state}", "run that command: the agent does not start before"
+        "error", f"{finding} daemon {state}", "run that command: the agent does not start before"
     )
 
 
 @needs_root
-def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
+def test_an_ordinary_account_gets_no_failure_for_hidden_information(
     run: Callable[..., tuple[int, str, str]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def examine_as_nobody(file: Path, *options: str) -> dict[str, tuple[str, str]]:
         with as_nobody():
             code, out, _ = run("--config", str(file), "--json", *options)
         assert code == 0
-        return {one["check"]: (one["state"], one["finding"]) for one in json.loads(out)["checks"]}
+        return {one["check"]: (one["severity"], one["message"]) for one in json.loads(out)["checks"]}
 
     monkeypatch.setattr("scheduled_events_agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
@@ -645,7 +646,7 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         monkeypatch.setattr(processes, "own_service", lambda: service_of("root"))
         seen = examine_as_nobody(file)
         told = ("skipped", "cannot be checked by nobody: run as root")
-        of_root = ("hooks", "secrets", "files", "state", "disk", "agent")
+        of_root = ("hooks", "secrets", "permissions", "state", "disk", "agent")
         assert {name: found for name, found in seen.items() if found[0] == "skipped"} == dict.fromkeys(
             of_root, told
         )
@@ -664,7 +665,7 @@ def test_a_file_in_place_of_the_state_directory_is_a_failure(
 ) -> None:
     (tmp_path / "state").touch()
     found = examine(endpoint.url).one("state")
-    assert (found.state, found.finding) == ("failure", f"{tmp_path / 'state'} is not a directory")
+    assert (found.severity, found.message) == ("error", f"{tmp_path / 'state'} is not a directory")
 
 
 def test_a_state_directory_on_the_temporary_disk_is_a_failure(
@@ -672,8 +673,8 @@ def test_a_state_directory_on_the_temporary_disk_is_a_failure(
 ) -> None:
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
     found = examine(endpoint.url).one("disk")
-    assert found.state == "failure"
-    assert found.finding.endswith(f"is on Azure's temporary disk {tmp_path}, empty after a redeployment")
+    assert found.severity == "error"
+    assert found.message.endswith(f"is on Azure's temporary disk {tmp_path}, empty after a redeployment")
 
 
 # --- the agent
@@ -683,7 +684,7 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
-    assert examine(endpoint.url, listen=listen).one("agent").state == "warning"
+    assert examine(endpoint.url, listen=listen).one("agent").severity == "warning"
     command = [sys.executable, "-m", "scheduled_events_agent", "run", "--config", str(tmp_path / "p.yaml")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -699,7 +700,7 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
         process.communicate()
 
 
-def test_an_agent_that_does_not_do_what_the_policy_file_says_by_now_is_doubted(
+def test_an_agent_that_differs_from_the_policy_file_is_a_warning(
     run: Callable[..., tuple[int, str, str]], endpoint: Endpoint, tmp_path: Path
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
@@ -741,15 +742,15 @@ def test_an_agent_that_does_not_do_what_the_policy_file_says_by_now_is_doubted(
         )
         policy.write_text(policy.read_text(encoding="utf-8"), encoding="utf-8")
         changed = look(policy)
-        assert changed.state == "warning"
-        assert re.match(re.escape(f"{runs}with the policy as it was read at "), changed.finding)
-        assert changed.finding.endswith("Z; its file has changed since")
+        assert changed.severity == "warning"
+        assert re.match(re.escape(f"{runs}with the policy as it was read at "), changed.message)
+        assert changed.message.endswith("Z; its file has changed since")
     finally:
         process.terminate()
         process.communicate()
 
 
-def test_the_endpoint_of_the_agent_that_runs_is_asked_whatever_became_of_its_policy_file(
+def test_the_endpoint_of_the_running_agent_is_used_despite_a_changed_policy(
     run: Callable[..., tuple[int, str, str]], simulator: Simulator, tmp_path: Path
 ) -> None:
     policy = tmp_path / "p.yaml"
@@ -772,13 +773,13 @@ def test_the_endpoint_of_the_agent_that_runs_is_asked_whatever_became_of_its_pol
             policy.write_text(changed + agent)
             found: dict[str, list[str]] = {}
             for check in json.loads(run("--config", str(policy), "--json")[1])["checks"]:
-                found.setdefault(check["check"], []).append(check["finding"])
+                found.setdefault(check["check"], []).append(check["message"])
             assert found["endpoint"][0].startswith(f"{endpoint} answers, in ")
             assert found["agent"][0].startswith(f"runs (pid {process.pid})")
             assert found["state"][0].startswith(str(tmp_path / "state"))
             is_rejected = "rulez" in changed
             known = "this VM is vm-1, also known as web" if is_rejected else "this VM is vm-1"
-            assert found["name"] == [known]
+            assert found["vm-name"] == [known]
     finally:
         process.terminate()
         process.communicate()
@@ -798,7 +799,7 @@ def test_an_agent_that_does_not_answer_is_a_warning(
     )
 
 
-def test_a_lock_is_told_by_its_holder_and_left_alone(tmp_path: Path) -> None:
+def test_a_lock_is_reported_with_its_holder_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert host.lock_holder(path) is None
     lock = host.hold_lock(path)
@@ -810,14 +811,14 @@ def test_a_lock_is_told_by_its_holder_and_left_alone(tmp_path: Path) -> None:
     host.hold_lock(path).close()
 
 
-def test_another_agent_on_the_machine_is_a_warning_of_both_and_no_other_process_is(
+def test_only_another_agent_on_the_machine_is_a_warning(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     def others(report: Report) -> list[str]:
         """Other agents that this test started: there may be more on the machine."""
-        mine = [found for found in report.checks["others"] if str(tmp_path) in found.finding]
-        assert all((one.state, one.advice) == ("warning", STOP_ONE) for one in mine)
-        return [one.finding for one in mine]
+        mine = [found for found in report.checks["other-agents"] if str(tmp_path) in found.message]
+        assert all((one.severity, one.hint) == ("warning", STOP_ONE) for one in mine)
+        return [one.message for one in mine]
 
     assert others(examine(endpoint.url)) == []
     with contextlib.ExitStack() as stack:
@@ -869,20 +870,20 @@ def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
     code, out, err = run("--config", "p.yaml")
     assert (code, err) == (1, "")
     lines = out.splitlines()
-    assert lines[0].startswith("failure  endpoint       GET http://127.0.0.1:1/metadata/instance?")
+    assert lines[0].startswith("error    endpoint       GET http://127.0.0.1:1/metadata/instance?")
     assert lines[1].startswith("                        -> run this on the VM itself: ")
     assert lines[2:7] == [
         f"skipped  {name:13}  waits for the check endpoint"
-        for name in ("direct", "name", "version", "events", "clock")
+        for name in ("proxy", "vm-name", "version", "events", "clock")
     ]
     assert lines[7:11] == [
         "ok       policy         p.yaml: valid",
         "ok       hooks          the policy names no hook",
         "ok       secrets        there is no directory of secrets for hooks",
-        "ok       files          no other account can change the policy or the files that it names",
+        "ok       permissions    no other account can change the policy or the files that it names",
     ]
     assert lines[11] == "ok       fleet          the policy names no fleet"
-    assert re.fullmatch(r"\d+ ok, \d+ warnings?, 1 failure, 5 skipped", lines[-1])
+    assert re.fullmatch(r"\d+ ok, \d+ warnings?, 1 error, 5 skipped", lines[-1])
     assert "\x1b" not in out
 
 
@@ -896,11 +897,11 @@ SPOT = "rules: [{name: spot, when: {type: SpotRebalanceRecommendation}}]\n"
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 410, 500])
-def test_the_api_version_that_is_answered_is_told(examine: Examine, status: int) -> None:
+def test_the_working_api_version_is_reported(examine: Examine, status: int) -> None:
     with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
         endpoint = simulator.endpoint()
-        assert examine(endpoint).one("version").finding == "the document comes in api-version 2020-07-01"
-        assert examine(endpoint, SPOT).one("version").finding == "the document comes in api-version 2024-07-09"
+        assert examine(endpoint).one("version").message == "the document comes in api-version 2020-07-01"
+        assert examine(endpoint, SPOT).one("version").message == "the document comes in api-version 2024-07-09"
 
         simulator.fault(None, "status", status=status, api_version="2024-07-09")
         report = examine(endpoint, SPOT)
@@ -909,6 +910,6 @@ def test_the_api_version_that_is_answered_is_told(examine: Examine, status: int)
         "SpotRebalanceRecommendation events are not available: api-version 2024-07-09 "
         f"answers {status}; the document comes in 2020-07-01"
     )
-    assert (version.state, version.finding) == ("warning", refused)
-    assert "Microsoft.Compute/SpotPlus" in version.advice
-    assert report.states("endpoint", "direct", "events") == ["ok", "ok", "ok"]
+    assert (version.severity, version.message) == ("warning", refused)
+    assert "Microsoft.Compute/SpotPlus" in version.hint
+    assert report.states("endpoint", "proxy", "events") == ["ok", "ok", "ok"]

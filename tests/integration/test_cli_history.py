@@ -14,7 +14,7 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.workflow import Note, NoteKind, Phase, Step, Workflow
+from scheduled_events_agent.workflow import Phase, Record, RecordKind, Transition, Workflow
 
 BEGAN = datetime.now(UTC).replace(hour=10, minute=0, second=0, microsecond=0) - timedelta(days=2)
 DAY = f"{BEGAN:%Y-%m-%d}"
@@ -24,7 +24,7 @@ REBOOT = Workflow(
     event=ScheduledEvent(id="602D9444-AAAA", type="Reboot", status="Scheduled", resources=("web-1",)),
     decision=Decision(rule="impactful", reason="rule impactful matches it", affects="self", prepare=("drain",)),
     first_seen_at=BEGAN,
-    noticed_at=BEGAN,
+    not_before_seen_at=BEGAN,
     boot_id="boot",
 )
 FREEZE = replace(
@@ -38,12 +38,12 @@ FREEZE = replace(
 Run = Callable[..., tuple[int, str, str]]
 
 
-def note(kind: NoteKind, text: str, *, outcome: str = "", detail: str = "") -> Note:
-    return Note(kind=kind, text=text, outcome=outcome, detail=detail)
+def note(kind: RecordKind, text: str, *, outcome: str = "", detail: str = "") -> Record:
+    return Record(kind=kind, text=text, outcome=outcome, detail=detail)
 
 
-def commit(store: Store, workflow: Workflow, seconds: float, phase: Phase, *notes: Note) -> None:
-    step = Step(workflow=replace(workflow, phase=phase), notes=notes)
+def commit(store: Store, workflow: Workflow, seconds: float, phase: Phase, *notes: Record) -> None:
+    step = Transition(workflow=replace(workflow, phase=phase), records=notes)
     store.commit([step], workflow.first_seen_at + timedelta(seconds=seconds))
 
 
@@ -66,7 +66,7 @@ def state_dir(tmp_path: Path) -> Path:
         "hook_finished", "hook drain: exit code 3", outcome="failed", detail="one\n\x1b[2J\x1b]0;two\x07"
     )
     commit(store, REBOOT, 61, "held", failed, note("held", "held, Azure starts it at 10:20:00 UTC"))
-    store.record("pause", "was paused for 6.2s", BEGAN + timedelta(seconds=70))
+    store.record("machine_paused", "was paused for 6.2s", BEGAN + timedelta(seconds=70))
     commit(store, REBOOT, 3700, "closed", note("closed", "is over: completed"))
     store.record("reloaded", "rules: impactful", BEGAN + timedelta(hours=2))
     commit(store, FREEZE, 0, "held", note("seen", "Freeze Scheduled"))
@@ -90,24 +90,24 @@ def run(
     return run_command
 
 
-def test_an_event_is_told_from_first_sight_to_its_end_with_what_hooks_wrote(run: Run) -> None:
+def test_history_shows_an_event_from_first_sight_to_end_with_hook_output(run: Run) -> None:
     code, out, err = run("--event", "602d9444-a")
     assert (code, err) == (0, "")
     assert out == (
         "Reboot 602D9444-AAAA is over: completed\n"
         f"  rule impactful; seen from {DAY} 10:00:00Z until 11:01:40Z, for 1h 1m\n"
-        "  10:00:00Z      +0s  seen           Reboot Scheduled\n"
-        "  10:00:00Z      +0s  decided        rule impactful matches it\n"
-        "  10:01:01Z   +1m 1s  hook finished  hook drain: exit code 3\n"
-        "                                     | one\n"
-        "                                     | \\x1b[2J\\x1b]0;two\\x07\n"
-        "  10:01:01Z   +1m 1s  held           held, Azure starts it at 10:20:00 UTC\n"
-        "  10:01:10Z  +1m 10s  pause          was paused for 6.2s\n"
-        "  11:01:40Z   +1h 1m  closed         is over: completed\n"
+        "  10:00:00Z      +0s  seen            Reboot Scheduled\n"
+        "  10:00:00Z      +0s  decided         rule impactful matches it\n"
+        "  10:01:01Z   +1m 1s  hook finished   hook drain: exit code 3\n"
+        "                                      | one\n"
+        "                                      | \\x1b[2J\\x1b]0;two\\x07\n"
+        "  10:01:01Z   +1m 1s  held            held, Azure starts it at 10:20:00 UTC\n"
+        "  10:01:10Z  +1m 10s  machine paused  was paused for 6.2s\n"
+        "  11:01:40Z   +1h 1m  closed          is over: completed\n"
     )
 
 
-def test_what_concerns_the_agent_stands_in_its_place(run: Run) -> None:
+def test_history_interleaves_agent_records_by_time(run: Run) -> None:
     lines = run()[1].splitlines()
     heads = [line for line in lines if line and not line.startswith(" ")]
     assert heads == [
@@ -139,16 +139,16 @@ def test_events_are_chosen(run: Run, options: list[str], told: list[str]) -> Non
 
 def test_json_is_a_list_of_events_with_their_entries_and_of_notes(run: Run) -> None:
     first, reboot, *_ = json.loads(run("--json")[1])["histories"]
-    assert (first["workflow"], [entry["kind"] for entry in first["entries"]]) == (None, ["agent_started"])
+    assert (first["workflow"], [entry["kind"] for entry in first["records"]]) == (None, ["agent_started"])
     assert reboot["workflow"]["decision"]["rule"] == "impactful"
-    assert [entry["kind"] for entry in reboot["entries"]] == [
+    assert [entry["kind"] for entry in reboot["records"]] == [
         "seen", "decided", "hook_finished", "held", "closed",
     ]  # fmt: skip
-    assert reboot["entries"][2]["detail"] == "one\n\x1b[2J\x1b]0;two\x07"
+    assert reboot["records"][2]["detail"] == "one\n\x1b[2J\x1b]0;two\x07"
 
 
 def test_a_clock_that_was_set_back_changes_no_order(run: Run, state_dir: Path) -> None:
-    store = Store.join(state_dir)
+    store = Store.open_client(state_dir)
     commit(store, FREEZE, 60, "recovering", note("recovering", "recovers"))
     commit(store, FREEZE, 10, "closed", note("closed", "is over: completed"))
     store.close()
@@ -156,16 +156,16 @@ def test_a_clock_that_was_set_back_changes_no_order(run: Run, state_dir: Path) -
     assert [re.split(r"  +", line)[-2] for line in lines] == ["seen", "recovering", "closed"]
 
 
-def test_what_befell_the_agent_while_an_event_is_pending_stands_in_its_timeline(run: Run, state_dir: Path) -> None:
-    store = Store.join(state_dir)
-    store.record("pause", "was paused for 7.1s", FREEZE.first_seen_at + timedelta(seconds=5))
+def test_history_shows_pauses_inside_the_timeline(run: Run, state_dir: Path) -> None:
+    store = Store.open_client(state_dir)
+    store.record("machine_paused", "was paused for 7.1s", FREEZE.first_seen_at + timedelta(seconds=5))
     store.close()
     lines = run("--event", "602d9444-b")[1].splitlines()
-    assert lines[-1] == "  10:00:05Z  +5s  pause  was paused for 7.1s"
+    assert lines[-1] == "  10:00:05Z  +5s  machine paused  was paused for 7.1s"
 
 
-def test_a_whole_id_is_meant_although_another_begins_with_it(run: Run, state_dir: Path) -> None:
-    store = Store.join(state_dir)
+def test_an_exact_id_is_chosen_over_a_prefix(run: Run, state_dir: Path) -> None:
+    store = Store.open_client(state_dir)
     event = replace(FREEZE.event, id="602D9444-AAAA-1")
     commit(store, replace(FREEZE, id="longer", event=event), 0, "held", note("seen", "Freeze Scheduled"))
     store.close()
@@ -173,7 +173,7 @@ def test_a_whole_id_is_meant_although_another_begins_with_it(run: Run, state_dir
     assert [item["workflow"]["event"]["id"] for item in array] == ["602D9444-AAAA"]
 
 
-def test_where_nothing_fits_that_is_said(run: Run) -> None:
+def test_an_empty_result_is_reported(run: Run) -> None:
     assert run("--since", "2999-01-01") == (0, "The journal has no matching entries.\n", "")
 
 
@@ -192,9 +192,9 @@ def test_a_prefix_that_fits_two_events_or_none_is_answered_with_a_list(run: Run)
     )
 
 
-def test_what_another_machine_left_behind_is_over_by_the_words_of_the_journal(run: Run, state_dir: Path) -> None:
-    store = Store.join(state_dir)
-    store.disown_workflows(BEGAN + timedelta(days=1, hours=1), "the state is that of another VM")
+def test_history_closes_events_of_another_machine_by_their_journal(run: Run, state_dir: Path) -> None:
+    store = Store.open_client(state_dir)
+    store.discard_workflows(BEGAN + timedelta(days=1, hours=1), "the state is that of another VM")
     store.close()
     assert run("--event", "602d9444-b")[1].startswith("Freeze 602D9444-BBBB the state is that of another VM\n")
 

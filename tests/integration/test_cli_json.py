@@ -31,17 +31,17 @@ from scheduled_events_agent.fleet.table import connect
 from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.simulator.table import SimulatedTable
-from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorAnswer, Status
+from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorResult, Status
 from scheduled_events_agent.store import Store
 
 ANSWERS: dict[str, list[tuple[str, list[type]]]] = {
     "check": [("", [PolicyCheck]), ("absent.yaml", [PolicyCheck])],
     "explain": [("", [Explanations]), ("document.json", [Explanations])],
-    "approve": [("E1", [OperatorAnswer])],
-    "hold": [("E1", [OperatorAnswer])],
-    "release": [("E1", [OperatorAnswer])],
-    "retry": [("E1", [OperatorAnswer])],
-    "resolve": [("E1", [OperatorAnswer])],
+    "approve": [("E1", [OperatorResult])],
+    "hold": [("E1", [OperatorResult])],
+    "release": [("E1", [OperatorResult])],
+    "retry": [("E1", [OperatorResult])],
+    "resolve": [("E1", [OperatorResult])],
     "status": [("", [Status])],
     "history": [("", [Journal])],
     "notify": [("test", [NotifyTest])],
@@ -139,7 +139,7 @@ def test_a_command_prints_objects_with_their_version_and_time(
         msgspec.convert(one, type_)
 
 
-def test_the_state_of_an_installed_service_is_told_as_text_and_as_json(
+def test_the_state_of_an_installed_service_is_shown_as_text_and_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = windows_service.Facts("stopped", 0, 1077, "automatic", "LocalSystem", "agent service host")

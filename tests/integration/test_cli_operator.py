@@ -13,7 +13,7 @@ from scheduled_events_agent.cli import operator
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import RequestAnswer, Store
-from scheduled_events_agent.workflow import Approval, Note, Step, Workflow
+from scheduled_events_agent.workflow import Approval, Record, Transition, Workflow
 
 NOW = datetime.now(UTC)
 OVER = Workflow(
@@ -21,7 +21,7 @@ OVER = Workflow(
     event=ScheduledEvent(id="AAAA", type="Reboot", status="Scheduled", resources=("web-1",)),
     decision=Decision(rule="impactful", reason="rule impactful matches it", affects="self"),
     first_seen_at=NOW,
-    noticed_at=NOW,
+    not_before_seen_at=NOW,
     boot_id="boot",
     phase="closed",
     is_over=True,
@@ -45,9 +45,9 @@ def state_dir(tmp_path: Path) -> Path:
 def keep(directory: Path, *workflows: Workflow) -> None:
     store = Store.open(directory, NOW)
     for workflow in workflows:
-        gone = (Note(kind="gone", text=f"is no longer in the document ({workflow.outcome})"),)
+        gone = (Record(kind="gone", text=f"is no longer in the document ({workflow.outcome})"),)
         at = NOW - timedelta(days=1)
-        store.commit([Step(workflow=workflow, notes=gone if workflow.is_over else ())], at)
+        store.commit([Transition(workflow=workflow, records=gone if workflow.is_over else ())], at)
     store.close()
 
 
@@ -61,7 +61,7 @@ def run(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.mark.parametrize("command", ["approve", "hold", "release", "retry", "resolve"])
-def test_an_event_that_is_over_is_said_to_be_over_and_how_it_ended(run: Run, command: str) -> None:
+def test_an_event_that_is_over_is_reported_with_its_outcome(run: Run, command: str) -> None:
     code, told = run(command, "aaa")
     day = NOW - timedelta(days=1)
     assert (code, told) == (
@@ -80,7 +80,7 @@ def test_an_event_that_came_back_under_its_id_is_pending(run: Run, state_dir: Pa
     assert "no agent runs" in run("approve", "aaaa")[1]
 
 
-def test_a_hold_that_gets_no_answer_amid_an_approval_says_that_it_counts(
+def test_a_hold_without_a_response_during_an_approval_is_reported_as_valid(
     run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
@@ -99,7 +99,7 @@ def test_an_event_that_was_never_seen_is_not_found_among_the_pending(run: Run) -
 
 
 @pytest.mark.parametrize("succeeded", [True, False])
-def test_the_exit_code_is_what_the_answer_says_whatever_its_words(
+def test_the_exit_code_follows_the_result_and_not_its_message(
     run: Run, monkeypatch: pytest.MonkeyPatch, *, succeeded: bool
 ) -> None:
     monkeypatch.setattr(operator, "find_agent", lambda _: "1")

@@ -86,9 +86,7 @@ def test_output_that_cannot_be_written_is_one_line_and_a_failure(
 
 
 @pytest.mark.parametrize("words", ["check --strct", "status --state-dir nowhere", "simulate nowhere.yaml"])
-def test_a_reader_of_errors_that_has_gone_ends_a_command_in_silence(
-    run: Run, unread_pipe: IO[bytes], words: str
-) -> None:
+def test_a_closed_error_output_ends_a_command_silently(run: Run, unread_pipe: IO[bytes], words: str) -> None:
     with unread_pipe:
         assert run(words, stderr=unread_pipe) == (READER_GONE, "")
 
@@ -100,7 +98,7 @@ def test_output_without_a_buffer_fails_in_the_same_way(run: Run, unread_pipe: IO
         assert run("check", stdout=unread_pipe, unbuffered="1") == (READER_GONE, "")
 
 
-def test_a_reader_that_goes_while_a_command_prints_ends_it() -> None:
+def test_a_closed_output_ends_a_printing_command() -> None:
     command = [sys.executable, "-m", "scheduled_events_agent", "simulate", "--json", "--control", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -18,7 +18,7 @@ from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli import terminal
 from scheduled_events_agent.cli.config import find_config, load_policy, policy_file
 from scheduled_events_agent.daemon import policy_reader
-from scheduled_events_agent.hooks.durations import encode, with_run
+from scheduled_events_agent.hooks.durations import encode, record_run
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE, ConfigError
 from scheduled_events_agent.store import Store
 
@@ -65,7 +65,7 @@ def policy(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_check_of_a_valid_policy_tells_what_it_says(run: Run, policy: str) -> None:
+def test_check_of_a_valid_policy_summarizes_it(run: Run, policy: str) -> None:
     assert run("check", "--config", policy) == (
         0,
         f"""\
@@ -78,7 +78,7 @@ user-initiated
   approve  at once
 
 short-freeze
-  when     Freeze lasting less than 9s
+  when     Freeze duration_text less than 9s
   approve  at once
 
 impactful
@@ -126,7 +126,7 @@ def test_check_and_explain_say_when_preparation_begins_and_why(run: Run, tmp_pat
     assert f"begins at 22:24:28Z ({why}2m30s) prepare not ready for 15s, then run drain" in " ".join(rows.split())
     store = Store.open(tmp_path, datetime.now(UTC))
     hook = load_policy(path).settings.hooks["drain"]
-    store.save_facts({"hook_times": encode(with_run({}, "drain", hook, "succeeded", 20.0))})
+    store.set_meta({"hook_times": encode(record_run({}, "drain", hook, "succeeded", 20.0))})
     store.close()
     rows = explain(run, str(path), payload, "--vm", "westno_1")
     assert f"begins at 22:25:48Z ({why}1m10s) prepare not ready for 15s, then run drain" in " ".join(rows.split())
@@ -157,7 +157,7 @@ LATE_ROW = "begins 5m5s before NotBefore, or later if its hooks are known to be 
         ("approve: never, shared: hold", None, False),
     ],
 )
-def test_check_tells_what_differs_for_events_of_several_vms(
+def test_check_shows_the_difference_for_events_of_several_vms(
     run: Run, tmp_path: Path, keys: str, row: str | None, *, has_sentence: bool
 ) -> None:
     (tmp_path / "p.yaml").write_text(SEVERAL.format(keys))
@@ -197,7 +197,7 @@ def test_check_without_a_file_checks_the_built_in_policy(run: Run) -> None:
     assert out.startswith("built-in policy: valid\n\nThe first rule")
 
 
-def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_path: Path) -> None:
+def test_check_of_an_invalid_policy_reports_every_error_and_exits_2(run: Run, tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("rules:\n  - {name: a, aprove: never}\nhooks: {x: {}}\n")
     problems = [
         'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?',
@@ -215,7 +215,7 @@ def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_pa
         "file": "p.yaml",
         "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
         "valid": False,
-        "problems": problems,
+        "errors": problems,
         "warnings": [],
     }
 
@@ -252,7 +252,7 @@ hooks:
         "file": "p.yaml",
         "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
         "valid": True,
-        "problems": [],
+        "errors": [],
         "warnings": [
             f"p.yaml:3: hooks.a.run: {tmp_path}/absent does not exist",
             f"p.yaml:4: hooks.b.run: {tmp_path}/plain is not executable: chmod +x {tmp_path}/plain",
@@ -270,7 +270,7 @@ hooks:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no execute permission")
 @pytest.mark.parametrize("is_root", [True, False])
-def test_check_tells_all_errors_and_warnings_in_one_run(
+def test_check_reports_all_errors_and_warnings_in_one_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_root: bool
 ) -> None:
     (tmp_path / "plain").write_text("")
@@ -300,7 +300,7 @@ hooks:
     ]
     code, out, _ = run("check", "--config", "p.yaml", "--json")
     told = json.loads(out)
-    assert (code, told["valid"], told["problems"]) == (2, False, problems)
+    assert (code, told["valid"], told["errors"]) == (2, False, problems)
     warnings = told["warnings"]
     assert [warning.split(": ", 2)[:2] for warning in warnings] == [
         ["p.yaml:2", "rules[0].approve"],
@@ -322,7 +322,7 @@ hooks:
     ("on_unavailable", "do"),
     [("wait", "wait for a slot until their latest begin"), ("begin", "begin without a slot after a minute")],
 )
-def test_check_tells_what_becomes_of_events_while_the_table_is_unavailable(
+def test_check_shows_the_effect_of_an_unavailable_table(
     run: Run, tmp_path: Path, on_unavailable: str, do: str
 ) -> None:
     policy = tmp_path / "p.yaml"
@@ -354,10 +354,10 @@ def test_check_without_files_looks_at_the_policy_alone(
     policy.chmod(0o666)
     code, out, _ = run("check", "--no-files", "--strict", "--json", "--config", str(policy))
     told = json.loads(out)
-    assert (code, told["valid"], told["problems"], told["warnings"]) == (0, True, [], [])
+    assert (code, told["valid"], told["errors"], told["warnings"]) == (0, True, [], [])
     code, out, _ = run("check", "--json", "--config", str(policy))
     told = json.loads(out)
-    found = [problem.split(": ")[1] for problem in (*told["problems"], *told["warnings"])]
+    found = [problem.split(": ")[1] for problem in (*told["errors"], *told["warnings"])]
     assert code == 2
     assert [place for place in found if not place.startswith(str(policy))] == [
         "fleet.credential.sas_file",
@@ -370,7 +370,7 @@ def test_check_without_files_looks_at_the_policy_alone(
     ]
 
 
-def test_check_that_is_strict_takes_a_warning_for_an_error(run: Run, tmp_path: Path) -> None:
+def test_strict_check_treats_a_warning_as_an_error(run: Run, tmp_path: Path) -> None:
     policy = tmp_path / "p.yaml"
     policy.write_text("hooks: {a: {run: [x]}, b: {run: [x]}}\n")
     options = ("--no-files", "--config", str(policy))
@@ -380,17 +380,17 @@ def test_check_that_is_strict_takes_a_warning_for_an_error(run: Run, tmp_path: P
     assert (code, len(warnings), last) == (2, 2, "not valid: 0 errors, 2 warnings (--strict)")
     code, out, _ = run("check", "--strict", "--json", *options)
     told = json.loads(out)
-    assert (code, told["valid"], told["problems"], len(told["warnings"])) == (2, False, [], 2)
+    assert (code, told["valid"], told["errors"], len(told["warnings"])) == (2, False, [], 2)
 
 
-def test_paths_of_the_other_system_are_not_looked_for(run: Run, tmp_path: Path) -> None:
+def test_paths_of_the_other_system_are_not_checked(run: Run, tmp_path: Path) -> None:
     place = "/absent/" if sys.platform == "win32" else "C:\\absent\\"
     policy = tmp_path / "p.yaml"
     policy.write_text(
         f"""\
 agent: {{web_config: '{place}web.yml', state_dir: '{place}state'}}
 fleet: {{group: g, table: 'https://a.example/abc', max_events: 1, credential: {{sas_file: '{place}sas'}}}}
-notify: [{{name: a, to: {{file: '{place}url'}}, body: '{place}body', ca_file: '{place}ca'}}]
+notify: [{{name: a, to: {{file: '{place}url'}}, format: '{place}body', ca_file: '{place}ca'}}]
 on_clear: [a]
 hooks: {{a: {{run: ['{place}a.ps1'], cwd: '{place}'}}}}
 """
@@ -398,13 +398,13 @@ hooks: {{a: {{run: ['{place}a.ps1'], cwd: '{place}'}}}}
     policy.chmod(0o600)
     code, out, _ = run("check", "--json", "--config", str(policy))
     told = json.loads(out)
-    assert (code, told["problems"], told["warnings"]) == (0, [], [])
+    assert (code, told["errors"], told["warnings"]) == (0, [], [])
     code, _, err = run("status", "--config", str(policy))
     assert (code, err.splitlines()[0]) == (2, f"agent.state_dir: {place}state is a path of another system")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_check_of_what_is_no_yaml_still_tells_who_could_change_the_file(
+def test_check_of_invalid_yaml_still_reports_who_could_change_the_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: False)
@@ -413,7 +413,7 @@ def test_check_of_what_is_no_yaml_still_tells_who_could_change_the_file(
     policy.chmod(0o666)
     code, out, _ = run("check", "--config", str(policy), "--json")
     told = json.loads(out)
-    assert (code, len(told["problems"])) == (2, 1)
+    assert (code, len(told["errors"])) == (2, 1)
     (warning,) = told["warnings"]
     assert warning.startswith(f"{policy}:1: {policy} can be changed by every account")
 
@@ -452,7 +452,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert str(caught.value) == f"{tmp_path}: cannot be read: {reason}"
 
 
-def test_a_file_of_unreasonable_size_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_unreasonable_size_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_bytes(b"#" * (1024 * 1024 + 1))
     with pytest.raises(ConfigError, match=r"p\.yaml: expected at most 1024 KiB; it is larger$"):
         load_policy(tmp_path / "p.yaml")
@@ -468,7 +468,7 @@ def explain(run: Run, policy: str, payload: str, *arguments: str) -> str:
     return out
 
 
-def test_explain_tells_the_rule_the_reasons_the_plan_and_the_approval(run: Run, policy: str) -> None:
+def test_explain_shows_the_rule_the_reasons_the_plan_and_the_approval(run: Run, policy: str) -> None:
     payload = "33-docs-seed000-freeze-duration-minus1.json"
     assert explain(run, policy, payload, "--vm", "westno_1") == (
         """\
@@ -513,7 +513,7 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:
         ("34-docs-maintenance-iso8601-bare-event.json", "not approved: it has no id to approve"),
     ],
 )
-def test_explain_tells_whether_and_when_an_event_would_be_approved(
+def test_explain_shows_whether_and_when_an_event_would_be_approved(
     run: Run, policy: str, payload: str, approval: str
 ) -> None:
     (event,) = json.loads(explain(run, policy, payload, "--json"))["events"]
@@ -576,7 +576,7 @@ def test_check_and_explain_say_what_becomes_of_a_recommendation(run: Run, tmp_pa
         (None, "not ready for 50s, then run drain", "22:10:50Z"),
     ],
 )
-def test_explain_tells_the_drain_as_it_is_cut_and_how_long_the_hooks_have(
+def test_explain_shows_the_shortened_drain_and_the_time_for_hooks(
     run: Run, tmp_path: Path, notice_seconds: int | None, prepare: str, approval: str
 ) -> None:
     (tmp_path / "p.yaml").write_text(
@@ -596,7 +596,7 @@ def test_explain_tells_the_drain_as_it_is_cut_and_how_long_the_hooks_have(
     assert f"  approve  as soon as hook drain has succeeded, at {approval} at the earliest; " in out
 
 
-def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> None:
+def test_explain_as_json_has_the_content_of_the_text(run: Run, policy: str) -> None:
     report = json.loads(explain(run, policy, "15-preempt-spot-vm.json", "--json"))
     (event,) = report.pop("events")
     assert report == {
@@ -617,7 +617,7 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
     )
     assert (decision["drain_for"], decision["prepare"]) == (5.0, ["drain", "checkpoint"])
     assert event == {
-        "passed_over": [
+        "rejected_rules": [
             {"rule": "user-initiated", "reason": "source is Platform, not User"},
             {"rule": "short-freeze", "reason": "type is Preempt, not Freeze"},
         ],
@@ -629,7 +629,7 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
         "prepare": ["drain", "checkpoint"],
         "hooks_until": "2022-08-09T17:07:27Z",
         "expected_approval": {
-            "answer": "yes",
+            "verdict": "allow",
             "at": "2022-08-09T16:52:37Z",
             "text": "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
             "a failed hook holds it",
@@ -733,7 +733,7 @@ def test_explain_without_a_metadata_service_fails_with_its_reason(run: Run, tmp_
     assert err.startswith("scheduled-events-agent: GET http://127.0.0.1:1/metadata/scheduledevents")
 
 
-def test_neither_start_nor_reload_waits_for_what_this_machine_says_of_the_policy(
+def test_start_and_reload_do_not_wait_for_local_policy_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "policy.yaml"

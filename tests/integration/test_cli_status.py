@@ -18,20 +18,20 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.status import (
+    ActivePolicy,
     CommandOptions,
     FleetState,
-    PolicyInForce,
     RunningHook,
-    ShownWorkflow,
     Status,
     Vm,
+    WorkflowView,
 )
-from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.store import RequestAnswer, Store, StoreError
-from scheduled_events_agent.workflow import Note, Progress, Step, Waits, Workflow
+from scheduled_events_agent.workflow import Record, StageStatus, Transition, WaitReason, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
-POLICY = PolicyInForce(file="policy.yaml", read_at=NOW - timedelta(hours=2))
+POLICY = ActivePolicy(file="policy.yaml", read_at=NOW - timedelta(hours=2))
 EVENT = ScheduledEvent(
     id="602D9444-1B2C-4A5D-9E8F-0123456789AB",
     type="Redeploy",
@@ -49,15 +49,15 @@ DECISION = Decision(
     prepare=("drain",),
     approve="when-prepared",
 )
-PREPARING = ShownWorkflow(
+PREPARING = WorkflowView(
     id="602d9444@1",
     event=EVENT,
     decision=DECISION,
     first_seen_at=NOW,
-    noticed_at=NOW,
+    not_before_seen_at=NOW,
     boot_id="boot",
     phase="preparing",
-    prepare=Progress(state="running", current="drain", run=1),
+    prepare=StageStatus(state="running", current="drain", run=1),
 )
 STATUS = Status(
     at=NOW,
@@ -86,7 +86,7 @@ def state_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "state"
     host.create_private_dir(directory)
     store = Store.open(directory, NOW)
-    store.save_facts({"vm_name": "web-1"})
+    store.set_meta({"vm_name": "web-1"})
     store.record("agent_started", "version 0.1.0, mode act", datetime.now(UTC) - timedelta(minutes=2))
     store.close()
     return directory
@@ -113,7 +113,7 @@ def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
     is_over = threading.Event()
 
     def answer_requests() -> None:
-        store = Store.join(state_dir)
+        store = Store.open_client(state_dir)
         while not is_over.wait(0.01):
             for request in store.load_requests(datetime.now(UTC)):
                 if answer is not None:
@@ -133,7 +133,7 @@ def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
 
 def answered(state_dir: Path, status: Status, run: Run, *options: str) -> tuple[int, str, str]:
     """The output of the command for an agent that answers this."""
-    with an_agent(state_dir, msgspec.json.encode(with_words(status))):
+    with an_agent(state_dir, msgspec.json.encode(with_summaries(status))):
         return run("status", "--state-dir", str(state_dir), *options)
 
 
@@ -144,8 +144,10 @@ def as_stored(workflow: Workflow) -> Workflow:
 
 def commit(state_dir: Path, *workflows: Workflow) -> None:
     """As the agent would have done."""
-    store = Store.join(state_dir)
-    store.commit([Step(workflow=as_stored(w), notes=(Note(kind="seen", text="it"),)) for w in workflows], NOW)
+    store = Store.open_client(state_dir)
+    store.commit(
+        [Transition(workflow=as_stored(w), records=(Record(kind="seen", text="it"),)) for w in workflows], NOW
+    )
     store.close()
 
 
@@ -153,7 +155,7 @@ def without_ages(text: str) -> str:
     return re.sub(r"\d+m \d+s ago \([^)]*Z\)", "AGO", text)
 
 
-def test_of_a_healthy_agent_with_nothing_to_do_five_lines_are_told(state_dir: Path, run: Run) -> None:
+def test_status_of_an_idle_healthy_agent_has_five_lines(state_dir: Path, run: Run) -> None:
     code, out, err = answered(state_dir, STATUS, run)
     assert (code, err) == (0, "")
     assert out == (
@@ -179,14 +181,12 @@ def test_of_a_healthy_agent_with_nothing_to_do_five_lines_are_told(state_dir: Pa
         ),
     ],
 )
-def test_the_fleet_has_a_line_with_what_it_waits_for(
-    state_dir: Path, run: Run, fleet: FleetState, expected: str
-) -> None:
+def test_the_fleet_line_shows_its_wait_reason(state_dir: Path, run: Run, fleet: FleetState, expected: str) -> None:
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
     assert (code, out.splitlines()[-1]) == (0, f"  fleet      {expected}")
 
 
-def test_what_is_not_set_up_right_in_the_fleet_has_a_line_of_its_own(state_dir: Path, run: Run) -> None:
+def test_a_fleet_configuration_error_has_a_line_of_its_own(state_dir: Path, run: Run) -> None:
     warning = "members does not match this VM, web-1: all VMs are waited for"
     fleet = FleetState(group="web", error="", unavailable_since=None, not_ready=(), warnings=(warning,))
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
@@ -223,23 +223,21 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
 FAILED = msgspec.structs.replace(
     PREPARING,
     phase="held",
-    prepare=Progress(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 3"),
-    waits=Waits(kind="prepare_failed"),
-    waits_for="hook drain: exit code 3",
+    prepare=StageStatus(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 3"),
+    wait_reason=WaitReason(kind="prepare_failed"),
+    wait_message="hook drain: exit code 3",
 )
 OUTPUT = "one\ntwo\n\nthree \x1b[31mred\x1b[0m\nfour " + "x" * 300
 
 
 def with_output(state_dir: Path, workflow: Workflow) -> None:
-    note = Note(kind="hook_finished", stage="prepare", hook="drain", outcome="failed", detail=OUTPUT)
-    store = Store.join(state_dir)
-    store.commit([Step(workflow=as_stored(workflow), notes=(note,))], NOW)
+    note = Record(kind="hook_finished", stage="prepare", hook="drain", outcome="failed", detail=OUTPUT)
+    store = Store.open_client(state_dir)
+    store.commit([Transition(workflow=as_stored(workflow), records=(note,))], NOW)
     store.close()
 
 
-def test_what_needs_a_person_comes_first_with_what_the_hook_wrote_and_what_to_type(
-    state_dir: Path, run: Run
-) -> None:
+def test_an_attention_item_comes_first_with_hook_output_and_command(state_dir: Path, run: Run) -> None:
     with_output(state_dir, FAILED)
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(FAILED,)), run)
     assert code == 3
@@ -256,15 +254,15 @@ def test_what_needs_a_person_comes_first_with_what_the_hook_wrote_and_what_to_ty
     assert "overrule" not in card
 
 
-def test_what_a_hook_wrote_whose_failure_needs_nobody_is_with_its_event(state_dir: Path, run: Run) -> None:
-    approved = msgspec.structs.replace(FAILED, phase="approved", waits=None, waits_for="")  # by its rule
+def test_hook_output_of_a_harmless_failure_is_shown_with_its_event(state_dir: Path, run: Run) -> None:
+    approved = msgspec.structs.replace(FAILED, phase="approved", wait_reason=None, wait_message="")  # by its rule
     with_output(state_dir, approved)
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(approved,)), run)
     assert code == 0
     assert re.search(r"\n  failed +hook drain: exit code 3\n +\| two\n +\| three red\n +\| four x", out)
 
 
-def test_each_need_of_a_person_has_its_block_and_the_worst_comes_first(state_dir: Path, run: Run) -> None:
+def test_each_attention_item_has_its_block_and_the_worst_comes_first(state_dir: Path, run: Run) -> None:
     policy = msgspec.structs.replace(POLICY, refused="policy.yaml:3: rules: expected a list", refused_at=NOW)
     status = msgspec.structs.replace(STATUS, pending=(FAILED,), policy=policy)
     _, out, _ = answered(state_dir, status, run)
@@ -272,9 +270,11 @@ def test_each_need_of_a_person_has_its_block_and_the_worst_comes_first(state_dir
     assert "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. " in out
 
 
-def test_without_an_agent_an_open_failed_recovery_is_told_after_that(state_dir: Path, run: Run) -> None:
+def test_without_an_agent_an_open_failed_recovery_is_shown_below(state_dir: Path, run: Run) -> None:
     recover = msgspec.structs.replace(FAILED.prepare, failed_hook="resume", failure="hook resume: no")
-    failed = msgspec.structs.replace(FAILED, phase="recovery_failed", is_over=True, waits=None, recover=recover)
+    failed = msgspec.structs.replace(
+        FAILED, phase="recovery_failed", is_over=True, wait_reason=None, recover=recover
+    )
     commit(state_dir, failed)
     code, out, _ = run("status", "--state-dir", str(state_dir))
     assert code == 3
@@ -287,9 +287,9 @@ def test_without_an_agent_an_open_failed_recovery_is_told_after_that(state_dir: 
     )
 
 
-def test_without_an_agent_the_notifications_that_wait_are_told(state_dir: Path, run: Run) -> None:
-    store = Store.join(state_dir)
-    step = Step(workflow=as_stored(PREPARING))
+def test_without_an_agent_waiting_notifications_are_shown(state_dir: Path, run: Run) -> None:
+    store = Store.open_client(state_dir)
+    step = Transition(workflow=as_stored(PREPARING))
     store.commit([step], NOW, {}, [("ops", "{}"), ("ops", "{}"), ("chat", "{}")])
     store.close()
     out = run("status", "--state-dir", str(state_dir))[1]
@@ -297,9 +297,7 @@ def test_without_an_agent_the_notifications_that_wait_are_told(state_dir: Path, 
     assert "  notify  chat: notifications waiting: 1\n" in out
 
 
-def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_shown(
-    state_dir: Path, run: Run
-) -> None:
+def test_shortened_ids_stay_distinct_and_long_name_lists_are_cut(state_dir: Path, run: Run) -> None:
     twin = msgspec.structs.replace(
         EVENT,
         id="602d9444-9999",
@@ -311,7 +309,7 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
         id="2",
         event=twin,
         phase="held",
-        waits_for="hook drain: exit code 3",
+        wait_message="hook drain: exit code 3",
         decision=msgspec.structs.replace(DECISION, affects="shared"),
     )
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(other, PREPARING)), run)
@@ -324,13 +322,13 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
     assert "this VM and 99 others: web-1, web-2, web-3, web-4, web-5, web-6, web-7, web-8 and 92 more\n" in out
 
 
-def test_an_agent_that_only_observes_is_not_to_be_overruled(state_dir: Path, run: Run) -> None:
+def test_an_observing_agent_offers_no_operator_action(state_dir: Path, run: Run) -> None:
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, mode="observe", pending=(PREPARING,)), run)
     assert "  agent      only observes; " in out
     assert "overrule" not in out
 
 
-def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> None:
+def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> None:
     ill = msgspec.structs.replace(
         STATUS,
         health=("no poll has succeeded for 61s: timed out",),
@@ -355,7 +353,7 @@ def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: 
     )
 
 
-def test_what_takes_effect_at_the_next_start_only_is_named(state_dir: Path, run: Run) -> None:
+def test_a_change_that_needs_a_restart_is_named(state_dir: Path, run: Run) -> None:
     late = msgspec.structs.replace(POLICY, needs_restart=("agent.listen_names", "agent.web_config"))
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=late), run)
     assert code == 0
@@ -369,10 +367,10 @@ def test_what_takes_effect_at_the_next_start_only_is_named(state_dir: Path, run:
 def test_json_is_what_the_agent_answered(state_dir: Path, run: Run) -> None:
     code, out, _ = answered(state_dir, STATUS, run, "--json")
     assert code == 0
-    assert msgspec.json.decode(out, type=Status) == with_words(STATUS)
+    assert msgspec.json.decode(out, type=Status) == with_summaries(STATUS)
 
 
-def test_without_an_agent_it_is_told_what_the_state_file_says(state_dir: Path, run: Run) -> None:
+def test_without_an_agent_the_state_file_is_shown(state_dir: Path, run: Run) -> None:
     commit(state_dir, PREPARING)
     code, out, _ = run("status", "--state-dir", str(state_dir))
     assert code == 1
@@ -411,12 +409,12 @@ def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> N
     assert [workflow["phase"] for workflow in told["pending"]] == ["preparing"]
 
 
-def test_why_an_event_waits_is_in_json_as_a_value_and_in_words(state_dir: Path, run: Run) -> None:
-    waits = Waits(kind="time", at=NOW, detail="lead 15m")
-    commit(state_dir, msgspec.structs.replace(PREPARING, phase="waiting", waits=waits))
+def test_a_wait_reason_is_in_json_as_a_value_and_as_a_message(state_dir: Path, run: Run) -> None:
+    waits = WaitReason(kind="time", at=NOW, detail="lead 15m")
+    commit(state_dir, msgspec.structs.replace(PREPARING, phase="waiting", wait_reason=waits))
     (workflow,) = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["pending"]
-    assert workflow["waits_for"] == f"begins at {NOW:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
-    assert workflow["waits"] == msgspec.to_builtins(waits)
+    assert workflow["wait_message"] == f"begins at {NOW:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
+    assert workflow["wait_reason"] == msgspec.to_builtins(waits)
     (item,) = json.loads(run("history", "--state-dir", str(state_dir), "--json")[1])["histories"]
     assert item["workflow"] == workflow
 
@@ -435,8 +433,8 @@ def test_an_agent_that_does_not_answer_is_named(
     assert "it was killed" not in out
 
 
-def test_what_a_newer_agent_says_besides_is_left_out(state_dir: Path, run: Run) -> None:
-    status = with_words(msgspec.structs.replace(STATUS, pending=(PREPARING,)))
+def test_unknown_fields_of_a_newer_agent_are_ignored(state_dir: Path, run: Run) -> None:
+    status = with_summaries(msgspec.structs.replace(STATUS, pending=(PREPARING,)))
     answer = msgspec.to_builtins(status)
     (workflow,) = answer["pending"]
     objects = (answer, answer["vm"], workflow, workflow["event"], workflow["decision"], workflow["prepare"])
@@ -448,14 +446,16 @@ def test_what_a_newer_agent_says_besides_is_left_out(state_dir: Path, run: Run) 
 
 
 @pytest.mark.parametrize("answer", [b'{"version":"9.9.9"}', b"rejected: the event is not pending any more"])
-def test_an_agent_of_another_version_is_told_from_one_that_hangs(state_dir: Path, run: Run, answer: bytes) -> None:
+def test_an_agent_of_another_version_is_distinguished_from_one_that_hangs(
+    state_dir: Path, run: Run, answer: bytes
+) -> None:
     with an_agent(state_dir, answer):
         code, out, _ = run("status", "--state-dir", str(state_dir))
     assert code == 1
     assert f" is of another version than this program ({__version__}): restart it" in out.splitlines()[0]
 
 
-def test_where_no_agent_has_ever_run_that_is_said(run: Run, tmp_path: Path) -> None:
+def test_a_missing_agent_is_reported(run: Run, tmp_path: Path) -> None:
     said = (
         f"scheduled-events-agent: no agent has run with the state directory {tmp_path}: name it with --state-dir\n"
     )
@@ -463,13 +463,13 @@ def test_where_no_agent_has_ever_run_that_is_said(run: Run, tmp_path: Path) -> N
         assert run(*command, "--state-dir", str(tmp_path)) == (1, "", said)
 
 
-def test_a_policy_file_that_is_no_yaml_hides_no_agent_in_the_systems_directory(
+def test_an_invalid_policy_file_hides_no_agent_in_the_default_directory(
     state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "none.yaml"
     broken.write_text("rules: [\n")
     monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
-    with an_agent(state_dir, msgspec.json.encode(with_words(STATUS))):
+    with an_agent(state_dir, msgspec.json.encode(with_summaries(STATUS))):
         code, out, err = run("status")
     assert (code, out.splitlines()[0]) == (0, "Nothing is pending")
     problem = str(err).splitlines(keepends=True)[0]
@@ -489,7 +489,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("way", ["--config", "variable", "system"])
-def test_of_a_rejected_policy_file_the_state_directory_counts(
+def test_the_state_directory_of_a_rejected_policy_file_is_used(
     state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     policy = tmp_path / ("none.yaml" if way == "system" else "policy.yaml")
@@ -498,7 +498,7 @@ def test_of_a_rejected_policy_file_the_state_directory_counts(
         monkeypatch.setenv(CONFIG_VARIABLE, str(policy))
     option = "" if way == "system" else f" --config {policy}"
     told = f"{policy} is rejected: scheduled-events-agent check{option} says why\n"
-    with an_agent(state_dir, msgspec.json.encode(with_words(STATUS))):
+    with an_agent(state_dir, msgspec.json.encode(with_summaries(STATUS))):
         for fault, text in REJECTED.items():
             policy.write_text(f"{text}agent: {{state_dir: '{state_dir}'}}\n")
             code, out, err = run("status", *options)
@@ -508,7 +508,7 @@ def test_of_a_rejected_policy_file_the_state_directory_counts(
                 assert run("completion", "ids") == (0, "", ""), fault  # in silence: a shell completes just now
 
 
-def test_completion_is_told_the_ids_of_pending_events_and_no_help_lists_that(
+def test_completion_gets_the_ids_of_pending_events_from_a_hidden_command(
     state_dir: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = msgspec.structs.replace(PREPARING, id="2", event=msgspec.structs.replace(EVENT, id="$(touch x)"))
@@ -535,12 +535,12 @@ def test_a_rejected_policy_file_without_a_state_directory_leads_to_the_default(
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"rulez: []\n{agent}")
     monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
-    with an_agent(state_dir, msgspec.json.encode(with_words(STATUS))):
+    with an_agent(state_dir, msgspec.json.encode(with_summaries(STATUS))):
         assert run("status", "--config", str(policy))[0] == 0
 
 
 @pytest.mark.parametrize("text", ["- agent\n", "agent: [x]\n", "agent: {state_dir: [/a]}\n", "agent: {\n"])
-def test_where_the_state_directory_cannot_be_told_it_has_to_be_named(
+def test_an_unknown_state_directory_has_to_be_named(
     state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     policy = tmp_path / "policy.yaml"
@@ -564,11 +564,13 @@ def test_without_an_agent_the_commands_lead_to_the_same_agent(state_dir: Path, r
         assert [one["command"] for one in found] == [*starts, f"scheduled-events-agent doctor{shown}"]
 
 
-def test_texts_from_outside_command_no_terminal(state_dir: Path, run: Run) -> None:
+def test_external_texts_never_control_the_terminal(state_dir: Path, run: Run) -> None:
     hostile = "\x1b[2J\x1b]0;evil\x07\u202e"
     event = msgspec.structs.replace(EVENT, description=hostile, type=hostile, resources=(hostile, "web-1"))
     decision = msgspec.structs.replace(DECISION, affects="shared", reason=hostile)
-    workflow = msgspec.structs.replace(PREPARING, event=event, decision=decision, waits_for=hostile, phase="held")
+    workflow = msgspec.structs.replace(
+        PREPARING, event=event, decision=decision, wait_message=hostile, phase="held"
+    )
     commit(state_dir, workflow)
     status = msgspec.structs.replace(STATUS, pending=(workflow,), poll_failure=hostile, health=(hostile,))
     outputs = [answered(state_dir, status, run)[1], run("status", "--state-dir", str(state_dir))[1]]
@@ -577,7 +579,7 @@ def test_texts_from_outside_command_no_terminal(state_dir: Path, run: Run) -> No
         assert [line for line in out.splitlines() if not line.isprintable()] == []
 
 
-def test_json_is_plain_ascii_so_that_it_commands_no_terminal_either(state_dir: Path, run: Run) -> None:
+def test_json_is_ascii_and_never_controls_the_terminal(state_dir: Path, run: Run) -> None:
     hostile = "\x9b2J\u202eschön"
     workflow = msgspec.structs.replace(PREPARING, event=msgspec.structs.replace(EVENT, description=hostile))
     commit(state_dir, workflow)
@@ -590,11 +592,11 @@ def test_json_is_plain_ascii_so_that_it_commands_no_terminal_either(state_dir: P
     for out in outputs:
         assert out.isascii()
         assert r'"\u009b2J\u202esch\u00f6n"' in out
-    assert msgspec.json.decode(outputs[0], type=Status) == with_words(status)
+    assert msgspec.json.decode(outputs[0], type=Status) == with_summaries(status)
 
 
-def test_whether_the_agent_stopped_is_told_by_the_last_entry_not_by_the_clock(state_dir: Path, run: Run) -> None:
-    store = Store.join(state_dir)
+def test_the_last_journal_record_decides_whether_the_agent_stopped(state_dir: Path, run: Run) -> None:
+    store = Store.open_client(state_dir)
     store.record("agent_stopped", "nothing is pending", datetime.now(UTC) - timedelta(hours=1))  # it was set back
     store.close()
     lives = [
@@ -604,11 +606,11 @@ def test_whether_the_agent_stopped_is_told_by_the_last_entry_not_by_the_clock(st
     assert "did not say" not in run("status", "--state-dir", str(state_dir))[1]
 
 
-def test_a_request_that_cannot_be_withdrawn_is_not_said_to_be(
+def test_a_request_that_cannot_be_withdrawn_is_not_reported_as_withdrawn(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
-    store = Store.join(state_dir)
+    store = Store.open_client(state_dir)
     monkeypatch.setattr(
         "scheduled_events_agent.cli.operator.time.sleep",
         lambda _: store._connection.execute("PRAGMA query_only = 1"),
@@ -624,7 +626,7 @@ def test_a_request_that_cannot_be_withdrawn_is_not_said_to_be(
     )
 
 
-def test_texts_that_the_locale_lacks_are_told_all_the_same(
+def test_texts_that_the_locale_lacks_are_still_shown(
     state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(

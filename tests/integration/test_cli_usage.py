@@ -72,6 +72,6 @@ def test_the_help_lists_what_people_use_on_this_system(
 
 
 @pytest.mark.skipif(host.has_service_command(), reason="there it is for real")
-def test_a_command_that_the_help_does_not_list_says_for_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hidden_command_explains_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["service", "host"]) != 0
     assert "for Windows" in capsys.readouterr().err

@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from given import Given, loaded
 from msgspec.structs import replace
+from static_policy import Given, loaded
 
 from scheduled_events_agent import host
 from scheduled_events_agent.daemon import daemon as module
 from scheduled_events_agent.daemon import status_source
 from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.daemon.poller import Poller
-from scheduled_events_agent.engine import HookEnded, RunOnClear, without_run
+from scheduled_events_agent.engine import HookDone, RunOnClear, not_run_result
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
@@ -29,7 +29,7 @@ from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import CommitResult, Store
 from scheduled_events_agent.web import endpoints as pages
 from scheduled_events_agent.web.server import WebServer
-from scheduled_events_agent.workflow import Context, RunHook, Step, Workflow, signals
+from scheduled_events_agent.workflow import Context, RunHook, Transition, Workflow, signals
 
 RULES = (Rule(name="all", approve="immediately"),)
 AGENT = AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json"))
@@ -61,8 +61,8 @@ def running(
 
 def open_pages(daemon: Daemon) -> WebServer:
     """Serve the pages; they open while the first poll is under way."""
-    assert daemon._pages.has_tried.wait(60.0)
-    assert daemon.web is not None, daemon._pages.failure
+    assert daemon._endpoints.has_tried.wait(60.0)
+    assert daemon.web is not None, daemon._endpoints.failure
     return daemon.web
 
 
@@ -79,7 +79,7 @@ def get(daemon: Daemon, path: str) -> tuple[int, str]:
         connection.close()
 
 
-def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
+def test_the_health_endpoint_reports_when_the_engine_hangs_and_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_source, "_STALL_SECONDS", 1.5)
@@ -110,12 +110,12 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
 def test_the_health_page_names_an_event_that_a_bug_keeps_from_being_handled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def faulty(*_: object) -> Step:
+    def faulty(*_: object) -> Transition:
         raise OverflowError("a bug")
 
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         with monkeypatch.context() as patch:
-            patch.setattr(signals, "_admit", faulty)
+            patch.setattr(signals, "_create", faulty)
             event = azure.schedule("Reboot", notice_seconds=60)
             told = (503, f"event {event} cannot be handled: a bug in the agent (OverflowError); see the log\n")
             azure.wait_until(lambda: get(daemon, "/healthz") == told, "the page said so")
@@ -124,21 +124,21 @@ def test_the_health_page_names_an_event_that_a_bug_keeps_from_being_handled(
         azure.wait_until(lambda: get(daemon, "/healthz") == (200, "ok\n"), "it was handled")
 
 
-def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
+def test_an_event_skipped_by_a_bug_is_created_in_the_next_cycle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admit = signals._admit
+    admit = signals._create
     failures: list[str] = []
     admitted: list[str] = []
 
-    def faulty(event: ScheduledEvent, context: Context) -> Step | None:
+    def faulty(event: ScheduledEvent, context: Context) -> Transition | None:
         if event.type == "Freeze" and (len(failures) < 2 or not admitted):
             failures.append(event.id)
             raise RuntimeError("a bug")
         admitted.append(event.id)
         return admit(event, context)
 
-    monkeypatch.setattr(signals, "_admit", faulty)
+    monkeypatch.setattr(signals, "_create", faulty)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(1)
         freeze = azure.schedule("Freeze", notice_seconds=60)
@@ -148,7 +148,7 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
         assert second.approved_at is not None
         assert first.approved_at < second.approved_at
         assert set(failures) == {freeze}
-        assert f"scheduled_events_faults_total {len(failures)}.0" in get(daemon, "/metrics")[1]
+        assert f"scheduled_events_bugs_total {len(failures)}.0" in get(daemon, "/metrics")[1]
 
 
 class Told(host.ServiceManager):
@@ -163,7 +163,7 @@ class Told(host.ServiceManager):
         self.words.append(state)
 
 
-def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_policy_that_is_slow_to_read_blocks_nothing(tmp_path: Path) -> None:
     reads, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
     readings: list[int] = []
 
@@ -210,7 +210,7 @@ def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> No
         assert manager.words[-1] == "stopping"
 
 
-def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another_vm(tmp_path: Path) -> None:
+def test_a_waiting_on_clear_hook_is_dropped_with_the_workflow_of_another_vm(tmp_path: Path) -> None:
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
         daemon = Daemon(loaded(Settings()), Given(Settings), store)
@@ -218,7 +218,9 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
         daemon._engine._hook_runs._delayed = [
             RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)
         ]
-        daemon._engine.receive(HookEnded(RunOnClear("uncordon"), without_run("uncordon", "canceled", "canceled")))
+        daemon._engine.receive(
+            HookDone(RunOnClear("uncordon"), not_run_result("uncordon", "canceled", "canceled"))
+        )
         assert daemon._engine._hook_runs._delayed == []
         assert not daemon._executor.is_busy()
     finally:
@@ -289,7 +291,7 @@ def test_a_hook_that_is_canceled_while_the_machine_goes_down_does_not_run_again(
         azure.wait_until(recovered.exists, "what the canceled hook had begun was undone")
 
 
-def test_an_agent_that_a_reload_has_observe_does_nothing_until_one_has_it_act(tmp_path: Path) -> None:
+def test_a_reload_switches_between_observe_and_act(tmp_path: Path) -> None:
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(2)
         acting = daemon._engine.settings
@@ -309,7 +311,7 @@ def test_an_agent_that_a_reload_has_observe_does_nothing_until_one_has_it_act(tm
         assert "scheduled_events_acting 1.0" in get(daemon, "/metrics")[1]
 
 
-def test_what_is_pending_is_decided_on_by_the_policy_that_a_restarted_agent_finds(tmp_path: Path) -> None:
+def test_a_restarted_agent_applies_its_new_policy_to_pending_events(tmp_path: Path) -> None:
     by_hand, never = Rule(name="by-hand", approve="manual"), Rule(name="never", approve="never")
 
     def has_decided(daemon: Daemon, rule: str) -> bool:
@@ -323,7 +325,7 @@ def test_what_is_pending_is_decided_on_by_the_policy_that_a_restarted_agent_find
             azure.wait_until(lambda: has_decided(daemon, "never"), "it was decided on anew")
 
 
-def test_a_restarted_agent_is_ready_only_when_it_knows_what_is_prepared(
+def test_a_restarted_agent_is_ready_only_when_its_preparation_state_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drain = Rule(name="drain", drain_for=600.0, approve="manual", lead=86400.0)

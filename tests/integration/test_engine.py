@@ -20,24 +20,24 @@ from msgspec.structs import replace
 from scheduled_events_agent.engine import (
     Engine,
     Executor,
-    HookEnded,
-    HookStart,
-    Machine,
+    HookCommand,
+    HookDone,
+    Host,
     RunOnClear,
-    key_of,
-    without_run,
+    hook_key,
+    not_run_result,
 )
 from scheduled_events_agent.imds.client import Identity
-from scheduled_events_agent.imds.document import Document, ScheduledEvent, refuse_too_many
+from scheduled_events_agent.imds.document import Document, ScheduledEvent, check_limits
 from scheduled_events_agent.imds.text import DocumentError
-from scheduled_events_agent.notifications import Happening
+from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
-from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.telemetry.log import set_up
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import ApprovalAnswered, Approve, OperatorAction, RunHook, proceed
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, OperatorAction, RunHook, advance
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
@@ -57,7 +57,7 @@ class Approvals:
         del incarnation
         self.requests.append([one.event_id for one in approvals])
 
-    def forget_approval(self, workflow_id: str) -> None:
+    def approval_received(self, workflow_id: str) -> None:
         pass
 
     def is_running(self, key: object) -> bool:
@@ -65,7 +65,7 @@ class Approvals:
         return False
 
 
-class Clocks(Machine):
+class Clocks(Host):
     """A machine on which no time passes by itself."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def engine(tmp_path: Path, executor: Approvals) -> Iterator[Engine]:
 def operator(engine: Engine, tmp_path: Path) -> Iterator[Store]:
     """The state file, as the command of an operator has it open."""
     del engine
-    store = Store.join(tmp_path)
+    store = Store.open_client(tmp_path)
     yield store
     store.close()
 
@@ -125,11 +125,11 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def ask_for_approval(engine: Engine, operator: Store) -> int:
-    (workflow_id,) = engine.board
+    (workflow_id,) = engine.workflows
     return operator.add_request(workflow_id, "approve", "kim", datetime.now(UTC))
 
 
-def test_a_word_that_could_not_be_kept_is_taken_up_when_it_can_be(
+def test_an_operator_action_that_could_not_be_stored_is_applied_later(
     engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
     request = ask_for_approval(engine, operator)
@@ -144,7 +144,7 @@ def test_a_word_that_could_not_be_kept_is_taken_up_when_it_can_be(
     )
 
 
-def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
+def test_an_unstored_operator_action_that_is_withdrawn_is_void(
     engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
     request = ask_for_approval(engine, operator)
@@ -153,10 +153,10 @@ def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
     operator.withdraw_request(request)
     assert engine.run_cycle(datetime.now(UTC))
     assert executor.sent == []
-    assert [workflow.operator_action for workflow in engine.board.values()] == [""]
+    assert [workflow.operator_action for workflow in engine.workflows.values()] == [""]
 
 
-def test_no_operators_word_is_lost_because_one_answer_could_not_be_written(
+def test_an_answer_that_cannot_be_written_loses_no_other_operator_action(
     engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
     late = operator.add_request("one that is over", "approve", "kim", datetime.now(UTC))
@@ -173,10 +173,10 @@ def test_no_operators_word_is_lost_because_one_answer_could_not_be_written(
     assert executor.sent == ["E1"]
 
 
-def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_not(
+def test_an_operator_action_withdrawn_during_the_decision_is_void(
     engine: Engine, operator: Store, executor: Approvals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (workflow_id,) = engine.board
+    (workflow_id,) = engine.workflows
     impatient = ask_for_approval(engine, operator)
     patient = operator.add_request(workflow_id, "hold", "lee", datetime.now(UTC))
     commit = engine._store.commit
@@ -196,7 +196,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     assert said == ["lee says: held"]
 
 
-def test_what_was_answered_has_been_done_whatever_becomes_of_the_disk(
+def test_an_answered_request_is_applied_even_if_the_disk_fails(
     engine: Engine, operator: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = ask_for_approval(engine, operator)
@@ -213,7 +213,7 @@ def test_what_was_answered_has_been_done_whatever_becomes_of_the_disk(
     )
 
 
-def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
+def test_a_late_approval_of_a_changed_event_is_rejected(
     engine: Engine, operator: Store, executor: Approvals
 ) -> None:
     request = ask_for_approval(engine, operator)
@@ -231,22 +231,22 @@ class Clearing(Approvals):
     def __init__(self) -> None:
         super().__init__()
         self.started: list[str] = []
-        self.reported: list[HookEnded] = []
+        self.reported: list[HookDone] = []
 
-    def start_hook(self, effect: HookStart, *_: object, **__: object) -> None:
+    def start_hook(self, effect: HookCommand, *_: object, **__: object) -> None:
         self.started.append(effect.hook)
 
     def is_running(self, key: object) -> bool:
-        return key == key_of(RunOnClear("go"))
+        return key == hook_key(RunOnClear("go"))
 
     def cancel_hook(self, key: object, *, is_urgent: bool) -> None:
         pass
 
-    def forget_hook(self, effect: object) -> None:
+    def hook_received(self, effect: object) -> None:
         pass
 
 
-def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending(tmp_path: Path) -> None:
+def test_an_event_that_ends_before_its_hook_starts_is_closed(tmp_path: Path) -> None:
     hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "drain", "resume")}
     rule = Rule(name="drain", prepare=("drain",), approve="when-prepared")
     executor = Clearing()
@@ -261,10 +261,10 @@ def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending
             assert engine.run_cycle(datetime.now(UTC))
         (canceled,) = executor.reported
         assert canceled.result.detail == "canceled before it started"
-        assert list(engine.board) != []
+        assert list(engine.workflows) != []
         engine.receive(canceled)
         assert engine.run_cycle(datetime.now(UTC))
-        assert (engine.board, executor.started) == ({}, ["clear"])
+        assert (engine.workflows, executor.started) == ({}, ["clear"])
     finally:
         store.close()
 
@@ -301,7 +301,7 @@ def test_events_ready_together_are_approved_in_one_request_then_each_alone(
         engine.receive(Document(incarnation="7", events=(EVENT, other)))
         assert engine.run_cycle(machine.now())
         assert executor.requests == [["E1", "E2"]]
-        for workflow_id in engine.board:
+        for workflow_id in engine.workflows:
             engine.receive(ApprovalAnswered(workflow_id=workflow_id, error_kind="bad_request"))
         assert engine.run_cycle(machine.now())
         assert engine.run_cycle(machine.wait(5.0))
@@ -310,9 +310,7 @@ def test_events_ready_together_are_approved_in_one_request_then_each_alone(
         store.close()
 
 
-def test_a_reload_keeps_the_hooks_with_which_what_has_begun_goes_on_and_is_undone(
-    tmp_path: Path, executor: Approvals
-) -> None:
+def test_a_reload_keeps_the_hooks_of_open_workflows(tmp_path: Path, executor: Approvals) -> None:
     rule = Rule(name="old", on_start=("tell",), recover=("resume",), approve="when-prepared")
     old = Settings(rules=(rule,), hooks={name: Hook(run=("/bin/true",)) for name in ("tell", "resume", "spare")})
     new = Settings(rules=(), hooks={"call": Hook(run=("/bin/true",))})
@@ -341,11 +339,11 @@ class Recovering(Approvals):
         self.effects.append(effect)
         self.told[effect.hook] = environment["SCHEDULED_EVENT_SECONDS_LEFT"]
 
-    def forget_hook(self, effect: object) -> None:
+    def hook_received(self, effect: object) -> None:
         pass
 
 
-def test_a_recovery_is_not_told_of_an_end_that_is_behind_it(tmp_path: Path) -> None:
+def test_a_recovery_gets_no_deadline_in_the_past(tmp_path: Path) -> None:
     executor = Recovering()
     rule = Rule(name="all", prepare=("drain",), recover=("resume",), approve="when-prepared")
     settings = Settings(rules=(rule,), hooks={name: Hook(run=("/bin/true",)) for name in ("drain", "resume")})
@@ -358,7 +356,7 @@ def test_a_recovery_is_not_told_of_an_end_that_is_behind_it(tmp_path: Path) -> N
         engine.receive(Identity(name="vm-1", vm_id="id-1"))
         engine.receive(Document(incarnation="1", events=(event,)))
         assert engine.run_cycle(machine.now())
-        engine.receive(HookEnded(executor.effects[0], without_run("drain", "canceled", "")))
+        engine.receive(HookDone(executor.effects[0], not_run_result("drain", "canceled", "")))
         for _ in range(2):
             engine.receive(Document(incarnation="2", events=()))
             assert engine.run_cycle(machine.wait(2.0))
@@ -368,9 +366,7 @@ def test_a_recovery_is_not_told_of_an_end_that_is_behind_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
-def test_a_drain_lasts_as_long_as_it_should_though_somebody_sets_the_clock(
-    jump: float, tmp_path: Path, executor: Approvals
-) -> None:
+def test_a_drain_keeps_its_length_when_the_clock_is_set(jump: float, tmp_path: Path, executor: Approvals) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
     try:
         settings = Settings(rules=(Rule(name="drain", drain_for=120.0, approve="when-prepared"),))
@@ -403,9 +399,9 @@ def test_nothing_is_approved_by_an_answer_that_is_old(tmp_path: Path, executor: 
         machine.wait(41.0)  # polls have failed meanwhile
         assert engine.run_cycle(answered_at)
         assert executor.requests == []
-        (workflow,) = engine.board.values()
+        (workflow,) = engine.workflows.values()
         waits_for = f"the metadata service has not answered since {answered_at:%Y-%m-%dT%H:%M:%SZ}"
-        assert as_shown(workflow).waits_for == waits_for
+        assert to_view(workflow).wait_message == waits_for
         assert engine.snapshot.needs_answer  # also if it is that of before
         engine.receive(document)
         assert engine.run_cycle(machine.wait(1.0))
@@ -452,17 +448,17 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
             event = a_shared_event(machine)
             engine.receive(Document(incarnation="1", events=(event,)))
             assert engine.run_cycle(machine.now())
-            reasons.append(*(as_shown(workflow).waits_for for workflow in engine.board.values()))
+            reasons.append(*(to_view(workflow).wait_message for workflow in engine.workflows.values()))
             assert executor.effects == []
             if life == 0:
                 assert engine.run_cycle(machine.wait(3600 - 605))
                 (effect,) = executor.effects
-                result = replace(without_run("drain", "succeeded", ""), attempts=1, duration_seconds=20.0)
-                engine.receive(HookEnded(effect, result))
+                result = replace(not_run_result("drain", "succeeded", ""), attempts=1, duration_seconds=20.0)
+                engine.receive(HookDone(effect, result))
                 for _ in range(2):
                     engine.receive(Document(incarnation="2", events=()))
                     assert engine.run_cycle(machine.wait(1.0))
-                assert engine.board == {}
+                assert engine.workflows == {}
                 executor.effects.clear()
         finally:
             store.close()
@@ -470,10 +466,10 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
     assert takes == ["10m5s", "55s"]
 
 
-def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_it(tmp_path: Path) -> None:
+def test_a_hold_on_a_shared_event_warns_that_other_vms_may_approve_it(tmp_path: Path) -> None:
     machine, executor = Clocks(), Approvals()
     store = Store.open(tmp_path, machine.now())
-    operator = Store.join(tmp_path)
+    operator = Store.open_client(tmp_path)
     try:
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
         engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
@@ -481,7 +477,7 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
         engine.receive(Identity(name="vm-1", vm_id="id-1"))
         engine.receive(Document(incarnation="1", events=(a_shared_event(machine),)))
         assert engine.run_cycle(machine.now())
-        (workflow_id,) = engine.board
+        (workflow_id,) = engine.workflows
         number = operator.add_request(workflow_id, "hold", "kim", machine.now())
         assert engine.run_cycle(machine.now())
         answer = operator.load_answer(number)
@@ -506,16 +502,16 @@ def test_journal_log_and_notification_have_the_same_text_of_a_record(tmp_path: P
         engine.receive(Identity(name="vm-1", vm_id="id-1"))
         engine.receive(Document(incarnation="1", events=(EVENT,)))
         assert engine.run_cycle(datetime.now(UTC))
-        (workflow_id,) = engine.board
+        (workflow_id,) = engine.workflows
         store.add_request(workflow_id, "hold", "kim", datetime.now(UTC))
         assert engine.run_cycle(datetime.now(UTC))
         journal = {entry.kind: entry.text for entry in store.load_journal() if entry.workflow_id}
         notified: dict[str, str] = {}
-        last = store.notices.load_next("ops", 0)
+        last = store.outbox.load_next("ops", 0)
         while last is not None:
-            happening = msgspec.json.decode(last.body, type=Happening)
-            notified[happening.what] = happening.reason
-            last = store.notices.load_next("ops", last.id)
+            happening = msgspec.json.decode(last.body, type=Notification)
+            notified[happening.kind] = happening.reason
+            last = store.outbox.load_next("ops", last.id)
     logged = {line["event"].replace(" ", "_"): line["reason"] for line in log if "sentence" in line}
     assert logged == journal
     assert set(notified) == {"seen", "approval_needed", "held"}
@@ -529,7 +525,7 @@ def events_of(*vms: str) -> Document:
 
 
 def followed(engine: Engine) -> list[str]:
-    return [workflow.event.id for workflow in engine.board.values()]
+    return [workflow.event.id for workflow in engine.workflows.values()]
 
 
 def test_events_of_other_vms_are_counted_and_no_more(engine: Engine, operator: Store) -> None:
@@ -538,24 +534,24 @@ def test_events_of_other_vms_are_counted_and_no_more(engine: Engine, operator: S
         engine.receive(Document(incarnation="2", events=(EVENT, *events_of("vm-2", "vm-3").events)))
         assert engine.run_cycle(datetime.now(UTC))
     assert followed(engine) == ["E1"]
-    assert engine.documents.others_events == 2
+    assert engine.documents.other_vm_events == 2
     assert [line for line in log if line["log_level"] != "debug"] == []
     assert len(list(operator.load_histories(limit=-1))) == before
     engine.receive(Document(incarnation="3", events=(EVENT,)))
     assert engine.run_cycle(datetime.now(UTC))
-    assert engine.documents.others_events == 0
+    assert engine.documents.other_vm_events == 0
 
 
-def test_a_rule_for_other_vms_has_their_events_followed_at_once(engine: Engine) -> None:
+def test_a_rule_for_other_vms_creates_workflows_for_their_events(engine: Engine) -> None:
     engine.receive(Document(incarnation="2", events=(EVENT, *events_of("vm-2").events)))
     assert engine.run_cycle(datetime.now(UTC))
     engine.change_settings(Settings(rules=(Rule(name="tell", when=When(affects=("others",))),)))
     assert engine.run_cycle(datetime.now(UTC))
     assert followed(engine) == ["E1", "E-vm-2"]
-    assert engine.documents.others_events == 0
+    assert engine.documents.other_vm_events == 0
 
 
-def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(tmp_path: Path) -> None:
+def test_an_event_seen_before_the_vm_name_keeps_its_workflow(tmp_path: Path) -> None:
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
         engine = Engine(Settings(), store, Metrics(tuple), cast("Executor", Approvals()))
@@ -566,7 +562,7 @@ def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(t
         engine.receive(events_of("vm-1", "vm-2", "vm-3"))
         assert engine.run_cycle(datetime.now(UTC))
         assert followed(engine) == ["E-vm-1", "E-vm-2"]
-        assert engine.documents.others_events == 1
+        assert engine.documents.other_vm_events == 1
     finally:
         store.close()
 
@@ -575,13 +571,13 @@ def test_more_than_100_events_of_this_vm_are_not_acted_on(engine: Engine) -> Non
     others = events_of(*(f"vm-{number}" for number in range(2, 1900))).events
     mine = tuple(replace(EVENT, id=f"E-{number}") for number in range(100))
     names = engine.snapshot.names
-    refuse_too_many(Document(incarnation="2", events=(*others, *mine)), names)
+    check_limits(Document(incarnation="2", events=(*others, *mine)), names)
     with pytest.raises(DocumentError, match=r"^101 events name this VM; at most 100 are followed$") as caught:
-        refuse_too_many(Document(incarnation="2", events=(*mine, EVENT)), names)
+        check_limits(Document(incarnation="2", events=(*mine, EVENT)), names)
     assert caught.value.kind == "too_many"
 
 
-def test_of_very_many_events_at_once_the_log_tells_of_some(engine: Engine, operator: Store) -> None:
+def test_of_very_many_events_at_once_the_log_shows_some(engine: Engine, operator: Store) -> None:
     many = tuple(replace(EVENT, id=f"E-{number}") for number in range(100))
     with structlog.testing.capture_logs() as log:
         engine.receive(Document(incarnation="2", events=(EVENT, *many)))
@@ -595,20 +591,20 @@ def test_of_very_many_events_at_once_the_log_tells_of_some(engine: Engine, opera
     assert len(log) < 20
 
 
-def test_of_very_many_reloads_the_log_tells_of_some_and_the_journal_of_all(
+def test_of_very_many_reloads_the_log_shows_some_and_the_journal_all(
     engine: Engine, operator: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(50):
         set_up("info", "json")  # as each reload does
         engine.change_settings(engine.settings)
-        engine.refuse_settings("policy.yaml:1: it is bad")
+        engine.reject_settings("policy.yaml:1: it is bad")
     structlog.reset_defaults()
     lines = Counter(json.loads(line)["message"] for line in capsys.readouterr().err.splitlines())
     read, kept = "the policy file was read again", "the policy file is rejected; the old policy stays in force"
     for message in (read, kept):
         assert 20 <= lines[message] <= 22  # as long as this takes less than two minutes
-    for kind in ("reloaded", "reload_refused"):
-        assert len(operator.load_notes(kind=kind, limit=100)) == 50
+    for kind in ("reloaded", "reload_rejected"):
+        assert len(operator.load_records(kind=kind, limit=100)) == 50
 
 
 def flapping(name: str, poll: int) -> ScheduledEvent:
@@ -625,7 +621,7 @@ def flapping(name: str, poll: int) -> ScheduledEvent:
 
 
 @pytest.mark.parametrize("name", ["description", "NotBefore", "resources", "type", "id", "clock"])
-def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
+def test_an_ever_changing_document_floods_neither_log_nor_journal(
     tmp_path: Path,
     executor: Approvals,
     name: str,
@@ -645,7 +641,7 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
             engine.receive(Document(incarnation=str(poll), events=(flapping(name, poll),)))
             jump = (-1) ** poll * 3600.0 if name == "clock" else 0.0
             assert engine.run_cycle(machine.wait(1.0, jump=jump))
-            engine.tidy()
+            engine.maintain()
         ((entries, longest),) = store._connection.execute("SELECT count(*), max(length(text)) FROM journal")
     finally:
         store.close()
@@ -658,7 +654,7 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
 
 
 @pytest.mark.parametrize(("seconds", "is_over"), [(0.5, False), (1.0, True)])
-def test_two_answers_without_an_event_count_only_if_a_poll_lies_between(
+def test_two_documents_without_an_event_count_only_a_poll_apart(
     seconds: float, is_over: bool, tmp_path: Path, executor: Approvals
 ) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
@@ -670,14 +666,12 @@ def test_two_answers_without_an_event_count_only_if_a_poll_lies_between(
         for events in ((EVENT,), (), ()):
             engine.receive(Document(incarnation="", events=events))
             assert engine.run_cycle(machine.wait(seconds, jump=-3600.0))  # the clock that is set does not count
-        assert (engine.board == {}) is is_over
+        assert (engine.workflows == {}) is is_over
     finally:
         store.close()
 
 
-def test_answers_that_have_the_event_between_others_begin_the_count_anew(
-    tmp_path: Path, executor: Approvals
-) -> None:
+def test_a_document_with_the_event_restarts_the_missing_count(tmp_path: Path, executor: Approvals) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
     try:
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
@@ -685,26 +679,26 @@ def test_answers_that_have_the_event_between_others_begin_the_count_anew(
         engine.start()
         engine.receive(Identity(name="vm-1", vm_id="id-1"))
         for answers in ([(EVENT,)], [()], [(EVENT,), ()], [()]):
-            assert engine.board or answers == [(EVENT,)], "it is over too early"
+            assert engine.workflows or answers == [(EVENT,)], "it is over too early"
             for events in answers:
                 machine.wait(1.0)
                 engine.receive(Document(incarnation="", events=events))
             assert engine.run_cycle(machine.now())
-        assert engine.board == {}
+        assert engine.workflows == {}
     finally:
         store.close()
 
 
-def test_what_no_news_and_no_time_has_changed_is_not_decided_again(
+def test_without_a_change_no_decision_is_repeated(
     tmp_path: Path, executor: Approvals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, machine, decided = Store.open(tmp_path, datetime.now(UTC)), Clocks(), []
 
     def counting(*arguments: Any) -> Any:
         decided.append(machine.seconds)
-        return proceed(*arguments)
+        return advance(*arguments)
 
-    monkeypatch.setattr("scheduled_events_agent.engine.engine.proceed", counting)
+    monkeypatch.setattr("scheduled_events_agent.engine.engine.advance", counting)
     event = replace(EVENT, not_before=machine.now() + timedelta(seconds=1000))
     try:
         settings = Settings(rules=(Rule(name="late", approve="immediately", lead=900.0),))
@@ -714,7 +708,7 @@ def test_what_no_news_and_no_time_has_changed_is_not_decided_again(
         engine.receive(Document(incarnation="1", events=(event,)))
         assert engine.run_cycle(machine.now())
         assert decided == [1000.0]
-        assert engine.is_restless  # the clock may be set
+        assert engine.needs_early_cycle  # the clock may be set
         assert engine.wake_at == machine.now() + timedelta(seconds=100)
         for _ in range(9):
             assert engine.run_cycle(machine.wait(11.0))
@@ -727,7 +721,7 @@ def test_what_no_news_and_no_time_has_changed_is_not_decided_again(
         store.close()
 
 
-def test_a_hook_that_waits_for_on_clear_does_not_start_against_a_hold(tmp_path: Path) -> None:
+def test_a_waiting_on_clear_hook_does_not_start_during_a_hold(tmp_path: Path) -> None:
     hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "drain")}
     rule = Rule(name="drain", prepare=("drain",), approve="when-prepared")
     executor = Clearing()
@@ -740,10 +734,10 @@ def test_a_hook_that_waits_for_on_clear_does_not_start_against_a_hold(tmp_path: 
         for number, events in enumerate(((), (EVENT,)), start=1):
             engine.receive(Document(incarnation="", events=events, answered=number))
             assert engine.run_cycle(datetime.now(UTC))
-        with contextlib.closing(Store.join(tmp_path)) as operator:
+        with contextlib.closing(Store.open_client(tmp_path)) as operator:
             cases: dict[OperatorAction, list[str]] = {"hold": ["clear"], "release": ["clear", "drain"]}
             for action, started in cases.items():
-                (workflow_id,) = engine.board
+                (workflow_id,) = engine.workflows
                 operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
                 with mock.patch.object(executor, "is_running", return_value=False):  # the on_clear hook has ended
                     assert engine.run_cycle(datetime.now(UTC))
@@ -753,7 +747,7 @@ def test_a_hook_that_waits_for_on_clear_does_not_start_against_a_hold(tmp_path: 
         store.close()
 
 
-def test_what_is_performed_finds_its_event_in_what_is_published_then(tmp_path: Path) -> None:
+def test_a_performed_effect_finds_its_event_in_the_published_workflows(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     engines: list[Engine] = []
 
@@ -776,7 +770,7 @@ def test_what_is_performed_finds_its_event_in_what_is_published_then(tmp_path: P
         after = engine.snapshot
         assert seen == [["requested"]]
         assert (before.workflows, before.names, before.incarnation) == ({}, (), "")
-        assert (list(after.workflows), after.names, after.incarnation) == (list(engine.board), ("vm-1",), "7")
+        assert (list(after.workflows), after.names, after.incarnation) == (list(engine.workflows), ("vm-1",), "7")
         assert after.cycle_began_at == engine.cycle_began_at
 
 

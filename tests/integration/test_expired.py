@@ -28,7 +28,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     agent.machine.wait(HOURS)
     agent.read(WARNING)
     agent.end("resume")
-    assert agent.engine.board == {}
+    assert agent.engine.workflows == {}
     assert [one.reason for one in agent.store.load_remembered().values()] == ["expired"]
     agent.executor.start_hook.reset_mock()
     yield agent
@@ -40,14 +40,14 @@ def test_it_does_not_begin_again_while_it_is_listed(agent: Agent) -> None:
         for _ in range(30):
             agent.machine.wait(HOURS)
             agent.read(replace(WARNING, description=f"day {day}"))
-            agent.engine.tidy()
+            agent.engine.maintain()
         agent.restart()
         agent.read(WARNING)
-    assert (agent.started, agent.engine.board) == ([], {})
+    assert (agent.started, agent.engine.workflows) == ([], {})
     assert list(agent.store.load_remembered()) == [KEY]
 
 
-def test_two_answers_that_lack_it_forget_it_and_then_it_begins_anew(agent: Agent) -> None:
+def test_two_documents_without_the_event_forget_it(agent: Agent) -> None:
     agent.read()
     assert agent.engine.snapshot.needs_answer
     agent.read(WARNING)
@@ -61,13 +61,13 @@ def test_two_answers_that_lack_it_forget_it_and_then_it_begins_anew(agent: Agent
     assert agent.started == ["drain"]
 
 
-def test_an_answer_that_cannot_list_it_says_nothing(agent: Agent) -> None:
+def test_a_document_that_cannot_list_it_is_ignored(agent: Agent) -> None:
     def read_general_version() -> None:
         agent.machine.wait(1.0)
         answered = agent.machine.seconds
         agent.engine.receive(Document(incarnation="", events=(), has_recommendations=False, answered=answered))
         assert agent.engine.run_cycle(agent.machine.now())
-        agent.engine.tidy()
+        agent.engine.maintain()
 
     for _ in range(20):
         read_general_version()
@@ -75,7 +75,7 @@ def test_an_answer_that_cannot_list_it_says_nothing(agent: Agent) -> None:
     assert list(agent.store.load_remembered()) == [KEY]
     agent.read(WARNING)
     assert agent.started == []
-    agent.engine.tidy()
+    agent.engine.maintain()
     for _ in range(23):
         agent.machine.wait(HOURS)
         read_general_version()
@@ -88,9 +88,9 @@ def test_an_answer_that_cannot_list_it_says_nothing(agent: Agent) -> None:
 def test_a_start_without_a_document_forgets_nothing(agent: Agent) -> None:
     agent.machine.wait(48 * HOURS)
     agent.restart()
-    agent.engine.tidy()
+    agent.engine.maintain()
     assert agent.engine.run_cycle(None)
-    agent.engine.tidy()
+    agent.engine.maintain()
     agent.read(WARNING)
     assert (agent.started, list(agent.store.load_remembered())) == ([], [KEY])
 
@@ -102,6 +102,6 @@ def test_an_operator_ends_one_that_is_prepared(agent: Agent) -> None:
     agent.end("drain")
     assert (agent.ask("resolve") or "").startswith("resolve: the event is recovering, hook resume runs")
     agent.end("resume")
-    assert agent.engine.board == {}
+    assert agent.engine.workflows == {}
     agent.read(WARNING)
     assert agent.started == ["drain", "resume"]

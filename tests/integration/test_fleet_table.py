@@ -171,7 +171,7 @@ def test_an_answer_that_is_no_list_is_an_error(
     assert len(server.requests) == 1, "it is not asked again here"
 
 
-def test_a_busy_service_says_how_long_to_leave_it_alone(server: Server, table: TableBackend) -> None:
+def test_a_throttling_service_sets_the_retry_pause(server: Server, table: TableBackend) -> None:
     server.answer = error("503 Busy", "ServerBusy", "Content-Type: application/json\r\nRetry-After: 7")
     assert error_of(table).retry_after == 7.0
     server.answer = error("503 Busy", "ServerBusy", "Content-Type: application/json\r\nRetry-After: -7")
@@ -179,9 +179,7 @@ def test_a_busy_service_says_how_long_to_leave_it_alone(server: Server, table: T
 
 
 @pytest.mark.parametrize("after", ["301", "999999999", "Fri, 31 Dec 9999 23:59:59 GMT"])
-def test_a_busy_service_is_left_alone_for_five_minutes_at_most(
-    server: Server, table: TableBackend, after: str
-) -> None:
+def test_the_retry_pause_is_at_most_five_minutes(server: Server, table: TableBackend, after: str) -> None:
     server.answer = error("503 Busy", "ServerBusy", f"Content-Type: application/json\r\nRetry-After: {after}")
     assert error_of(table).retry_after == 300.0
 
@@ -203,7 +201,7 @@ def entity(key: str, **fields: object) -> dict[str, object]:
     return {"odata.etag": f'W/"{key}"', "PartitionKey": "fleet|web", "RowKey": key, **fields}
 
 
-def test_of_a_record_only_its_texts_count(server: Server, table: TableBackend) -> None:
+def test_only_string_fields_of_a_record_are_read(server: Server, table: TableBackend) -> None:
     number_as_text = {"i@odata.type": "Edm.Int64", "i": "7"}
     server.answer = listed(
         entity("b", n=1, f=0.5, s="x", none=None, **number_as_text),
@@ -320,7 +318,7 @@ def test_a_record_is_created_replaced_and_deleted_as_the_service_wants_it(
         assert {"x-ms-version: 2020-12-06", "Accept: application/json;odata=minimalmetadata"} <= set(lines)
 
 
-def test_a_write_tells_apart_what_changed_and_what_is_gone(server: Server, table: TableBackend) -> None:
+def test_a_write_distinguishes_a_changed_record_from_a_missing_one(server: Server, table: TableBackend) -> None:
     for code in ("UpdateConditionNotSatisfied", "ConditionNotMet"):
         server.answer = error("412 Failed", code)
         assert table.put("k", {"a": "b"}, "1") is None
@@ -423,7 +421,7 @@ def test_a_proxy_of_the_environment_that_cannot_be_used_is_no_request(
     assert str(failed) == "the table cannot be asked: proxy: expected http://HOST:PORT"
 
 
-def test_a_table_that_nothing_listens_for_is_away(sas_file: Path) -> None:
+def test_a_table_without_a_listener_is_unavailable(sas_file: Path) -> None:
     port = free_port()
     settings = FleetSettings(
         table=f"http://127.0.0.1:{port}/abc", credential=FleetCredential(sas_file=str(sas_file))
@@ -457,7 +455,9 @@ def test_a_token_is_never_sent_unencrypted() -> None:
         (None, "timeout", "gives no token within 0.3 s"),
     ],
 )  # fmt: skip
-def test_a_token_that_cannot_be_had_is_an_error(server: Server, wire: bytes | None, kind: str, words: str) -> None:
+def test_a_token_that_cannot_be_fetched_is_an_error(
+    server: Server, wire: bytes | None, kind: str, words: str
+) -> None:
     server.answer = wire
     with pytest.raises(BackendError) as caught:
         ManagedIdentityCredential(server.url, None, AUDIENCE, 0.3 if wire is None else 60.0).fetch_token()
@@ -497,7 +497,7 @@ def test_a_token_is_for_the_accounts_cloud_whatever_the_server_asks_for(
     assert [parse_qs(target.query)["resource"] for target in targets] == [[audience]] * 2
 
 
-def test_a_token_that_was_refused_is_replaced_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_token_is_replaced_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     done = httpx.Response(200, json={"value": []})
     answers = [httpx.Response(401), done, done]
     monkeypatch.setattr(table_module, "_exchange", lambda *_: answers.pop(0))
@@ -544,7 +544,7 @@ def test_a_role_that_is_missing_is_named_with_its_scope(
 
 
 @pytest.mark.parametrize("text", ["", "sv=1", "sig=1", "sv=1&sig=1 2", "sv=1\nsig=2", "key"])
-def test_what_is_no_signature_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+def test_an_invalid_signature_is_rejected_without_showing_it(tmp_path: Path, text: str) -> None:
     file = tmp_path / "sas"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(BackendError, match="does not hold a shared access signature") as caught:
@@ -560,7 +560,7 @@ def test_what_is_no_signature_is_refused_without_showing_it(tmp_path: Path, text
         (b"\xef\xbb\xbfsv=1&sig=SECRET", "write it without a byte order mark"),
     ],
 )
-def test_a_signature_as_a_tool_wrote_it_is_refused_with_the_way_out(
+def test_a_signature_as_a_tool_wrote_it_is_rejected_with_a_hint(
     tmp_path: Path, content: bytes, words: str
 ) -> None:
     file = tmp_path / "sas"
@@ -570,7 +570,7 @@ def test_a_signature_as_a_tool_wrote_it_is_refused_with_the_way_out(
     assert "SECRET" not in str(caught.value)
 
 
-def test_a_signature_in_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_a_signature_outside_a_regular_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="cannot be read"):
         read_sas(tmp_path)
 
@@ -585,7 +585,7 @@ def test_a_signature_in_no_regular_file_is_refused(tmp_path: Path) -> None:
         ("si=policy", []),
     ],
 )
-def test_what_a_signature_says_against_itself_is_told(tmp_path: Path, fields: str, expected: list[str]) -> None:
+def test_problems_inside_a_signature_are_reported(tmp_path: Path, fields: str, expected: list[str]) -> None:
     file = tmp_path / "sas"
     file.write_text(f"sv=2020-04-08&{fields}&sig=SECRET", encoding="utf-8")
     told = list(sas_warnings(file, datetime(2026, 3, 2, 12, tzinfo=UTC)))
@@ -604,7 +604,7 @@ def test_check_warns_of_a_signature_that_expires(sas_file: Path, capsys: pytest.
     assert "SECRET" not in told
 
 
-def test_check_refuses_a_signature_that_cannot_be_read(sas_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_rejects_an_unreadable_signature(sas_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def checked(path: Path) -> tuple[int, str]:
         policy = sas_file.with_name("policy.yaml")
         fleet = {"group": "web", "table": "https://a.example/abc", "max_events": 1}
@@ -639,7 +639,7 @@ def long_asking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("long_asking")
 @pytest.mark.parametrize(("scale_set", "code"), [("web", 0), ("", 2)])
-def test_check_refuses_a_group_that_cannot_be_found(
+def test_check_rejects_a_group_that_cannot_be_found(
     scale_set: str,
     code: int,
     server: Server,

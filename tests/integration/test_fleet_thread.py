@@ -31,7 +31,7 @@ REQUEST = FleetRequest(
     stage="requested",
     needs_slot=True,
     needs_all=False,
-    awaited=("web_1",),
+    requested_vms=("web_1",),
     seen_at=0.0,
 )
 SETTINGS = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1))
@@ -100,7 +100,7 @@ def test_each_kind_of_failure_is_logged_once_and_only_tries_are_counted() -> Non
         assert series in metrics.splitlines()
 
 
-def test_a_store_that_works_is_counted_and_not_logged() -> None:
+def test_a_working_backend_is_counted_and_not_logged() -> None:
     entries, metrics = lived()
     assert entries == []
     assert 'scheduled_events_fleet_requests_total{operation="create",result="ok"} 1.0' in metrics
@@ -109,7 +109,7 @@ def test_a_store_that_works_is_counted_and_not_logged() -> None:
     assert "scheduled_events_fleet_unavailable 0.0" in metrics
 
 
-def test_before_the_first_requests_nothing_is_asked() -> None:
+def test_nothing_is_sent_before_the_first_requests() -> None:
     backend = FailingBackend()
     updates = queue.Queue[Any]()
     thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, lambda *_: backend)
@@ -125,7 +125,7 @@ def test_before_the_first_requests_nothing_is_asked() -> None:
     assert backend.calls == ["list"]
 
 
-def test_what_was_published_before_does_not_wake_it_again(monkeypatch: Any) -> None:
+def test_an_unchanged_request_does_not_wake_it_again(monkeypatch: Any) -> None:
     syncs: list[object] = []
     real = FleetClient.sync
 
@@ -146,7 +146,7 @@ def test_what_was_published_before_does_not_wake_it_again(monkeypatch: Any) -> N
     assert len(syncs) == 2
 
 
-def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_store() -> None:
+def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_backend() -> None:
     metrics, updates = Metrics(list), queue.Queue[Any]()
     thread = FleetThread(updates.put_nowait, metrics, SETTINGS, lambda *_: FailingBackend())
     with running(thread) as entries:
@@ -164,7 +164,7 @@ def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_store() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_not_set_up_right_is_an_error_in_the_log_once() -> None:
+def test_a_configuration_error_is_logged_once() -> None:
     store = MemoryStore(time.monotonic)
     first, second = queue.Queue[Any](), queue.Queue[Any]()
     settings = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1, members=("wbe_*",)))

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from test_engine import START, Clocks
 
-from scheduled_events_agent.engine import Engine, Executor, HookEnded, without_run
+from scheduled_events_agent.engine import Engine, Executor, HookDone, not_run_result
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
@@ -62,12 +62,12 @@ class Agent:
     def end(self, hook: str) -> None:
         effect = self.executor.start_hook.call_args.args[0]
         assert effect.hook == hook
-        self.engine.receive(HookEnded(effect, without_run(hook, "succeeded", "")))
+        self.engine.receive(HookDone(effect, not_run_result(hook, "succeeded", "")))
         assert self.engine.run_cycle(self.machine.wait(1.0))
 
     def ask(self, action: OperatorAction, about: str = "") -> str | None:
-        with contextlib.closing(Store.join(self.directory)) as operator:
-            workflow_id = about or next(w.id for w in self.engine.board.values() if not w.is_over)
+        with contextlib.closing(Store.open_client(self.directory)) as operator:
+            workflow_id = about or next(w.id for w in self.engine.workflows.values() if not w.is_over)
             request = operator.add_request(workflow_id, action, "kim", self.machine.now())
             assert self.engine.run_cycle(self.machine.now())
             answer = operator.load_answer(request)
@@ -75,7 +75,7 @@ class Agent:
 
     def vanish(self) -> None:
         self.read(times=2)
-        assert all(workflow.is_over for workflow in self.engine.board.values())
+        assert all(workflow.is_over for workflow in self.engine.workflows.values())
 
     @property
     def started(self) -> list[str]:
@@ -83,7 +83,7 @@ class Agent:
 
     @property
     def operator_action(self) -> str:
-        (workflow,) = [workflow for workflow in self.engine.board.values() if not workflow.is_over]
+        (workflow,) = [workflow for workflow in self.engine.workflows.values() if not workflow.is_over]
         return workflow.operator_action
 
 
@@ -112,19 +112,19 @@ def test_a_hold_counts_when_the_event_comes_back(
     agent: Agent, phase: str, away_seconds: float, *, is_restarted: bool
 ) -> None:
     lead_to(agent, phase)
-    (workflow,) = agent.engine.board.values()
+    (workflow,) = agent.engine.workflows.values()
     assert workflow.phase == phase
     assert (agent.ask("hold") or "").startswith("hold: set; ")
     agent.vanish()
-    if agent.started and agent.engine.board:  # what was prepared is recovered meanwhile
+    if agent.started and agent.engine.workflows:  # what was prepared is recovered meanwhile
         if phase == "preparing":
             effect = agent.executor.start_hook.call_args.args[0]
-            agent.engine.receive(HookEnded(effect, without_run("drain", "canceled", "")))
+            agent.engine.receive(HookDone(effect, not_run_result("drain", "canceled", "")))
             assert agent.engine.run_cycle(agent.machine.wait(1.0))
         agent.end("resume")
-    assert agent.engine.board == {}
+    assert agent.engine.workflows == {}
     agent.machine.wait(away_seconds)
-    agent.engine.tidy()
+    agent.engine.maintain()
     if is_restarted:
         agent.restart()
     agent.executor.start_hook.reset_mock()
@@ -144,7 +144,7 @@ def test_a_hold_ends_a_day_after_the_event_was_last_seen(agent: Agent) -> None:
     agent.vanish()
     agent.end("resume")
     agent.machine.wait(25 * HOURS)
-    agent.engine.tidy()
+    agent.engine.maintain()
     assert agent.engine.remembered.known == {}
     agent.restart()
     agent.read(EVENT)
@@ -156,7 +156,7 @@ def test_while_its_event_is_pending_a_hold_does_not_end(agent: Agent) -> None:
     agent.ask("hold")
     for _ in range(3):
         agent.machine.wait(25 * HOURS)
-        agent.engine.tidy()
+        agent.engine.maintain()
         agent.read(EVENT)
     agent.restart()
     agent.read(EVENT)
@@ -165,7 +165,7 @@ def test_while_its_event_is_pending_a_hold_does_not_end(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("action", ["release", "approve"])
-def test_a_hold_that_was_taken_back_is_not_remembered(agent: Agent, action: OperatorAction) -> None:
+def test_a_released_hold_is_forgotten(agent: Agent, action: OperatorAction) -> None:
     agent.read(EVENT)
     agent.ask("hold")
     agent.ask(action)

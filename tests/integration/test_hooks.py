@@ -137,7 +137,7 @@ def test_output_and_errors_are_passed_on_line_by_line_while_the_hook_runs() -> N
     assert set(background.lines) <= {"ready", "error"}
 
 
-def test_no_random_bytes_hold_a_line_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_bytes_delay_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "urandom", lambda size: b"\n" * size)  # of such bytes is what ends the output
     background = _Background(_hook(_READY_AND_SLEEP))
     background.wait_for_line()
@@ -170,7 +170,7 @@ def test_of_many_lines_the_first_thousand_are_passed_on_and_a_note() -> None:
     assert result.tail.endswith("4998\n4999\n")
 
 
-def test_text_that_colours_or_garbles_a_terminal_is_taken_out() -> None:
+def test_terminal_control_characters_are_removed() -> None:
     lines: list[str] = []
     code = r"import sys; sys.stdout.buffer.write(b'\x1b[31mred\x1b[0m\ta\x07b\x00c\r\nnext\n')"
     result = HookRun("test", _hook(code), environment={}, on_line=lines.append).run()
@@ -292,7 +292,7 @@ def test_a_hook_that_was_canceled_before_it_ran_is_not_started() -> None:
     assert (result.outcome, result.attempts, result.detail) == ("canceled", 0, "canceled before it started")
 
 
-def test_a_serialized_hook_waits_for_the_other_run_of_it(tmp_path: Path) -> None:
+def test_a_serialized_hook_waits_for_its_other_run(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; name = sys.argv[1]; handle = os.open(name, os.O_CREAT | os.O_EXCL);"
         "print('in', flush=True); time.sleep(0.1); os.close(handle); os.unlink(name)"
@@ -306,7 +306,7 @@ def test_a_serialized_hook_waits_for_the_other_run_of_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("kinds", "expected"), [((2, 2, 2, 2), "0123"), ((2, 3, 2, 0), "0321"), ((2, 2, 1, 0), "0321")]
 )
-def test_serialized_runs_come_by_their_rank_and_then_in_the_order_in_which_they_asked(
+def test_serialized_runs_are_ordered_by_rank_and_then_by_arrival(
     tmp_path: Path, kinds: tuple[int, ...], expected: str
 ) -> None:
     order, go = tmp_path / "order", tmp_path / "go"
@@ -337,7 +337,7 @@ def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
     assert [background.finish().outcome for background in both] == ["canceled", "canceled"]
 
 
-def test_a_hook_that_waits_for_its_turn_can_be_canceled_or_run_out_of_time() -> None:
+def test_a_queued_hook_can_be_canceled_or_time_out() -> None:
     hook, queues = _hook(_READY_AND_SLEEP, serialize=True), HookQueues(HookQueue)
     first = _Background(hook, queues=queues)
     first.wait_for_line()
@@ -367,7 +367,7 @@ def test_a_program_that_is_missing_or_a_directory_is_not_started(tmp_path: Path)
     assert unknown.detail.endswith(": no-such-program")
 
 
-def test_a_hook_runs_in_the_root_directory_or_where_it_is_told_to(tmp_path: Path) -> None:
+def test_a_hook_runs_in_the_root_directory_or_its_configured_one(tmp_path: Path) -> None:
     code = "import os; print(os.getcwd())"
     assert _run(code).tail.strip() == ("C:\\" if sys.platform == "win32" else "/")
     assert Path(_run(code, cwd=str(tmp_path)).tail.strip()) == tmp_path
@@ -378,7 +378,7 @@ def test_a_hook_runs_in_the_root_directory_or_where_it_is_told_to(tmp_path: Path
     )
 
 
-def test_what_a_policy_should_not_hold_does_not_raise() -> None:
+def test_an_invalid_hook_value_does_not_raise() -> None:
     for hook in (
         Hook(run=()),
         Hook(shell=""),
@@ -393,7 +393,7 @@ def test_what_a_policy_should_not_hold_does_not_raise() -> None:
         assert result.outcome in ("not_started", "succeeded"), hook
 
 
-def test_what_a_hook_leaves_running_ends_with_it() -> None:
+def test_child_processes_end_with_their_hook() -> None:
     code = (
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'],"
         "stdin=subprocess.DEVNULL); print(p.pid)"

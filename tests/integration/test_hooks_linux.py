@@ -16,10 +16,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from scheduled_events_agent.daemon.executor import Threads
+from scheduled_events_agent.daemon.executor import ThreadExecutor
 from scheduled_events_agent.engine import RunOnClear
 from scheduled_events_agent.hooks import run as hooks
-from scheduled_events_agent.hooks.run import HookResult, HookRun, end_leftovers
+from scheduled_events_agent.hooks.run import HookResult, HookRun, kill_orphans
 from scheduled_events_agent.policy import Hook
 
 if sys.platform == "win32":
@@ -139,13 +139,13 @@ def test_a_process_that_a_hook_left_running_is_ended(escape: str) -> None:
 
 
 @pytest.mark.parametrize("escape", _ESCAPES.values(), ids=_ESCAPES)
-def test_a_process_that_got_away_is_ended_with_a_hook_that_hangs(escape: str) -> None:
+def test_a_detached_process_is_ended_with_a_hung_hook(escape: str) -> None:
     result = _shell(f"{escape}\nsleep 60", timeout=0.2)
     assert result.outcome == "timed_out"
     assert result.duration_seconds < 30
 
 
-def test_a_process_that_got_away_from_one_of_two_hooks_ends_with_the_last(tmp_path: Path) -> None:
+def test_a_detached_process_of_one_of_two_hooks_ends_with_the_last(tmp_path: Path) -> None:
     stray = f"env -i setsid -f sh -c 'echo > {tmp_path}/$$; exec sleep 60'"
     ready = threading.Event()
     other = HookRun("other", Hook(shell="echo ready; sleep 60"), environment={}, on_line=lambda _: ready.set())
@@ -161,7 +161,7 @@ def test_a_process_that_got_away_from_one_of_two_hooks_ends_with_the_last(tmp_pa
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
-def test_a_hook_that_is_in_the_way_of_an_eviction_gets_less_time_to_end(
+def test_a_hook_that_delays_an_eviction_gets_less_time_to_end(
     monkeypatch: pytest.MonkeyPatch, *, is_urgent: bool
 ) -> None:
     # The grace of the other kind would be longer than the test waits.
@@ -260,7 +260,7 @@ signal.pause()
 def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Path) -> None:
     ended: queue.SimpleQueue[object] = queue.SimpleQueue()
     before = _children()
-    executor = Threads(cast("Any", None), ended.put, _INSTANCE)
+    executor = ThreadExecutor(cast("Any", None), ended.put, _INSTANCE)
     ready = tmp_path / "ready"
     text = f"for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; touch {ready}; sleep 60"
     executor.start_hook(RunOnClear("test"), Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})
@@ -276,7 +276,7 @@ def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Pat
             thread.join(60.0)
 
 
-def test_exit_codes_of_other_children_are_left_to_those_who_started_them() -> None:
+def test_exit_codes_of_other_children_are_left_to_their_parents() -> None:
     other = subprocess.Popen(["sh", "-c", "exit 9"])
     for _ in range(5):
         _shell("setsid -f true; true")
@@ -320,7 +320,7 @@ except BlockingIOError:
     assert results[0].tail == "x" * 4096
 
 
-def test_a_path_with_bytes_that_are_no_text_is_told_with_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_undecodable_bytes_is_shown_with_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.fsdecode(b"/usr/bin:/x\xff"))
     results = [
         HookRun("test", hook, environment={}).run()
@@ -365,7 +365,7 @@ def test_a_long_line_is_not_cut_within_a_character() -> None:
     assert lines == ["x" + "€" * 666 + " (cut)"]
 
 
-def test_the_environment_is_exactly_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_linux_hook_environment_is_exactly_the_documented_one(monkeypatch: pytest.MonkeyPatch) -> None:
     import pwd
 
     for name in list(os.environ):
@@ -428,7 +428,7 @@ def test_a_file_that_is_no_program_is_not_started(tmp_path: Path) -> None:
         assert (result.outcome, result.exit_code, result.detail) == ("not_started", None, detail)
 
 
-def test_an_unknown_user_is_refused() -> None:
+def test_an_unknown_user_is_rejected() -> None:
     result = HookRun("test", Hook(run=("true",), user="no-such-user"), environment={}).run()
     assert (result.outcome, result.detail) == ("not_started", "no such user: no-such-user")
 
@@ -456,7 +456,7 @@ def test_an_agent_that_is_not_root_says_so_when_a_hook_names_another_user(monkey
     )
 
 
-def test_what_a_killed_agent_left_running_is_ended_by_the_next() -> None:
+def test_hooks_left_running_by_a_killed_agent_are_ended_by_the_next() -> None:
     code = (
         "import sys; from scheduled_events_agent.hooks.run import HookRun;"
         "from scheduled_events_agent.policy.rules import Hook;"
@@ -475,15 +475,15 @@ def test_what_a_killed_agent_left_running_is_ended_by_the_next() -> None:
         agent.wait()
         agent.stdout.close()
     assert len(linux.marked_processes(_INSTANCE)) >= 6
-    assert end_leftovers(_INSTANCE + "-one") >= 3
+    assert kill_orphans(_INSTANCE + "-one") >= 3
     assert linux.marked_processes(_INSTANCE + "-one") == set()
     assert len(linux.marked_processes(_INSTANCE + "-two")) >= 3
-    assert end_leftovers(_INSTANCE + "-two") >= 3
-    assert end_leftovers(_INSTANCE + "-two") == 0
+    assert kill_orphans(_INSTANCE + "-two") >= 3
+    assert kill_orphans(_INSTANCE + "-two") == 0
     linux.reap_orphans()
 
 
-def test_what_was_left_running_is_ended_though_a_look_at_all_processes_takes_long(
+def test_leftover_processes_are_ended_although_the_process_scan_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linux, "_LEFTOVER_GRACE_SECONDS", 0.0)  # it is over before the first look is
@@ -495,13 +495,13 @@ def test_what_was_left_running_is_ended_though_a_look_at_all_processes_takes_lon
         assert left.stdout is not None
         assert left.stdout.readline() == b"ready\n"
         try:
-            assert end_leftovers(_INSTANCE) >= 1
+            assert kill_orphans(_INSTANCE) >= 1
             assert linux.marked_processes(_INSTANCE) == set()
         finally:
             left.kill()
 
 
-def test_what_another_agent_runs_whose_state_lies_below_is_left_alone() -> None:
+def test_hooks_of_another_agent_with_a_nested_state_directory_are_left_alone() -> None:
     outer = f"/{_INSTANCE}"
     ready = threading.Event()
     run = HookRun(
@@ -514,8 +514,8 @@ def test_what_another_agent_runs_whose_state_lies_below_is_left_alone() -> None:
     thread = threading.Thread(target=run.run)
     thread.start()
     assert ready.wait(60.0)
-    assert [end_leftovers(other) for other in (outer, f"{outer}/", f"{outer}/state", "state.db")] == [0, 0, 0, 0]
-    assert end_leftovers(f"{outer}/state.db") == 1
+    assert [kill_orphans(other) for other in (outer, f"{outer}/", f"{outer}/state", "state.db")] == [0, 0, 0, 0]
+    assert kill_orphans(f"{outer}/state.db") == 1
     thread.join(60.0)
 
 
@@ -544,7 +544,7 @@ def test_a_system_without_room_for_a_thread_is_no_crash(monkeypatch: pytest.Monk
     assert result.detail.endswith("can't start new thread")
 
 
-def test_the_end_of_a_hook_is_noticed_at_once() -> None:
+def test_the_end_of_a_hook_is_detected_at_once() -> None:
     true = shutil.which("true")
     assert true is not None
     durations = [HookRun("test", Hook(run=(true,)), environment={}).run().duration_seconds for _ in range(50)]

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from scheduled_events_agent.hooks.run import HookResult, HookRun, end_leftovers
+from scheduled_events_agent.hooks.run import HookResult, HookRun, kill_orphans
 from scheduled_events_agent.host.windows import processes as windows_process
 from scheduled_events_agent.policy import Hook
 
@@ -83,7 +83,7 @@ def test_a_program_is_found_on_the_path_with_its_suffix_left_out(tmp_path: Path)
     assert (result.outcome, result.tail.strip()) == ("succeeded", "drained")
 
 
-def test_slashes_in_the_path_of_a_program_may_lean_either_way(tmp_path: Path) -> None:
+def test_the_path_of_a_program_may_use_both_kinds_of_slashes(tmp_path: Path) -> None:
     (tmp_path / "drain.cmd").write_text("@echo drained\r\n")
     assert _run((tmp_path / "drain.cmd").as_posix()).tail.strip() == "drained"
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_program_is_not_started(tmp_path: Path) -> None:
     assert result.detail == f"neither a program nor a .cmd, .bat or .ps1 script: {file}" or _ON_WINE
 
 
-def test_a_user_is_refused() -> None:
+def test_a_user_is_rejected() -> None:
     result = _run("cmd.exe", user="Administrator")
     assert (result.outcome, result.detail) == (
         "not_started",
@@ -123,7 +123,7 @@ def test_a_user_is_refused() -> None:
     )
 
 
-def test_the_environment_is_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_windows_hook_environment_is_the_documented_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "x")
     monkeypatch.setenv("SCHEDULED_EVENTS_AGENT_CONFIG", "x")
     code = "import os; print('\\n'.join(sorted(os.environ)))"
@@ -252,8 +252,8 @@ def test_a_hook_never_runs_if_its_agent_is_killed_in_the_moment_it_is_started(tm
         _wait_until_gone(pid)
     else:  # its program has not begun: the next agent ends it
         assert psutil.pid_exists(pid)
-        assert end_leftovers(str(tmp_path / "other")) == 0
-        assert end_leftovers(str(tmp_path / "ran")) == 1
+        assert kill_orphans(str(tmp_path / "other")) == 0
+        assert kill_orphans(str(tmp_path / "ran")) == 1
         _wait_until_gone(pid)
     assert not (tmp_path / "ran").exists()
 
@@ -276,7 +276,7 @@ def test_a_hook_inherits_nothing_but_its_input_and_output(tmp_path: Path) -> Non
         ({"env": {"A=B": "c"}}, "illegal environment variable name"),
     ],
 )
-def test_what_cannot_be_passed_on_whole_is_not_started(options: dict[str, Any], detail: str) -> None:
+def test_arguments_that_cannot_be_passed_intact_prevent_the_start(options: dict[str, Any], detail: str) -> None:
     result = _run(sys.executable, **options)
     assert (result.outcome, result.detail) == ("not_started", f"cannot be started ({detail}): {sys.executable}")
 

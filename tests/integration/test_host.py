@@ -32,7 +32,7 @@ def _start_holder(path: Path) -> "subprocess.Popen[str]":
     return holder
 
 
-def test_a_second_agent_on_the_same_state_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_agent_on_the_same_state_is_rejected_and_names_the_first(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with _start_holder(path) as holder:
         with pytest.raises(host.HostError) as caught:
@@ -83,7 +83,7 @@ def _start_asking(path: Path) -> Callable[[], Any]:
     return file.close
 
 
-def test_an_agent_starts_although_somebody_asks_for_it_in_that_very_instant(
+def test_an_agent_starts_although_its_lock_is_read_at_that_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lock"
@@ -100,7 +100,7 @@ def test_a_lock_that_cannot_be_made_is_an_error_that_names_the_file(tmp_path: Pa
     assert str(caught.value).startswith(f"{path}: cannot be opened for locking; ")
 
 
-def test_the_boot_is_the_same_as_long_as_nobody_restarts() -> None:
+def test_the_boot_id_changes_only_with_a_restart() -> None:
     assert host.is_same_boot(host.boot_id(), host.boot_id())
     assert not host.is_same_boot(host.boot_id(), "")
 
@@ -122,7 +122,7 @@ def _refusal(path: Path) -> str:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_a_private_directory_is_closed_to_others_and_its_new_parents_are_as_usual(tmp_path: Path) -> None:
+def test_a_private_directory_is_closed_to_others_and_its_new_parents_are_not(tmp_path: Path) -> None:
     path = tmp_path / "var" / "lib" / "state"
     usual = tmp_path / "usual"
     usual.mkdir()
@@ -133,7 +133,7 @@ def test_a_private_directory_is_closed_to_others_and_its_new_parents_are_as_usua
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
 @pytest.mark.parametrize("mode", [0o1777, 0o755, 0o750, 0o701])
-def test_a_directory_that_others_can_use_is_refused_and_left_as_it_is(tmp_path: Path, mode: int) -> None:
+def test_a_directory_that_others_can_use_is_rejected_and_left_unchanged(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "state"
     path.mkdir()
     path.chmod(mode)
@@ -144,7 +144,7 @@ def test_a_directory_that_others_can_use_is_refused_and_left_as_it_is(tmp_path: 
     assert path.stat().st_mode & 0o7777 == mode
 
 
-def test_a_directory_of_another_account_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_account_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "win32":
         pytest.skip("users with numbers are Linux's")
     path = tmp_path / "state"
@@ -161,7 +161,7 @@ def test_a_directory_of_another_account_is_refused(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="lists of who may do what are Windows'")
-def test_a_directory_that_others_are_let_into_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_with_an_access_list_is_rejected_and_left_unchanged(tmp_path: Path) -> None:
     import win32security
 
     path = tmp_path / "state"
@@ -206,7 +206,7 @@ def _say_who_asks(**environment: str) -> str:
     return done.stdout.rstrip("\n")
 
 
-def test_an_operator_goes_by_the_account_and_not_by_what_the_environment_says() -> None:
+def test_an_operator_is_named_by_the_account_and_not_by_the_environment() -> None:
     account = psutil.Process().username().rpartition("\\")[2]
     assert host.account_name() == account
     assert _say_who_asks() == account
@@ -215,7 +215,7 @@ def test_an_operator_goes_by_the_account_and_not_by_what_the_environment_says() 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="users with numbers are Linux's")
-def test_an_account_without_a_name_goes_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_without_a_name_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
     assert host.account_name() == "uid 4000000000"
 
@@ -229,14 +229,14 @@ def test_the_files_of_the_agent_are_where_the_system_keeps_such_files() -> None:
         assert host.default_state_dir() == Path("/var/lib/scheduled-events-agent")
 
 
-def test_the_temporary_disk_is_told_by_the_warning_that_azure_puts_into_it(tmp_path: Path) -> None:
+def test_the_temporary_disk_is_recognized_by_the_warning_file_of_azure(tmp_path: Path) -> None:
     assert processes.temporary_disk(tmp_path / "var" / "state") is None
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
     assert processes.temporary_disk(tmp_path / "var" / "state") == tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="on Linux it is a warning of check")
-def test_a_state_directory_on_the_temporary_disk_is_refused_and_not_made(tmp_path: Path) -> None:
+def test_a_state_directory_on_the_temporary_disk_is_rejected_and_not_created(tmp_path: Path) -> None:
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
     assert _refusal(tmp_path / "state") == (
         f"{tmp_path} is Azure's temporary disk, which may be empty after an event: "
@@ -246,7 +246,7 @@ def test_a_state_directory_on_the_temporary_disk_is_refused_and_not_made(tmp_pat
 
 
 @pytest.mark.parametrize(("mode", "who"), [(0o666, "every account"), (0o664, "the group 65534"), (0o644, None)])
-def test_a_file_that_others_could_change_is_told_with_the_way_out(
+def test_a_file_that_others_could_change_is_reported_with_a_hint(
     tmp_path: Path, mode: int, who: str | None
 ) -> None:
     if sys.platform == "win32":
@@ -262,7 +262,7 @@ def test_a_file_that_others_could_change_is_told_with_the_way_out(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_a_directory_in_which_others_could_put_another_file_in_its_place_is_told(tmp_path: Path) -> None:
+def test_a_directory_in_which_others_could_replace_a_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "hook"
     path.touch()
     tmp_path.chmod(0o777)
@@ -275,7 +275,7 @@ def test_a_directory_in_which_others_could_put_another_file_in_its_place_is_told
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_a_directory_that_others_could_look_into_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_others_could_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "state"
     assert host.privacy_fault(path) is None
     path.mkdir(mode=0o700)

@@ -36,7 +36,7 @@ def test_a_policy_with_nothing_exposed_has_no_warnings(tmp_path: Path) -> None:
     assert _warnings(tmp_path, _policy(tmp_path)) == []
 
 
-def test_a_state_directory_on_the_temporary_disk_is_told(tmp_path: Path) -> None:
+def test_a_state_directory_on_the_temporary_disk_is_reported(tmp_path: Path) -> None:
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
     state = tmp_path / "state"
     assert _warnings(tmp_path, _policy(tmp_path)) == [
@@ -44,7 +44,7 @@ def test_a_state_directory_on_the_temporary_disk_is_told(tmp_path: Path) -> None
     ]
 
 
-def test_a_state_directory_that_the_system_clears_is_told(tmp_path: Path) -> None:
+def test_a_state_directory_that_the_system_clears_is_reported(tmp_path: Path) -> None:
     place = tmp_path / "temporary"
     told = f"{place / 'state'} is in a directory that the system clears: a reboot may lose the state"
     assert f"1: agent.state_dir: {told}" in _warnings(tmp_path, _policy(place))
@@ -52,7 +52,7 @@ def test_a_state_directory_that_the_system_clears_is_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_files_that_others_could_change_or_read_are_told(tmp_path: Path) -> None:
+def test_files_that_others_could_change_or_read_are_reported(tmp_path: Path) -> None:
     state, scripts = tmp_path / "state", tmp_path / "scripts"
     state.mkdir(mode=0o755)
     scripts.mkdir()
@@ -87,7 +87,7 @@ def test_files_that_others_could_change_or_read_are_told(tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_hook_that_windows_would_not_start_is_told_before_it_is_needed(
+def test_a_hook_that_windows_would_not_start_is_reported_in_advance(
     tmp_path: Path, name: str, more: str, expected: str
 ) -> None:
     file = tmp_path / name
@@ -120,7 +120,7 @@ BAD_END = "its first line ends with a carriage return: save it with Unix line en
         (b"\x7fELF\x02\x01\x01\0", None),
     ],
 )
-def test_a_script_that_could_not_start_is_told_before_it_is_needed(
+def test_a_script_that_could_not_start_is_reported_in_advance(
     tmp_path: Path, content: bytes, fault: str | None
 ) -> None:
     file = tmp_path / "drain"
@@ -131,7 +131,7 @@ def test_a_script_that_could_not_start_is_told_before_it_is_needed(
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="a shell of Linux takes any lines")
-def test_a_shell_text_of_several_lines_is_told_before_it_is_needed(tmp_path: Path) -> None:
+def test_a_shell_text_of_several_lines_is_reported_in_advance(tmp_path: Path) -> None:
     assert _warnings(tmp_path, _policy(tmp_path, '{shell: "one\\ntwo"}')) == [
         (
             "3: hooks.drain.shell: cmd would run only the first of several lines: "

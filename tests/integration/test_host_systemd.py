@@ -19,7 +19,7 @@ from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.linux import system as programs
 
 
-def test_a_busy_service_manager_is_waited_for_until_it_hears_the_word(
+def test_a_busy_service_manager_is_retried_until_it_receives_the_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
@@ -80,7 +80,7 @@ def put_program(place: Path, monkeypatch: pytest.MonkeyPatch, script: str, name:
         ('echo "${NOTIFY_SOCKET-stopping}"', True),  # or its messages would count as this process's
     ],
 )
-def test_the_machine_goes_down_if_systemd_says_so_and_no_answer_says_nothing(
+def test_a_shutdown_is_known_only_from_an_answer_of_systemd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: bool | None
 ) -> None:
     put_program(tmp_path, monkeypatch, f'[ "$*" = is-system-running ] || exit 9\n{answer}\n')
@@ -168,7 +168,7 @@ def test_credentials_that_systemd_has_loaded_are_seen(tmp_path: Path, monkeypatc
         ("exec sleep 30", "systemctl did not answer within 0.5 s"),
     ],
 )
-def test_why_systemd_says_nothing_of_the_agents_service_is_told(
+def test_the_reason_for_an_unknown_systemd_state_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str
 ) -> None:
     put_program(tmp_path, monkeypatch, script)
@@ -178,7 +178,7 @@ def test_why_systemd_says_nothing_of_the_agents_service_is_told(
     assert str(caught.value) == told
 
 
-def test_without_systemctl_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_systemctl_is_reported_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "DEFAULT_PATH", str(tmp_path))
     with pytest.raises(HostError, match=f"^found no systemctl on {tmp_path}: "):
         processes.own_service()

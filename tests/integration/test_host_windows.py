@@ -59,7 +59,7 @@ def _entries(path: Path) -> set[tuple[int, int, str]]:
         ("O:BAD:NO_ACCESS_CONTROL", permissions.TO_WRITE, False, ["everyone"]),
     ],
 )
-def test_an_access_list_is_judged(text: str, rights: int, with_heirs: bool, expected: list[str]) -> None:
+def test_access_lists_are_evaluated(text: str, rights: int, with_heirs: bool, expected: list[str]) -> None:
     trusted = ["S-1-5-18", "S-1-5-32-544"]
     if text.endswith("NO_ACCESS_CONTROL"):
         descriptor: Any = _descriptor("O:BA")
@@ -81,7 +81,7 @@ def _with_condition(account: str) -> Any:
     return make(head + administrators + dacl)
 
 
-def test_an_entry_with_a_condition_is_taken_for_one_that_is_met() -> None:
+def test_a_conditional_entry_counts_as_met() -> None:
     assert permissions.untrusted(
         _with_condition(_EVERYBODY), ["S-1-5-32-544"], permissions.TO_WRITE, with_heirs=False
     ) == ["any account that meets the condition of an entry"]
@@ -93,7 +93,7 @@ def _open_to_everybody(path: Path) -> None:
     win32security.SetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted, None, None, dacl, None)
 
 
-def test_a_directory_anywhere_above_that_everybody_may_replace_is_told(tmp_path: Path) -> None:
+def test_a_parent_directory_that_everybody_may_replace_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "open" / "closed" / "closed too" / "hook.cmd"
     path.parent.mkdir(parents=True)
     path.touch()
@@ -107,7 +107,7 @@ def test_a_directory_anywhere_above_that_everybody_may_replace_is_told(tmp_path:
         assert fault.startswith(f"{path} can be changed by S-1-1-0, ")
 
 
-def test_who_can_change_the_agents_own_code_is_trusted_but_not_with_that_code(
+def test_accounts_that_can_change_the_agents_code_are_trusted_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "scheduled_events_agent.py"
@@ -121,7 +121,7 @@ def test_who_can_change_the_agents_own_code_is_trusted_but_not_with_that_code(
 
 
 @pytest.mark.skipif(_ON_WINE, reason="Wine 8 cannot make junctions")
-def test_what_a_link_leads_to_is_looked_at_too(tmp_path: Path) -> None:
+def test_the_target_of_a_link_is_checked_too(tmp_path: Path) -> None:
     assert sys.platform == "win32"
     import _winapi
 
@@ -171,7 +171,7 @@ def test_the_data_directory_is_made_and_may_be_made_again(tmp_path: Path) -> Non
         assert permissions.readers(root) == []
 
 
-def test_a_directory_that_leads_elsewhere_is_not_taken_for_the_data_directory(tmp_path: Path) -> None:
+def test_a_directory_link_does_not_count_as_the_data_directory(tmp_path: Path) -> None:
     root = tmp_path / "ScheduledEventsAgent"
     root.write_text("in the way")
     with pytest.raises(host.HostError) as caught:
@@ -179,13 +179,13 @@ def test_a_directory_that_leads_elsewhere_is_not_taken_for_the_data_directory(tm
     assert str(caught.value) == f"{root}: expected a directory; it is a file or leads elsewhere: remove it"
 
 
-def test_an_account_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_account_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(host.HostError) as caught:
         permissions.make_data_dirs(tmp_path / "ScheduledEventsAgent", "NOWHERE\\nobody-at-all")
     assert str(caught.value).startswith("NOWHERE\\nobody-at-all: expected an account that this machine knows; ")
 
 
-def test_a_file_that_everybody_may_change_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_file_that_everybody_may_change_is_reported_with_a_hint(tmp_path: Path) -> None:
     path = tmp_path / "hook.cmd"
     path.touch()
     dacl = _descriptor("D:P(A;;FA;;;SY)(A;;FA;;;WD)").GetSecurityDescriptorDacl()
@@ -234,7 +234,7 @@ def test_an_entry_is_written_with_its_id_and_texts(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_an_event_log_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_event_log_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = threading.Event()
     monkeypatch.setattr(win32evtlog, "ReportEvent", lambda *_: may_go_on.wait(60))
     log = EventLog()
@@ -244,7 +244,7 @@ def test_an_event_log_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monkey
     may_go_on.set()
 
 
-def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_file_is_rotated_while_others_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 10)
     log = open_log_file(tmp_path)
     log.write("the first\n")
@@ -260,7 +260,7 @@ def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypa
     assert (tmp_path / "agent.log.1").read_text() == "the first\n"
 
 
-def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size(
+def test_a_log_file_that_cannot_be_rotated_grows_to_twice_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 20)

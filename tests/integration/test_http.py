@@ -12,7 +12,7 @@ from receiver import Receiver
 
 from scheduled_events_agent.http.errors import (
     IMDS_ERROR_KINDS,
-    NOTICE_ERROR_KINDS,
+    NOTIFICATION_ERROR_KINDS,
     HttpErrorKind,
     HttpFailure,
     TooLargeError,
@@ -68,7 +68,7 @@ def test_a_status_is_of_the_kind_that_its_service_means_or_of_the_usual_one() ->
 
 
 def test_each_kind_is_one_of_a_client() -> None:
-    assert {*IMDS_ERROR_KINDS, *NOTICE_ERROR_KINDS} == set(get_args(HttpErrorKind))
+    assert {*IMDS_ERROR_KINDS, *NOTIFICATION_ERROR_KINDS} == set(get_args(HttpErrorKind))
 
 
 def status_from(*addresses: tuple[str, int]) -> int:

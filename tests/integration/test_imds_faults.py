@@ -15,8 +15,8 @@ import structlog
 from msgspec.structs import replace
 
 from scheduled_events_agent.daemon import poller as module
-from scheduled_events_agent.daemon.executor import Threads
-from scheduled_events_agent.daemon.poller import Identifier, Poller
+from scheduled_events_agent.daemon.executor import ThreadExecutor
+from scheduled_events_agent.daemon.poller import IdentityResolver, Poller
 from scheduled_events_agent.engine import Message, Snapshot
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
 from scheduled_events_agent.imds.client import EndpointError, Identity, ImdsClient, ImdsError
@@ -128,12 +128,12 @@ def ten_hours_of_500() -> Run:
     return Run(1.0, 10 * HOUR + 60.5, failing("server_error", 10 * HOUR))
 
 
-def test_ten_hours_of_500_are_polled_through_once_a_second_and_over_within_one(ten_hours_of_500: Run) -> None:
+def test_ten_hours_of_500_are_polled_every_second_and_recover_in_one(ten_hours_of_500: Run) -> None:
     assert ten_hours_of_500.service.asked == [float(second) for second in range(36_061)]
     assert (ten_hours_of_500.polls("server_error"), ten_hours_of_500.polls("ok")) == (36_000, 61)
 
 
-def test_of_ten_hours_of_500_the_log_tells_once_an_hour_and_the_end(ten_hours_of_500: Run) -> None:
+def test_ten_hours_of_500_are_logged_once_an_hour_and_at_the_end(ten_hours_of_500: Run) -> None:
     hourly = [
         ("polling the metadata service fails", "server_error", "GET: server_error", hour * 3600 + 1)
         for hour in range(10)
@@ -143,7 +143,7 @@ def test_of_ten_hours_of_500_the_log_tells_once_an_hour_and_the_end(ten_hours_of
     assert ten_hours_of_500.messages(*fields) == [*hourly, over]
 
 
-def test_of_ten_hours_of_500_the_engine_hears_nothing_and_then_the_document_once(ten_hours_of_500: Run) -> None:
+def test_ten_hours_of_500_reach_the_engine_only_as_one_final_document(ten_hours_of_500: Run) -> None:
     assert isinstance(document := ten_hours_of_500.inbox.get_nowait(), Document)
     assert [event.id for event in document.events] == ["a"]
     assert ten_hours_of_500.inbox.empty()
@@ -177,9 +177,7 @@ def test_hours_of_500_leave_nothing_behind_in_memory() -> None:
 
 @pytest.mark.parametrize("poll_interval", [0.25, 1.0, 30.0])
 @pytest.mark.parametrize("kind", [kind for kind in IMDS_ERROR_KINDS if kind not in ASK_FOR_MORE])
-def test_polling_comes_back_within_one_interval_after_whatever_fault(
-    kind: HttpErrorKind, poll_interval: float
-) -> None:
+def test_polling_recovers_within_one_interval_after_any_fault(kind: HttpErrorKind, poll_interval: float) -> None:
     over = 100.3 * poll_interval
     run = Run(poll_interval, over + 3 * poll_interval, failing(kind, over))
 
@@ -190,7 +188,7 @@ def test_polling_comes_back_within_one_interval_after_whatever_fault(
     assert run.polls("ok") >= 2
 
 
-def test_polling_comes_back_within_one_interval_after_answers_that_are_no_document() -> None:
+def test_polling_recovers_within_one_interval_after_invalid_documents() -> None:
     page = b"<html><body>Please sign in</body></html>"
     run = Run(1.0, 103.5, lambda now: (0.0, page if now < 100.5 else DOCUMENT))
 
@@ -231,7 +229,7 @@ def test_a_storm_of_429_never_makes_polling_faster_than_the_interval() -> None:
     assert run.polls("throttled") + run.polls("ok") == len(run.service.asked)
 
 
-def test_trouble_of_changing_kinds_is_told_with_each_change_and_counted_as_one() -> None:
+def test_errors_of_changing_kinds_are_logged_at_each_change_and_are_one_outage() -> None:
     kinds: Mapping[int, HttpErrorKind] = {0: "refused", 1: "refused", 2: "timeout", 3: "gone", 4: "gone"}
     run = Run(1.0, 6.5, lambda now: (0.0, ImdsError("GET", kind=kinds[int(now)]) if now < 5 else DOCUMENT))
 
@@ -260,13 +258,13 @@ def test_the_name_is_asked_every_second_and_less_often_if_it_is_not_known(
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
         patch.setattr(module, "time", clock)
         patch.setattr(module, "connect", service.connect)
-        Identifier(lambda: cast("Snapshot", service), inbox.put, cast("Any", clock)).run()
+        IdentityResolver(lambda: cast("Snapshot", service), inbox.put, cast("Any", clock)).run()
     assert service.asked == [*asked, asked[-1] + 10.0]
     assert [line.get("kind") for line in log] == [kind, "no_name", None]
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), EndpointError("http://[")])
-def test_an_endpoint_that_cannot_be_found_out_is_a_failed_poll_and_not_the_last(error: Exception) -> None:
+def test_an_unknown_endpoint_fails_the_poll_and_polling_continues(error: Exception) -> None:
     failures = [error, error]
 
     class Unknown(Service):
@@ -282,13 +280,13 @@ def test_an_endpoint_that_cannot_be_found_out_is_a_failed_poll_and_not_the_last(
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), EndpointError("http://[")])
-def test_an_approval_whose_endpoint_cannot_be_found_out_is_a_failed_one_and_no_bug(error: Exception) -> None:
+def test_an_approval_with_an_unknown_endpoint_fails_and_is_no_bug(error: Exception) -> None:
     def connect() -> ImdsClient:
         raise error
 
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     with structlog.testing.capture_logs() as log:
-        executor = Threads(connect, inbox.put, "")
+        executor = ThreadExecutor(connect, inbox.put, "")
         executor.approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
         answer = inbox.get(timeout=60)
     assert answer == ApprovalAnswered(workflow_id="A", error_kind="unreachable", detail=str(error))
@@ -315,7 +313,7 @@ class Preview(Service):
 
 
 @pytest.mark.parametrize("refusal", ["not_found", "bad_request"])
-def test_a_refused_version_is_no_outage_and_is_asked_for_again_in_a_day(refusal: HttpErrorKind) -> None:
+def test_a_rejected_version_is_no_outage_and_is_tried_again_in_a_day(refusal: HttpErrorKind) -> None:
     kind = type("Refusing", (Preview,), {"refused_until": 25 * HOUR, "kind": refusal})
     run = Run(60.0, 49 * HOUR, lambda _: (0.0, DOCUMENT), kind)
 
@@ -329,14 +327,14 @@ def test_a_refused_version_is_no_outage_and_is_asked_for_again_in_a_day(refusal:
     assert [cast("Document", document).has_recommendations for document in documents] == [False, True]
 
 
-def test_one_refusal_alone_is_taken_for_an_outage_of_a_moment() -> None:
+def test_a_single_rejected_version_counts_as_a_short_outage() -> None:
     run = Run(1.0, 9.5, lambda _: (0.0, DOCUMENT), type("Briefly", (Preview,), {"refused_until": 0.5}))
     versions = [version for version, _ in cast("Preview", run.service).versions]
     assert versions == ["2024-07-09", "2020-07-01", *["2024-07-09"] * 9]
     assert run.log == []
 
 
-def test_an_answer_like_the_one_before_is_passed_on_only_if_the_engine_needs_one() -> None:
+def test_an_unchanged_response_is_forwarded_only_if_the_engine_needs_one() -> None:
     kind = type("Needing", (Service,), {"needs_answer": property(lambda self: len(self.asked) > 3)})
     for service, documents in ((Service, 1), (kind, 4)):
         run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), service)
@@ -344,7 +342,7 @@ def test_an_answer_like_the_one_before_is_passed_on_only_if_the_engine_needs_one
 
 
 @pytest.mark.parametrize("failure", ["timeout", "server_error", "gone", "unreachable"])
-def test_a_newest_version_that_fails_is_left_alone_for_ten_minutes(failure: HttpErrorKind) -> None:
+def test_a_newest_version_that_fails_is_skipped_for_ten_minutes(failure: HttpErrorKind) -> None:
     kind = type("Failing", (Preview,), {"refused_until": HOUR, "kind": failure})
     run = Run(60.0, HOUR + 1300.0, lambda _: (0.0, DOCUMENT), kind)
     newest = [at for version, at in cast("Preview", run.service).versions if version == "2024-07-09"]
@@ -354,14 +352,14 @@ def test_a_newest_version_that_fails_is_left_alone_for_ten_minutes(failure: Http
     assert run.messages("log_level", "api_version") == [("warning", "2020-07-01"), ("info", "2024-07-09")]
 
 
-def test_a_throttled_request_is_a_failed_poll_and_is_not_repeated_in_another_version() -> None:
+def test_a_throttled_request_fails_the_poll_and_is_not_sent_in_another_version() -> None:
     kind = type("Failing", (Preview,), {"refused_until": 0.5, "kind": "throttled"})
     run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), kind)
     assert {version for version, _ in cast("Preview", run.service).versions} == {"2024-07-09"}
     assert run.polls("throttled") == 1
 
 
-def test_if_both_versions_are_refused_the_poll_has_failed() -> None:
+def test_if_both_versions_are_rejected_the_poll_fails() -> None:
     kind = type("Refusing", (Preview,), {"refused_until": HOUR})
     run = Run(1.0, 5.5, failing("not_found", HOUR), kind)
     assert (run.polls("ok"), run.polls("not_found")) == (0, 6)

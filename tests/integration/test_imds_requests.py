@@ -120,7 +120,7 @@ def test_an_empty_body_means_not_ready_yet_and_the_next_request_succeeds(service
         (httpx.RemoteProtocolError("illegal status line"), "malformed"),
     ],
 )
-def test_every_fault_of_the_transport_has_a_kind(
+def test_every_transport_error_has_a_kind(
     service: respx.MockRouter, fault: httpx.TransportError, kind: HttpErrorKind
 ) -> None:
     service.get(URL).side_effect = fault
@@ -179,7 +179,7 @@ def test_several_events_are_approved_in_one_request(service: respx.MockRouter) -
 @pytest.mark.parametrize(
     ("status", "kind"), [("400 Bad Request", "bad_request"), ("404 Not Found", "not_found"), ("410 Gone", "gone")]
 )
-def test_a_refused_approval_is_told_with_its_answer(
+def test_a_rejected_approval_is_reported_with_its_response(
     service: respx.MockRouter, status: str, kind: HttpErrorKind
 ) -> None:
     service.post(URL).respond(int(status[:3]), content=b'{"error": "no such event"}')
@@ -210,7 +210,7 @@ def test_nothing_else_confirms_an_approval(service: respx.MockRouter, body: byte
 
 @pytest.mark.parametrize("api_version", ["2020-07-01", "2017-03-01"])
 @pytest.mark.parametrize("event_id", [" a ", "a\r\n\x00\u202eb", "é\U0001f600", "x" * 4096, '"\\/'])
-def test_an_id_is_sent_back_exactly_as_it_came(service: respx.MockRouter, event_id: str, api_version: str) -> None:
+def test_an_id_is_sent_back_unchanged(service: respx.MockRouter, event_id: str, api_version: str) -> None:
     route = service.post(DOCUMENTS, params={"api-version": api_version}).respond()
     document = json.dumps({"DocumentIncarnation": 5, "Events": [{"EventId": event_id, "EventType": "Freeze"}]})
     (event,) = parse_document(document.encode()).events
@@ -251,7 +251,7 @@ def test_the_identity_is_read_from_the_instance_document(
 @pytest.mark.parametrize(
     ("body", "got"), [(b"", "nothing"), (b"<html>", "<html>"), (b"[]", "[]"), (b"[" * 400, "[" * 220 + "...")]
 )
-def test_an_instance_document_that_is_none_is_malformed(service: respx.MockRouter, body: bytes, got: str) -> None:
+def test_an_invalid_instance_document_is_malformed(service: respx.MockRouter, body: bytes, got: str) -> None:
     service.get(INSTANCE).respond(content=body)
 
     error = error_of(client_of().fetch_identity)
@@ -261,7 +261,7 @@ def test_an_instance_document_that_is_none_is_malformed(service: respx.MockRoute
 def test_a_diagnosis_gets_an_answer_of_any_status(service: respx.MockRouter) -> None:
     service.get(INSTANCE).respond(400, headers={"Server": "IMDS"}, content=b"no")
 
-    answer = client_of().inspect("instance")
+    answer = client_of().probe("instance")
 
     assert (answer.status, answer.headers["server"], answer.body) == (400, "IMDS", b"no")
     assert answer.fault is not None

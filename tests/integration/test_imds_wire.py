@@ -249,7 +249,7 @@ def test_a_redirect_is_not_followed(serve: Serve, status: str) -> None:
 def test_a_redirect_to_an_odd_address_is_a_redirect_as_any_other(serve: Serve, location: str) -> None:
     server = serve(always(answer(b"", "302 Found", f"Location: {location}")))
     assert_fails(server, "redirect", "302 Found; ")
-    assert client_of(server).inspect("document").headers["location"] == location
+    assert client_of(server).probe("document").headers["location"] == location
 
 
 def test_no_cookie_is_sent_back_and_no_connection_is_used_twice(serve: Serve) -> None:
@@ -326,12 +326,12 @@ def test_a_document_of_several_mebibytes_arrives_whole(serve: Serve) -> None:
         CHUNKED + b"28\r\n" + DOCUMENT[:20],
     ],
 )
-def test_an_answer_that_is_none_or_whose_end_is_in_doubt_is_malformed(serve: Serve, reply: bytes) -> None:
+def test_an_invalid_or_incomplete_response_is_malformed(serve: Serve, reply: bytes) -> None:
     assert_fails(serve(once(reply)), "malformed", "not a whole HTTP answer: ")
 
 
 @pytest.mark.parametrize("reply", [answer() + b"}", answer().replace(b" 40\r\n", b" 39\r\n")])
-def test_what_follows_an_answer_is_neither_part_of_it_nor_the_next_one(serve: Serve, reply: bytes) -> None:
+def test_bytes_after_a_response_are_ignored(serve: Serve, reply: bytes) -> None:
     server = serve(once(reply), always(answer(b"{}")))
     client = client_of(server)
     assert client.fetch() == DOCUMENT[: 40 if b" 40\r\n" in reply else 39]
@@ -470,7 +470,7 @@ def test_an_answer_byte_by_byte_is_too_large(monkeypatch: pytest.MonkeyPatch, he
     ],
     ids=["announced", "until-close", "chunks"],
 )
-def test_a_gigabyte_takes_a_bounded_part_of_memory(serve: Serve, head: bytes, filler: bytes) -> None:
+def test_a_gigabyte_uses_a_bounded_amount_of_memory(serve: Serve, head: bytes, filler: bytes) -> None:
     client = client_of(serve(once(head, then=lambda peer: peer.flood(filler))))
     error_of(client.fetch)  # imports, buffers
     tracemalloc.start()
@@ -496,7 +496,7 @@ def test_an_answer_leaves_memory_without_the_garbage_collector(serve: Serve) -> 
     assert left == 0
 
 
-def test_what_came_packed_though_nobody_asked_is_never_unpacked(serve: Serve) -> None:
+def test_a_compressed_response_is_never_decompressed(serve: Serve) -> None:
     packed = gzip.compress(DOCUMENT + b" " * 2**26)
     server = serve(always(answer(packed, "200 OK", "Content-Encoding: gzip")))
     assert client_of(server).fetch() == packed
@@ -504,7 +504,7 @@ def test_what_came_packed_though_nobody_asked_is_never_unpacked(serve: Serve) ->
         parse_document(packed)
 
 
-def test_half_an_answer_on_a_connection_closed_in_that_direction_only_is_no_answer(serve: Serve) -> None:
+def test_half_a_response_on_a_half_closed_connection_is_no_response(serve: Serve) -> None:
     def play(peer: Peer) -> None:
         peer.request()
         peer.send(answer()[:-10])
@@ -531,7 +531,7 @@ def test_any_bytes_are_an_answer_or_an_error_of_a_known_kind(
 ) -> None:
     server = serve(once(reply[:start] + put + reply[start + cut :]))
     try:
-        answered = client_of(server).inspect("document")
+        answered = client_of(server).probe("document")
     except ImdsError as error:
         assert error.kind in IMDS_ERROR_KINDS  # noqa: PT017
     else:
@@ -539,7 +539,7 @@ def test_any_bytes_are_an_answer_or_an_error_of_a_known_kind(
 
 
 @pytest.mark.parametrize("name", ["a..b", "b" * 64], ids=["empty label", "long label"])
-def test_a_name_that_cannot_be_looked_up_is_a_failure_to_connect(name: str) -> None:
+def test_a_name_that_cannot_be_resolved_is_a_connect_error(name: str) -> None:
     client = httpx.Client(transport=BoundedTransport(1024), trust_env=False)
     with pytest.raises(httpx.ConnectError, match=f"^{name} cannot be looked up$"):
         client.get(f"http://{name}/")
@@ -575,7 +575,7 @@ def test_the_limit_is_for_the_whole_exchange_and_drops_do_not_stretch_it(serve: 
     assert_fails(server, "timeout", "no whole answer within 0.3 s", request_timeout=LIMIT)
 
 
-def test_the_first_answer_may_take_longer_and_later_ones_may_not(serve: Serve) -> None:
+def test_only_the_first_response_may_take_longer(serve: Serve) -> None:
     def play(peer: Peer) -> None:
         while peer.request():
             if not peer._server.is_over.wait(1.5):
@@ -623,7 +623,7 @@ def test_connecting_never_takes_longer_than_an_ordinary_request() -> None:
 # --- connections that go -------------------------------------------------------------------------------------
 
 
-def test_nobody_at_the_port_is_refused_and_later_found() -> None:
+def test_a_closed_port_is_refused_and_found_once_it_listens() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     client = client_of(endpoint)
     error = error_of(client.fetch)
@@ -653,7 +653,7 @@ def test_a_connection_that_gives_no_answer_is_an_error_and_not_tried_again(serve
     assert server.connections == 1
 
 
-def test_what_a_server_sends_unasked_is_never_taken_for_an_answer(serve: Serve) -> None:
+def test_an_unsolicited_response_is_never_used(serve: Serve) -> None:
     def play(peer: Peer) -> None:
         peer.request()
         peer.send(answer() + answer(b'{"stale": 1}'))
@@ -663,7 +663,7 @@ def test_what_a_server_sends_unasked_is_never_taken_for_an_answer(serve: Serve) 
     assert [client.fetch(), client.fetch()] == [DOCUMENT, b'{"fresh": 1}']
 
 
-def test_what_is_left_of_a_late_answer_is_never_taken_for_the_next_one(serve: Serve) -> None:
+def test_the_rest_of_a_late_response_is_never_used_as_the_next_one(serve: Serve) -> None:
     gave_up = threading.Event()
 
     def late(peer: Peer) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from scheduled_events_agent.daemon.inbox import Command, Inbox
-from scheduled_events_agent.engine import Engine, HookEnded, HookKey, HookStart, key_of, without_run
+from scheduled_events_agent.engine import Engine, HookCommand, HookDone, HookKey, hook_key, not_run_result
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule, When
@@ -35,7 +35,7 @@ class Executor:
     """An executor whose hooks and approvals go on until the test says how they ended."""
 
     def __init__(self) -> None:
-        self.hooks: dict[HookKey, HookStart] = {}
+        self.hooks: dict[HookKey, HookCommand] = {}
         self.approvals: set[str] = set()
         self.begun: list[str] = []
         self.canceled = 0
@@ -43,12 +43,12 @@ class Executor:
         self.graces: list[tuple[float, float]] = []
         """When all hooks were to end, and within how many seconds."""
 
-    def start_hook(self, effect: HookStart, *_: object, **__: object) -> None:
-        self.hooks[key_of(effect)] = effect
+    def start_hook(self, effect: HookCommand, *_: object, **__: object) -> None:
+        self.hooks[hook_key(effect)] = effect
         self.begun.append(effect.hook)
 
-    def forget_hook(self, effect: HookStart) -> None:
-        self.hooks.pop(key_of(effect), None)
+    def hook_received(self, effect: HookCommand) -> None:
+        self.hooks.pop(hook_key(effect), None)
 
     def is_running(self, key: HookKey) -> bool:
         return key in self.hooks
@@ -58,7 +58,7 @@ class Executor:
         self.approvals |= {approve.workflow_id for approve in approvals}
         self.begun += [approve.event_id for approve in approvals]
 
-    def forget_approval(self, workflow_id: str) -> None:
+    def approval_received(self, workflow_id: str) -> None:
         self.approvals.discard(workflow_id)
 
     def is_busy(self) -> bool:
@@ -117,7 +117,7 @@ class Agent:
         match word:
             case "hook":
                 (effect,) = self.executor.hooks.values()
-                return HookEnded(effect, without_run("drain", "succeeded", ""))
+                return HookDone(effect, not_run_result("drain", "succeeded", ""))
             case "answer":
                 return ApprovalAnswered(workflow_id=self.workflow("B").id)
             case "identity":
@@ -130,7 +130,7 @@ class Agent:
         return Command("stop")
 
     def ask(self, workflow_id: str) -> None:
-        operator = Store.join(self.directory)
+        operator = Store.open_client(self.directory)
         try:
             operator.add_request(workflow_id, "hold", "kim", datetime.now(UTC))
         finally:
@@ -139,12 +139,12 @@ class Agent:
     def live(self, items: Items) -> None:
         """Runs cycles until it is stopped, as the daemon does."""
         inbox = Inbox(cast("Any", items), self.engine, cast("Any", self.executor), fail, monotonic=items.monotonic)
-        while inbox.take(1.0):
+        while inbox.drain(1.0):
             assert self.engine.run_cycle(datetime.now(UTC))
         begun = len(self.executor.begun)
         self.executor.seconds = items.monotonic
         self.stopping_at = items.seconds
-        inbox.finish(10.0)
+        inbox.shutdown(10.0)
         assert len(self.executor.begun) == begun, "something is begun by an agent that stops"
 
 
@@ -191,7 +191,7 @@ def some_orders(items: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 )
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
 @pytest.mark.parametrize("first", ITEMS)
-def test_what_comes_before_the_end_of_a_stop_is_kept(
+def test_messages_that_arrive_before_the_stop_ends_are_kept(
     start: Callable[[], Agent], first: str, at_once: bool, orders: Callable[..., Iterable[tuple[str, ...]]]
 ) -> None:
     for rest in orders(tuple(item for item in ITEMS if item != first)):
@@ -203,7 +203,7 @@ def test_what_comes_before_the_end_of_a_stop_is_kept(
         held, approved, new = (agent.workflow(event_id) for event_id in "ABC")
         assert held.prepare.done == ("drain",), order
         assert approved.approval.state == "confirmed", order
-        assert agent.store.load_fact("vm_id") == "id-1", order
+        assert agent.store.get_meta("vm_id") == "id-1", order
         assert new.event.type == "Redeploy", order
         assert held.operator_action == "hold", order
         # Where its hook has ended before, the approval is under way.
@@ -211,12 +211,12 @@ def test_what_comes_before_the_end_of_a_stop_is_kept(
         assert answer is not None, order
         begins = "hold: set; the event is " if answer.succeeded else "held, unless Azure accepts the approval"
         assert answer.message.startswith(begins), order
-        last = agent.store.load_notes()[-1]
+        last = agent.store.load_records()[-1]
         assert last.kind == "agent_stopped"
         assert last.text.startswith("3 events are pending"), last.text
 
 
-def test_a_stop_is_over_in_its_time_though_nothing_ends(start: Callable[[], Agent]) -> None:
+def test_a_stop_ends_in_time_although_no_hook_ends(start: Callable[[], Agent]) -> None:
     agent = start()
     items = Items([Command("stop")], at_once=False)
     agent.live(items)
@@ -238,13 +238,13 @@ def test_a_second_stop_ends_the_waiting_and_loses_nothing(start: Callable[[], Ag
 def test_a_hook_that_ends_badly_while_the_agent_stops_is_left_open(start: Callable[[], Agent]) -> None:
     agent = start()
     (effect,) = agent.executor.hooks.values()
-    failed = HookEnded(effect, without_run("drain", "failed", "exit code 1"))
+    failed = HookDone(effect, not_run_result("drain", "failed", "exit code 1"))
     agent.live(Items([Command("stop"), failed], at_once=False))
     assert agent.workflow("A").phase == "preparing"
     assert agent.workflow("A").prepare.current == "drain"
 
 
-def test_an_item_that_meets_a_bug_does_not_take_others_along(
+def test_a_message_that_hits_a_bug_loses_no_other_message(
     start: Callable[[], Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = start()

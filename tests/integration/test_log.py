@@ -18,7 +18,7 @@ import structlog
 
 from scheduled_events_agent.host.windows.event_log import EventLog, open_log_file
 from scheduled_events_agent.simulator import Simulator
-from scheduled_events_agent.telemetry.log import FailureLog, change, get_logger, set_up
+from scheduled_events_agent.telemetry.log import ChangeLogger, change, get_logger, set_up
 from scheduled_events_agent.telemetry.log_ids import LogId
 
 
@@ -46,7 +46,7 @@ def run_python(program: str, **options: Any) -> subprocess.CompletedProcess[str]
 # --- form
 
 
-def test_another_level_and_form_go_to_where_the_log_was_set_up() -> None:
+def test_a_changed_level_and_format_keep_the_log_destination() -> None:
     stream, entries = io.StringIO(), []
     set_up("info", "json", stream=stream, on_entry=lambda _, entry: entries.append(entry["message"]))
     get_logger().debug("before")
@@ -57,7 +57,7 @@ def test_another_level_and_form_go_to_where_the_log_was_set_up() -> None:
     assert entries == ["after"]
 
 
-def test_a_log_that_was_set_up_so_already_is_left_as_it_is() -> None:
+def test_an_unchanged_log_setup_is_kept() -> None:
     set_up("info", "json", stream=io.StringIO())
     before = structlog.get_config()["processors"]
     change("info", "json")
@@ -121,7 +121,7 @@ def test_less_severe_lines_than_the_level_are_not_written(capsys: pytest.Capture
     assert [line["message"] for line in lines(capsys)] == ["this", "now this"]
 
 
-def test_console_lines_are_for_people_and_have_no_colors_where_there_is_no_terminal(
+def test_console_lines_are_readable_and_have_no_colors_without_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     set_up("info", "console")
@@ -251,7 +251,7 @@ def test_the_journal_gets_fields_of_its_own(journal: tuple[socket.socket, io.Tex
     assert Path(stream.name).read_text() == ""
 
 
-def test_what_is_very_long_still_fits_into_the_journal(journal: tuple[socket.socket, io.TextIOWrapper]) -> None:
+def test_a_very_long_record_still_fits_into_the_journal(journal: tuple[socket.socket, io.TextIOWrapper]) -> None:
     ear, stream = journal
     set_up("info", "auto", stream=stream)
     long = "\u20ac" * 1_000_000
@@ -287,7 +287,7 @@ def test_the_journal_gets_json_if_the_policy_says_so(journal: tuple[socket.socke
         ({"exception": "Traceback\n  line 1\nRuntimeError: broken"}, "it happens: RuntimeError: broken"),
     ],
 )
-def test_a_line_about_no_step_of_an_event_is_a_sentence_with_its_facts_in_the_journal(
+def test_a_journal_line_about_no_event_is_a_sentence_with_its_fields(
     journal: tuple[socket.socket, io.TextIOWrapper], fields: dict[str, Any], sentence: str
 ) -> None:
     ear, stream = journal
@@ -306,7 +306,7 @@ def test_without_the_journals_socket_lines_go_to_the_stream(
     assert Path(stream.name).read_text().startswith('<3>{"time"')
 
 
-def test_a_journal_that_takes_nothing_does_not_hold_up_who_logs(
+def test_a_journal_that_accepts_nothing_does_not_block_logging(
     journal: tuple[socket.socket, io.TextIOWrapper],
 ) -> None:
     _, stream = journal
@@ -331,20 +331,20 @@ print("alive")
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a Unix shell")
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
-def test_a_stream_that_is_closed_or_full_does_not_hurt(redirection: str) -> None:
+def test_a_closed_or_full_stream_stops_no_logging(redirection: str) -> None:
     command = f'exec "$0" -c "$1" {redirection}'
     arguments = ["/bin/sh", "-c", command, sys.executable, CHATTY]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "alive\n"
 
 
-def test_a_stream_that_python_has_closed_does_not_hurt() -> None:
+def test_a_stream_closed_by_python_stops_no_logging() -> None:
     done = run_python("import sys; sys.stderr.close()\n" + CHATTY)
     assert done.stdout == "alive\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix pipes")
-def test_a_pipe_whose_reader_has_gone_does_not_hurt() -> None:
+def test_a_pipe_without_a_reader_stops_no_logging() -> None:
     import os
 
     reader, writer = os.pipe()
@@ -447,7 +447,7 @@ def test_a_long_line_that_is_read_is_written_whole() -> None:
     program = """
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.telemetry.log import get_logger, set_up
-log._PATIENCE_SECONDS = 60.0  # a busy reader is no failure
+log._TIMEOUT_SECONDS = 60.0  # a busy reader is no failure
 set_up("info", "json")
 get_logger().info("long", line="x\\N{REPLACEMENT CHARACTER}\\N{GRINNING FACE}" * 20_000)
 """
@@ -455,7 +455,7 @@ get_logger().info("long", line="x\\N{REPLACEMENT CHARACTER}\\N{GRINNING FACE}" *
     assert json.loads(line)["line"] == text
 
 
-def test_a_reload_changes_what_is_logged(tmp_path: Path) -> None:
+def test_a_reload_changes_the_log_settings(tmp_path: Path) -> None:
     if sys.platform == "win32":
         pytest.skip("there are no such signals on Windows")
     import signal
@@ -511,9 +511,9 @@ class Clock:
         return self.now
 
 
-def test_a_failure_that_repeats_is_told_once_and_then_hourly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_failure_is_logged_once_and_then_hourly(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     for _ in range(7300):
         failures.failed("refused", "connection refused", clock.pass_(1.0))
     assert told(capsys) == [
@@ -528,9 +528,9 @@ def test_a_failure_that_repeats_is_told_once_and_then_hourly(capsys: pytest.Capt
     ]
 
 
-def test_a_failure_of_another_kind_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_of_another_kind_is_logged_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     for kind in ("refused", "refused", "timeout", "timeout"):
         failures.failed(kind, f"it was {kind}", clock.pass_(1.0))
     assert [(line["reason"], line["failures"]) for line in told(capsys)] == [
@@ -539,11 +539,11 @@ def test_a_failure_of_another_kind_is_told_at_once(capsys: pytest.CaptureFixture
     ]
 
 
-def test_kinds_of_failure_that_take_turns_are_told_once_each_and_then_hourly(
+def test_alternating_failure_kinds_are_logged_once_each_and_then_hourly(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     set_up("info", "json")
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     for _ in range(4000):
         for kind in ("server_error", "not_found"):
             failures.failed(kind, f"it was {kind}", clock.pass_(1.0))
@@ -554,10 +554,10 @@ def test_kinds_of_failure_that_take_turns_are_told_once_each_and_then_hourly(
     ]
 
 
-def test_a_failure_that_comes_and_goes_is_told_at_most_once_a_minute(
+def test_a_failure_that_comes_and_goes_is_logged_at_most_once_a_minute(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     set_up("info", "json")
     for _ in range(1800):
@@ -587,7 +587,7 @@ def test_a_line_that_repeats_is_held_back_and_the_next_one_says_how_many_were(
     lines = told(capsys)
     of_event = [line for line in lines if line["message"] == "changed"]
     assert 1440 <= len(of_event) <= 1470
-    assert len(of_event) + sum(line.get("left_out", 0) for line in of_event) == pytest.approx(86_400, abs=60)
+    assert len(of_event) + sum(line.get("suppressed", 0) for line in of_event) == pytest.approx(86_400, abs=60)
     assert len(lines) - len(of_event) == 86_400  # the hook's own limit is enough
 
 
@@ -606,10 +606,10 @@ def test_a_log_that_is_set_up_again_begins_no_new_burst(
     get_logger().info("the policy file was read again")
     told_of = [line for line in told(capsys) if line["message"] == "the policy file was read again"]
     assert len(told_of) == 21
-    assert told_of[-1]["left_out"] == 980
+    assert told_of[-1]["suppressed"] == 980
 
 
-def test_while_one_event_floods_what_is_told_of_another_comes_through(
+def test_while_one_event_floods_the_log_lines_of_another_get_through(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduled_events_agent.telemetry.log.time", SimpleNamespace(monotonic=lambda: 1000.0))
@@ -639,17 +639,17 @@ def test_events_without_number_do_not_flood_either(
     assert 700 <= len(told(capsys)) <= 900
 
 
-def test_the_same_kind_in_other_words_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_kind_with_another_message_is_not_logged_again(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     for number in range(5):
         failures.failed("server_error", f"500, request {number}", clock.pass_(1.0))
     assert [line["reason"] for line in told(capsys)] == ["500, request 0"]
 
 
-def test_recovery_is_told_with_count_and_length(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recovery_is_logged_with_count_and_length(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     failures.failed("refused", "connection refused", clock.pass_(1.0))
     failures.failed("refused", "connection refused", clock.pass_(4.0))
     failures.succeeded(clock.pass_(5.04))
@@ -658,17 +658,17 @@ def test_recovery_is_told_with_count_and_length(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_success_after_success_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_success_after_success_is_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     for _ in range(3):
         failures.succeeded(clock.pass_(1.0))
     assert told(capsys) == []
 
 
-def test_after_a_recovery_the_same_failure_is_news_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_a_recovery_the_same_failure_is_logged_again(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
-    clock, failures = Clock(), FailureLog("polling")
+    clock, failures = Clock(), ChangeLogger("polling")
     for _ in range(2):
         failures.failed("refused", "connection refused", clock.pass_(1.0))
         failures.succeeded(clock.pass_(1.0))
@@ -709,7 +709,7 @@ for level in ("debug", "info", "warning", "error"):
 # --- elsewhere than standard error
 
 
-def test_lines_go_to_another_stream_and_entries_to_who_listens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_go_to_another_stream_and_entries_to_listeners(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     entries: list[Mapping[str, object]] = []
     ids: list[LogId | None] = []
@@ -731,7 +731,7 @@ def test_lines_go_to_another_stream_and_entries_to_who_listens(capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_who_listens_gets_a_traceback_as_text_and_may_fail() -> None:
+def test_a_listener_gets_a_traceback_as_text_and_may_fail() -> None:
     entries: list[Mapping[str, object]] = []
     stream = io.StringIO()
 
@@ -763,7 +763,7 @@ def test_a_line_is_in_the_file_at_once_and_goes_on_where_an_earlier_agent_ended(
         assert [json.loads(line)["number"] for line in lines] == [1, 2][:number]
 
 
-def test_a_full_file_is_set_aside_and_four_older_ones_are_kept(
+def test_a_full_log_file_is_rotated_and_four_older_ones_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 20)
@@ -777,7 +777,7 @@ def test_a_full_file_is_set_aside_and_four_older_ones_are_kept(
     }
 
 
-def test_a_line_that_comes_in_pieces_is_not_torn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_written_in_parts_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 5000)
     set_up("info", "json", stream=open_log_file(tmp_path))
     for number in range(2):
@@ -786,7 +786,7 @@ def test_a_line_that_comes_in_pieces_is_not_torn_apart(tmp_path: Path, monkeypat
     assert [json.loads(file.read_text())["number"] for file in files] == [0, 1]
 
 
-def test_a_log_file_that_cannot_be_written_is_tried_again_and_hurts_nobody(tmp_path: Path) -> None:
+def test_a_log_file_that_cannot_be_written_is_retried_and_stops_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "logs"
     directory.write_text("in the way")
     set_up("info", "json", stream=open_log_file(directory))
@@ -797,7 +797,7 @@ def test_a_log_file_that_cannot_be_written_is_tried_again_and_hurts_nobody(tmp_p
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a device that is always full")
-def test_a_full_disk_hurts_nobody(tmp_path: Path) -> None:
+def test_a_full_disk_stops_no_logging(tmp_path: Path) -> None:
     (tmp_path / "agent.log").symlink_to("/dev/full")
     log = open_log_file(tmp_path)
     with pytest.raises(OSError, match="No space left on device"):
@@ -806,7 +806,7 @@ def test_a_full_disk_hurts_nobody(tmp_path: Path) -> None:
     get_logger().info("lost")
 
 
-def test_an_event_log_that_is_not_there_hurts_nobody() -> None:
+def test_a_missing_event_log_stops_no_logging() -> None:
     log = EventLog()
     set_up("info", "json", stream=io.StringIO(), on_entry=log.report)
     get_logger().info("seen")

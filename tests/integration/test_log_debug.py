@@ -10,7 +10,7 @@ import pytest
 import structlog
 from receiver import Receiver
 
-from scheduled_events_agent.engine.debugging import DebugTeller
+from scheduled_events_agent.engine.debugging import DebugReporter
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.simulator.table import SimulatedTable
 from scheduled_events_agent.telemetry.log import set_up
@@ -28,8 +28,8 @@ SECRETS = (
     "sig-secret",
 )
 GATES = {
-    "start", "slot", "service", "preparation", "doubt", "id", "rule", "operator", "time", "speaker", "fleet",
-    "stale",
+    "schedule", "slot", "eligibility", "preparation", "state_loss", "id", "rule", "operator", "not_started",
+    "shared_event", "fleet", "stale",
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def story(directory: Path, level: str) -> tuple[str, list[dict[str, Any]]]:
     return event, [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_the_story_of_a_reboot_has_each_kind_of_debug_line_and_no_secret(tmp_path: Path) -> None:
+def test_a_reboot_writes_each_kind_of_debug_line_and_no_secret(tmp_path: Path) -> None:
     event, lines = story(tmp_path, "debug")
     debug = [line for line in lines if line["level"] == "debug"]
 
@@ -101,7 +101,7 @@ def test_the_story_of_a_reboot_has_each_kind_of_debug_line_and_no_secret(tmp_pat
     gates = {line["message"].removeprefix("gate ") for line in debug if line["message"].startswith("gate ")}
     assert gates == GATES
     answers = [line["reason"] for line in told("gate preparation")]
-    assert answers == ["not yet: preparation is not done", "yes"]
+    assert answers == ["wait: preparation is not done", "allow"]
     drain, resume = told("hook command")
     assert drain["command"] == "/bin/true with 1 argument"
     assert 0 < drain["deadline_seconds"] < 600
@@ -112,7 +112,7 @@ def test_the_story_of_a_reboot_has_each_kind_of_debug_line_and_no_secret(tmp_pat
     assert {line["status"] for line in asked} >= {200, 204}
     assert {line["method"] for line in asked} >= {"GET", "PUT"}
     sent = told("request to notification target")
-    assert [(line["target"], line["what"], line["event_id"], line["status"]) for line in sent] == [
+    assert [(line["target"], line["kind"], line["event_id"], line["status"]) for line in sent] == [
         ("ops", what, event, 202) for what in ("seen", "started", "recovered")
     ]
     assert min(line["milliseconds"] for line in (*asked, *sent)) > 0
@@ -120,17 +120,17 @@ def test_the_story_of_a_reboot_has_each_kind_of_debug_line_and_no_secret(tmp_pat
     assert [secret for secret in SECRETS if secret in text] == []
 
 
-def test_at_level_info_there_are_none_of_them(tmp_path: Path) -> None:
+def test_at_level_info_there_are_no_debug_lines(tmp_path: Path) -> None:
     _, lines = story(tmp_path, "info")
     assert "debug" not in {line["level"] for line in lines}
     kinds = ("another document", "rule ", "gate ", "hook command", "request to ")
     assert [line for line in lines if line["message"].startswith(kinds)] == []
 
 
-def test_at_level_info_nothing_of_them_is_worked_out() -> None:
+def test_at_level_info_no_debug_value_is_computed() -> None:
     unread: Any = None  # neither steps nor workflows nor context are looked at
     set_up("info", "json")
     try:
-        DebugTeller(unread).tell(unread, unread, unread)
+        DebugReporter(unread).report(unread, unread, unread)
     finally:
         structlog.reset_defaults()

@@ -14,7 +14,7 @@ SECRET = "correct-horse-battery-staple"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the hooks are Unix commands")
-def test_neither_arguments_nor_environment_of_hooks_are_told_to_anybody(tmp_path: Path) -> None:
+def test_arguments_and_environment_of_hooks_appear_nowhere(tmp_path: Path) -> None:
     hooks = {
         "succeeds": {"run": ["/bin/true", f"--token={SECRET}"], "env": {"TOKEN": SECRET}},
         "fails": {"shell": f"exit 3 # {SECRET}", "env": {"TOKEN": SECRET}},
@@ -67,7 +67,7 @@ def test_neither_arguments_nor_environment_of_hooks_are_told_to_anybody(tmp_path
             process.terminate()
             process.wait(60)
     text = log.read_text()
-    store = Store.join(tmp_path / "state")
+    store = Store.open_client(tmp_path / "state")
     journal = store.load_journal()
     store.close()
     # The hooks did run, and ended as they should; and still:

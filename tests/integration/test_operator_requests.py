@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 
-from scheduled_events_agent.engine import Engine, Executor, HookEnded
+from scheduled_events_agent.engine import Engine, Executor, HookDone
 from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.policy.settings import AgentSettings, Settings
-from scheduled_events_agent.status.actions import overruling
+from scheduled_events_agent.status.actions import available_actions
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import Approve, HookOutcome, OperatorAction, RunHook
@@ -40,7 +40,7 @@ class Recorder:
     def is_running(self, _: object) -> bool:
         return False
 
-    def forget_hook(self, _: object) -> None: ...
+    def hook_received(self, _: object) -> None: ...
 
     def cancel_hook(self, _: object, *, is_urgent: bool) -> None: ...
 
@@ -75,12 +75,12 @@ class Agent:
         result = HookResult(
             hook=hook, outcome=outcome, exit_code=3, attempts=1, duration_seconds=0.1, tail="", detail=detail
         )
-        self.engine.receive(HookEnded(effect, result))
+        self.engine.receive(HookDone(effect, result))
         self.turn()
 
     def say(self, action: OperatorAction) -> str | None:
-        (workflow_id,) = self.engine.board
-        operator = Store.join(self.store.path.parent)
+        (workflow_id,) = self.engine.workflows
+        operator = Store.open_client(self.store.path.parent)
         try:
             request = operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
             self.turn()
@@ -91,7 +91,7 @@ class Agent:
 
     @property
     def phase(self) -> str:
-        (workflow,) = self.engine.board.values()
+        (workflow,) = self.engine.workflows.values()
         return workflow.phase
 
     def told(self) -> list[str]:
@@ -117,26 +117,26 @@ def failed(agent: Agent) -> Agent:
     return agent
 
 
-def test_a_failed_recovery_is_retried_and_what_is_not_required_may_fail(failed: Agent) -> None:
+def test_a_failed_recovery_is_retried_and_an_optional_hook_may_fail(failed: Agent) -> None:
     assert failed.say("retry") == "retry: the event is recovering, hook load runs"
     failed.end("load")
     failed.end("resume")
     failed.end("tell", "failed")
-    assert failed.engine.board == {}
+    assert failed.engine.workflows == {}
     assert "kim says: retry" in failed.told()
     assert "hook tell: exit code 3 (failed), and it is not required" in failed.told()
 
 
 def test_a_failed_recovery_is_resolved_and_the_journal_says_by_whom(failed: Agent) -> None:
     assert failed.say("resolve") == "resolve: the event is closed"
-    assert failed.engine.board == {}
+    assert failed.engine.workflows == {}
     assert failed.told()[-2:] == [
         "kim says: resolve",
         "is over: unknown, an operator has repaired its recovery manually",
     ]
 
 
-def test_a_failed_recovery_and_a_retry_outlive_the_agent(failed: Agent, tmp_path: Path) -> None:
+def test_a_failed_recovery_and_a_retry_survive_a_restart(failed: Agent, tmp_path: Path) -> None:
     failed.store.close()
     second = Agent(tmp_path)
     second.read()
@@ -156,7 +156,7 @@ def test_a_recovery_is_neither_retried_nor_resolved_while_its_hook_runs(failed: 
     assert failed.say("hold") == "rejected: the event is over"
 
 
-def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp_path: Path) -> None:
+def test_a_recovery_that_waits_for_a_missing_hook_can_be_resolved(agent: Agent, tmp_path: Path) -> None:
     agent.end("drain")
     agent.end("save")
     agent.store.close()
@@ -164,8 +164,8 @@ def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp
     second.engine.settings = Settings(rules=(RULE,), hooks={})
     second.read()
     assert second.phase == "recovering"
-    (workflow,) = second.engine.board.values()
-    assert overruling(workflow) == ("resolve",)
+    (workflow,) = second.engine.workflows.values()
+    assert available_actions(workflow) == ("resolve",)
     assert second.say("resolve") == "resolve: the event is closed"
     second.store.close()
 
@@ -193,7 +193,7 @@ def test_an_agent_that_only_observes_retries_nothing(failed: Agent) -> None:
     assert failed.say("resolve") == "resolve: the event is closed"
 
 
-def test_a_hold_says_which_hook_is_let_end(agent: Agent) -> None:
+def test_a_hold_names_the_hook_that_may_finish(agent: Agent) -> None:
     assert agent.say("hold") == "hold: set; the event is preparing, hook drain runs to its end"
     agent.end("drain")
     assert agent.phase == "held"
@@ -207,7 +207,7 @@ def test_a_hold_of_an_event_that_is_held_says_that_it_was_set(agent: Agent) -> N
     assert agent.say("release") == "released: the event is held: hook drain: exit code 3"
 
 
-def test_a_release_of_what_no_operator_said_does_nothing_and_is_not_noted(agent: Agent) -> None:
+def test_a_release_without_an_operator_action_does_nothing_and_is_not_recorded(agent: Agent) -> None:
     agent.end("drain", "failed")
     before = agent.told()
     assert [agent.say("release") for _ in range(2)] == ["nothing to release"] * 2
@@ -218,9 +218,9 @@ def test_a_release_of_what_no_operator_said_does_nothing_and_is_not_noted(agent:
     assert agent.say("release") == "nothing to release"
 
 
-def test_a_release_takes_back_the_hold_that_was_asked_for_just_before_it(agent: Agent, tmp_path: Path) -> None:
-    (workflow_id,) = agent.engine.board
-    with closing(Store.join(tmp_path)) as operator:
+def test_a_release_cancels_the_hold_requested_just_before_it(agent: Agent, tmp_path: Path) -> None:
+    (workflow_id,) = agent.engine.workflows
+    with closing(Store.open_client(tmp_path)) as operator:
         actions: tuple[OperatorAction, ...] = ("hold", "release", "release")
         asked = [operator.add_request(workflow_id, one, "kim", datetime.now(UTC)) for one in actions]
         agent.turn()

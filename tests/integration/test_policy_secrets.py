@@ -11,7 +11,7 @@ import pytest
 
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.policy import yaml_nodes
-from scheduled_events_agent.policy.settings import NoticeWord, Settings
+from scheduled_events_agent.policy.settings import NotificationKind, Settings
 from scheduled_events_agent.policy.typed_yaml import kinds, peel
 
 MARK = "MARK-5f1d"
@@ -79,7 +79,7 @@ def test_the_marked_keys_are_those_that_may_hold_secrets() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_no_message_of_check_has_it(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_message_of_check_has_the_secret(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "policy.yaml"
     for value in WRONG:
         policy.write_text(policy_with(key, value), encoding="utf-8")
@@ -131,14 +131,14 @@ def test_the_loader_without_c_code_does_not_quote_it_either(value: str, monkeypa
         ),
     ],
 )
-def test_what_is_wrong_is_told_all_the_same(
+def test_an_error_is_still_reported_without_its_secret(
     text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(text, encoding="utf-8")
     assert main(["check", "--json", "--config", str(policy)]) == 2
-    words = ", ".join(get_args(NoticeWord))
+    words = ", ".join(get_args(NotificationKind))
     hidden = "not shown here, for it may be secret"
     assert (
-        f"{policy}:1: {problem.format(hidden=hidden, on=words)}" in json.loads(capsys.readouterr().out)["problems"]
+        f"{policy}:1: {problem.format(hidden=hidden, on=words)}" in json.loads(capsys.readouterr().out)["errors"]
     )

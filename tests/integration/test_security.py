@@ -18,10 +18,10 @@ from scheduled_events_agent.cli.config import load_policy, policy_file
 from scheduled_events_agent.daemon.policy_reader import look_at_machine, read_policy
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import read_sas
-from scheduled_events_agent.hooks.preflight import check_machine, hook_tampering_fault
+from scheduled_events_agent.hooks.preflight import check_machine, hook_write_risk
 from scheduled_events_agent.hooks.run import HookResult, HookRun
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.notifications import SAMPLE, NoticeError, deliver
+from scheduled_events_agent.notifications import SAMPLE, NotificationError, deliver
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.load import ConfigError
 from scheduled_events_agent.policy.settings import FleetCredential
@@ -58,12 +58,12 @@ def file(tmp_path: Path) -> Path:
 # --- who may change a file
 
 
-def test_what_only_root_and_this_account_can_change_is_in_order(file: Path) -> None:
+def test_files_that_only_root_and_this_account_can_change_are_accepted(file: Path) -> None:
     assert host.tampering_fault(file) is None
     assert host.tampering_fault(Path("/bin/sh")) is None
 
 
-def test_what_is_not_there_is_for_others_to_tell(tmp_path: Path) -> None:
+def test_a_missing_file_is_left_to_other_checks(tmp_path: Path) -> None:
     assert host.tampering_fault(tmp_path / "missing") is None
     (tmp_path / "circle").symlink_to("circle")
     assert host.tampering_fault(tmp_path / "circle") is None
@@ -75,9 +75,7 @@ def test_what_is_not_there_is_for_others_to_tell(tmp_path: Path) -> None:
     [(0o777, 0, "every account"), (0o775, NOBODY, f"the group {NOBODY}"), (0o775, 0, None), (0o755, NOBODY, None)],
 )
 @needs_root
-def test_every_place_on_the_way_is_looked_at(
-    file: Path, level: int, mode: int, group: int, who: str | None
-) -> None:
+def test_every_parent_directory_is_checked(file: Path, level: int, mode: int, group: int, who: str | None) -> None:
     place = (file, *file.parents)[level]
     os.chown(place, 0, group)
     place.chmod(mode)
@@ -94,7 +92,7 @@ def test_an_owner_can_change_whatever_the_mode_says(file: Path, level: int) -> N
 
 
 @needs_root
-def test_a_link_is_as_safe_as_its_own_place_and_what_it_leads_to(file: Path, tmp_path: Path) -> None:
+def test_a_link_is_as_safe_as_its_directory_and_its_target(file: Path, tmp_path: Path) -> None:
     link = tmp_path / "links" / "link"
     link.parent.mkdir()
     link.symlink_to("../a/b/../b/file")
@@ -115,7 +113,7 @@ def test_a_link_is_as_safe_as_its_own_place_and_what_it_leads_to(file: Path, tmp
 
 
 @needs_root
-def test_a_link_to_a_directory_on_the_way_is_followed_too(file: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_parent_directory_is_followed_too(file: Path, tmp_path: Path) -> None:
     (tmp_path / "way").symlink_to(file.parent)
     path = tmp_path / "way" / "file"
     assert host.tampering_fault(path) is None
@@ -124,7 +122,7 @@ def test_a_link_to_a_directory_on_the_way_is_followed_too(file: Path, tmp_path: 
 
 
 @needs_root
-def test_in_a_sticky_directory_the_owner_of_what_is_in_it_decides(file: Path) -> None:
+def test_in_a_sticky_directory_the_owner_of_the_entry_decides(file: Path) -> None:
     file.parent.chmod(0o1777)  # as /tmp: others can neither remove nor rename what is not theirs
     assert host.tampering_fault(file) is None
     os.chown(file, SOMEBODY, SOMEBODY)
@@ -151,7 +149,7 @@ def test_the_account_of_a_hook_and_its_own_group_may_change_its_files(
 
 
 @needs_root
-def test_whoever_owns_the_agents_own_code_is_trusted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_owner_of_the_agents_code_is_trusted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = file.with_name("code.py")
     code.touch()
     os.chown(code, SOMEBODY, SOMEBODY)
@@ -162,7 +160,7 @@ def test_whoever_owns_the_agents_own_code_is_trusted(file: Path, monkeypatch: py
 
 
 @needs_root
-def test_an_access_list_that_lets_an_account_write_is_told(file: Path) -> None:
+def test_an_access_list_with_write_access_is_reported(file: Path) -> None:
     # Version 2; owner rwx, uid 65534 rwx, group r-x, mask rwx, others r-x.
     entries = [(1, 7, 2**32 - 1), (2, 7, NOBODY), (4, 5, 2**32 - 1), (16, 7, 2**32 - 1), (32, 5, 2**32 - 1)]
     data = (2).to_bytes(4, "little") + b"".join(
@@ -179,7 +177,7 @@ def test_an_access_list_that_lets_an_account_write_is_told(file: Path) -> None:
 
 
 @needs_root
-def test_what_is_mounted_read_only_cannot_be_changed_there(file: Path) -> None:
+def test_a_read_only_mount_cannot_be_changed(file: Path) -> None:
     file.parent.chmod(0o777)  # as Kubernetes makes the directory of a ConfigMap
     place = file.parent
     code = "from pathlib import Path; from scheduled_events_agent import host; "
@@ -205,7 +203,7 @@ def test_the_owner_of_the_agents_own_code_is_trusted_but_not_with_that_code(
 
 
 @needs_root
-def test_whether_a_disk_is_temporary_can_be_asked_by_an_account_that_may_not_look_into_it(tmp_path: Path) -> None:
+def test_an_account_without_read_access_can_still_detect_a_temporary_disk(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o700)
     os.seteuid(NOBODY)
     try:
@@ -223,23 +221,23 @@ def open_to_all(path: Path, text: str = "", mode: int = 0o777) -> Path:
     return path
 
 
-def test_the_program_is_looked_at_by_its_path_in_its_directory_or_on_the_path(tmp_path: Path) -> None:
+def test_a_program_is_checked_by_path_directory_or_search_path(tmp_path: Path) -> None:
     path = open_to_all(tmp_path / "drain")
     fault = danger(path, "every account", f"chmod go-w {path}")
-    assert hook_tampering_fault(Hook(run=(str(path), "now"))) == fault
-    assert hook_tampering_fault(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
+    assert hook_write_risk(Hook(run=(str(path), "now"))) == fault
+    assert hook_write_risk(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
         path, "every account", f"chmod go-w {path}"
     )
-    assert hook_tampering_fault(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
-    assert hook_tampering_fault(Hook(run=("true",))) is None
-    assert hook_tampering_fault(Hook(run=("no-such-program",))) is None
+    assert hook_write_risk(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
+    assert hook_write_risk(Hook(run=("true",))) is None
+    assert hook_write_risk(Hook(run=("no-such-program",))) is None
 
 
-def test_the_interpreter_of_a_script_is_looked_at(tmp_path: Path) -> None:
+def test_the_interpreter_of_a_script_is_checked(tmp_path: Path) -> None:
     interpreter = open_to_all(tmp_path / "python")
     script = tmp_path / "drain"
     script.write_text(f"#! {interpreter} -I\n")
-    assert hook_tampering_fault(Hook(run=(str(script),))) == danger(
+    assert hook_write_risk(Hook(run=(str(script),))) == danger(
         interpreter, "every account", f"chmod go-w {interpreter}"
     )
 
@@ -263,11 +261,11 @@ def test_an_argument_counts_if_it_is_a_program_a_script_or_an_interpreters_file(
         open_to_all(path, mode=mode)
     fault = danger(path, "every account", f"chmod go-w {path}")
     hook = Hook(run=tuple(word.format(path) for word in run))
-    assert hook_tampering_fault(hook) == (fault if is_code else None)
+    assert hook_write_risk(hook) == (fault if is_code else None)
 
 
-def test_a_shell_line_is_not_looked_into() -> None:
-    assert hook_tampering_fault(Hook(shell="/tmp/anything")) is None
+def test_a_shell_line_is_not_parsed() -> None:
+    assert hook_write_risk(Hook(shell="/tmp/anything")) is None
 
 
 # --- what is done about it
@@ -295,7 +293,7 @@ def exposed(file: Path, tmp_path: Path) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("is_observing", [False, True])
-def test_root_refuses_to_start_with_the_way_out(
+def test_root_rejects_the_start_with_a_hint(
     exposed: tuple[Path, list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -313,7 +311,7 @@ def test_root_refuses_to_start_with_the_way_out(
     assert not (tmp_path / "state").exists()
 
 
-def test_check_tells_root_the_same_as_errors_and_others_as_warnings(
+def test_check_reports_errors_to_root_and_warnings_to_others(
     exposed: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, problems = exposed
@@ -322,7 +320,7 @@ def test_check_tells_root_the_same_as_errors_and_others_as_warnings(
     assert capsys.readouterr().out.splitlines() == [*problems, "not valid: 2 errors"]
     assert main(["check", "--json", "--config", str(policy)]) == 2
     told = json.loads(capsys.readouterr().out)
-    assert (told["valid"], told["problems"], told["warnings"]) == (False, problems, [])
+    assert (told["valid"], told["errors"], told["warnings"]) == (False, problems, [])
 
     set_privileged(monkeypatch, False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
@@ -333,7 +331,7 @@ TARGET = "notify: [{name: ops, to: 'https://127.0.0.1:1/', "
 EXCHANGE = {
     "notify[0].to.file": "notify: [{name: ops, to: {file: 'FILE'}}]",
     "notify[0].headers.X-Key.file": TARGET + "headers: {X-Key: {file: 'FILE'}}}]",
-    "notify[0].body": TARGET + "body: 'FILE'}]",
+    "notify[0].format": TARGET + "format: 'FILE'}]",
     "notify[0].ca_file": TARGET + "ca_file: 'FILE'}]",
     "fleet.credential.sas_file": (
         "fleet: {group: g, table: 'https://acme.table.core.windows.net/vms', max_events: 1, "
@@ -352,20 +350,20 @@ def exchange(request: pytest.FixtureRequest, file: Path, tmp_path: Path) -> tupl
     return request.param, policy, danger(file, "every account", f"chmod go-w {file}")
 
 
-def test_a_file_of_notify_or_fleet_is_an_error_for_root_and_a_warning_for_others(
+def test_a_notify_or_fleet_file_is_an_error_for_root_and_a_warning_for_others(
     exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, policy, fault = exchange
     set_privileged(monkeypatch, True)
     assert main(["check", "--json", "--config", str(policy)]) == 2
-    assert json.loads(capsys.readouterr().out)["problems"] == [f"{policy}:1: {key}: {fault}"]
+    assert json.loads(capsys.readouterr().out)["errors"] == [f"{policy}:1: {key}: {fault}"]
 
     set_privileged(monkeypatch, False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
     assert f"{policy}:1: {key}: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
 
 
-def test_an_agent_starts_with_such_a_file_but_does_not_read_the_policy_again(
+def test_an_agent_starts_with_an_insecure_file_but_does_not_reload(
     exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, path, fault = exchange
@@ -378,7 +376,7 @@ def test_an_agent_starts_with_such_a_file_but_does_not_read_the_policy_again(
     assert caught.value.problems == (f"{path}:1: {key}: {fault}",)
 
 
-def test_what_needs_such_a_file_fails_with_the_reason(
+def test_an_action_that_needs_an_insecure_file_fails_with_the_reason(
     exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, path, fault = exchange
@@ -391,25 +389,25 @@ def test_what_needs_such_a_file_fails_with_the_reason(
             read_sas(Path(settings.fleet.credential.sas_file))
         assert (failed.value.kind, str(failed.value)) == ("setup", fault)
         return
-    with pytest.raises(NoticeError) as caught:
+    with pytest.raises(NotificationError) as caught:
         deliver(settings.notify[0], SAMPLE)
     short = key.removeprefix("notify[0].").removesuffix(".file")
     assert (caught.value.kind, str(caught.value)) == ("setup", f"{short}: {fault}")
 
 
-def test_doctor_fails_for_such_a_file_if_the_agent_is_root(
+def test_doctor_fails_for_an_insecure_file_if_the_agent_is_root(
     exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, path, fault = exchange
     loaded = load_policy(path)
-    for is_root, verdict in ((True, "failure"), (False, "warning")):
+    for is_root, verdict in ((True, "error"), (False, "warning")):
         set_privileged(monkeypatch, is_root)
         findings = [*check_machine(loaded, is_root=is_root)]
         found = doctor._look_at_files(loaded, findings, is_root_service=False)
-        assert [(finding.state, finding.finding) for finding in found] == [(verdict, fault)]
+        assert [(finding.severity, finding.message) for finding in found] == [(verdict, fault)]
 
 
-def test_files_of_the_pages_are_warned_of_and_used(
+def test_insecure_endpoint_files_are_a_warning_and_used(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_privileged(monkeypatch, True)
@@ -421,7 +419,7 @@ def test_files_of_the_pages_are_warned_of_and_used(
     assert told in json.loads(capsys.readouterr().out)["warnings"]
 
 
-def test_doctor_fails_if_one_of_the_places_that_name_a_file_is_an_error(file: Path) -> None:
+def test_doctor_fails_if_one_reference_to_a_file_is_an_error(file: Path) -> None:
     file.parent.chmod(0o777)
     policy = file.parent / "policy.yaml"
     web_config = file.parent / "web.yml"
@@ -433,7 +431,7 @@ def test_doctor_fails_if_one_of_the_places_that_name_a_file_is_an_error(file: Pa
     severities = [finding.severity for finding in findings if finding.message == fault]
     assert severities == ["error", "warning"]  # of the policy, and of the pages
     found = doctor._look_at_files(loaded, findings, is_root_service=False)
-    assert [(finding.state, finding.finding) for finding in found] == [("failure", fault)]
+    assert [(finding.severity, finding.message) for finding in found] == [("error", fault)]
 
 
 def run_once(hook: Hook) -> HookResult:
@@ -474,7 +472,7 @@ def refused_state(path: Path, fault: str) -> str:
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize(("owner", "mode"), [(SOMEBODY, 0o755), (0, 0o777)])
 @needs_root
-def test_root_refuses_a_state_directory_where_others_could_move_it_away(
+def test_root_rejects_a_state_directory_that_others_could_move_away(
     tmp_path: Path, owner: int, mode: int, is_there: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent = tmp_path / "st"
@@ -494,7 +492,7 @@ def test_root_refuses_a_state_directory_where_others_could_move_it_away(
 
 
 @needs_root
-def test_root_refuses_a_link_that_another_account_made_and_puts_nothing_where_it_leads(tmp_path: Path) -> None:
+def test_root_rejects_a_link_of_another_account_and_writes_nothing_to_its_target(tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     shared = tmp_path / "shared"
@@ -510,7 +508,7 @@ def test_root_refuses_a_link_that_another_account_made_and_puts_nothing_where_it
     assert list(private.iterdir()) == []
 
 
-def test_a_state_directory_below_a_sticky_one_is_taken(tmp_path: Path) -> None:
+def test_a_state_directory_below_a_sticky_one_is_accepted(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)  # as /tmp
     for _ in range(2):
         assert state_refusal(tmp_path / "made" / "state") is None
@@ -534,7 +532,7 @@ def test_a_private_mount_hides_where_the_state_directory_really_is(tmp_path: Pat
     assert state_refusal(place) is not None
 
 
-def test_check_warns_of_such_a_state_directory_and_other_accounts_take_it(
+def test_check_warns_of_an_insecure_state_directory_and_other_accounts_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent = tmp_path / "st"
@@ -546,10 +544,10 @@ def test_check_warns_of_such_a_state_directory_and_other_accounts_take_it(
     fault = danger(parent, "every account", f"chmod go-w {parent}")
     assert main(["check", "--json", "--config", str(policy)]) == 0
     assert f"{policy}:1: agent.state_dir: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
-    for is_root, verdict in ((True, "failure"), (False, "warning")):
+    for is_root, verdict in ((True, "error"), (False, "warning")):
         set_privileged(monkeypatch, is_root)
         found = doctor._look_at_state(state, None, is_in_use=False)
-        assert (found.state, found.finding) == (verdict, fault)
+        assert (found.severity, found.message) == (verdict, fault)
     monkeypatch.setattr("scheduled_events_agent.host.linux.files.is_privileged", lambda: False)
     assert state_refusal(state) is None
 
@@ -608,9 +606,9 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     assert told in look_at_machine(loaded)  # which an agent that starts logs
     findings = [*check_machine(loaded, is_root=False)]
     found = [*doctor._look_at_files(loaded, findings, is_root_service=False)]
-    assert [(finding.state, finding.finding) for finding in found] == [("warning", told)]
+    assert [(finding.severity, finding.message) for finding in found] == [("warning", told)]
     of_hooks = doctor._look_at_hooks(loaded, findings, None, units_fault="")
-    assert [finding.state for finding in of_hooks] == ["ok"]  # it is said once
+    assert [finding.severity for finding in of_hooks] == ["ok"]  # it is said once
     policy.chmod(0o640)
     assert secret_warnings(policy, capsys) == []
 
@@ -624,7 +622,9 @@ def test_all_secrets_of_a_policy_are_one_warning(shared_place: Path, capsys: pyt
     assert text.endswith("or use {file: ...}; so are notify[0].headers.X-Key, hooks.x.env.DB_PASSWORD")
 
 
-def test_what_is_no_secret_may_be_read_by_all(shared_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_without_secrets_may_be_readable_by_all(
+    shared_place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     policy = shared_place / "policy.yaml"
     target = "{name: ops, to: {file: /run/none}, headers: {X-Key: {file: /run/none}}}"
     policy.write_text(f"notify: [{target}]\nhooks: {{x: {{run: [/bin/true], env: {{COLOUR: red, TOKEN: ''}}}}}}\n")
@@ -659,7 +659,7 @@ def test_other_variables_and_very_short_values_are_repeated() -> None:
     assert lines == ["lightgreen recovery on"]
 
 
-def test_each_line_of_a_long_secret_is_known_by_itself() -> None:
+def test_each_line_of_a_long_secret_is_redacted() -> None:
     lines, _ = output_of('echo "$PRIVATE_KEY"', PRIVATE_KEY="-----BEGIN-----\nMIIEvQIBADANBg\nab\n-----END-----")
     assert lines == ["***", "***", "ab", "***"]
 
@@ -674,7 +674,7 @@ def test_a_credential_of_the_service_manager_is_not_repeated(
 
 
 @pytest.mark.parametrize("before", [1980, 1990, 2000, 2010])
-def test_a_secret_where_a_line_is_cut_is_not_told_in_part(before: int) -> None:
+def test_a_secret_at_a_line_cut_is_not_shown_in_part(before: int) -> None:
     lines, _ = output_of(f"printf '%{before}s%s%0200d\\n' '' \"$TOKEN\" 0", TOKEN=SECRET)
     (line,) = lines
     assert line.endswith(" (cut)")
@@ -682,13 +682,13 @@ def test_a_secret_where_a_line_is_cut_is_not_told_in_part(before: int) -> None:
 
 
 @pytest.mark.parametrize("after", [4060, 4080, 4096])
-def test_a_secret_where_the_tail_begins_is_not_told_in_part(after: int) -> None:
+def test_a_secret_at_the_start_of_the_tail_is_not_shown_in_part(after: int) -> None:
     _, tail = output_of(f"printf '%s%0{after}d' \"$TOKEN\" 0", TOKEN=SECRET)
     assert set(tail) <= {"*", "0"}
     assert 4060 <= len(tail) <= 4096
 
 
-def test_what_turns_or_ends_a_line_for_some_readers_is_taken_out() -> None:
+def test_bidirectional_and_line_break_characters_are_removed() -> None:
     lines, _ = output_of(r"printf 'a\342\200\256b\342\200\250c\033]0;title\007d\rforged\n'")
     assert lines == ["a b c ]0;title d forged"]
 

@@ -76,7 +76,7 @@ def client(simulator: Simulator) -> Iterator[Client]:
 # Requests that the service rejects
 
 
-def test_a_request_without_the_metadata_header_gets_the_real_refusal(client: Client) -> None:
+def test_a_request_without_the_metadata_header_gets_the_real_error(client: Client) -> None:
     expected = json.loads((PAYLOADS / "48-imds-400-missing-metadata-header.json").read_text())
     assert client.ask(headers={}) == (400, expected)
     assert client.ask(headers={"Metadata": "false"}) == (400, expected)
@@ -88,19 +88,19 @@ def test_the_value_of_the_metadata_header_may_be_in_any_case(client: Client) -> 
 
 
 @pytest.mark.parametrize("query", ["", "?api-version=", "?api-version=2021-12-13", "?api-version={latest}"])
-def test_an_unknown_api_version_is_refused_as_by_azure_with_the_known_ones(client: Client, query: str) -> None:
+def test_an_unknown_api_version_is_rejected_as_by_azure_with_the_known_ones(client: Client, query: str) -> None:
     expected = json.loads((PAYLOADS / "47-imds-400-bad-api-version.json").read_text())
     expected["newest-versions"] = ["2024-07-09", "2020-07-01", "2019-08-01"]
     assert client.ask(f"/metadata/scheduledevents{query}") == (400, expected)
 
 
 @pytest.mark.parametrize("query", ["", "?api-version=2020-07-01"])
-def test_an_unknown_api_version_of_the_instance_gets_the_real_refusal(client: Client, query: str) -> None:
+def test_an_unknown_api_version_of_the_instance_gets_the_real_error(client: Client, query: str) -> None:
     expected = json.loads((PAYLOADS / "47-imds-400-bad-api-version.json").read_text())
     assert client.ask(f"/metadata/instance{query}") == (400, expected)
 
 
-def test_a_forwarded_request_is_refused(client: Client) -> None:
+def test_a_forwarded_request_is_rejected(client: Client) -> None:
     status, body = client.ask(headers={**METADATA, "X-Forwarded-For": "10.0.0.1"})
     assert (status, body) == (400, {"error": "Bad request. Requests must not carry an X-Forwarded-For header"})
 
@@ -135,7 +135,7 @@ def test_a_vm_gets_tokens_for_its_own_identity_alone(client: Client) -> None:
     assert client.ask(resource, method="POST", body="{}")[0] == 405
 
 
-def test_what_is_not_http_is_refused(simulator: Simulator) -> None:
+def test_invalid_http_is_rejected(simulator: Simulator) -> None:
     connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     connection.connect()
     connection.sock.sendall(b"nonsense\r\n\r\n")
@@ -152,7 +152,7 @@ def test_the_first_document_is_that_of_azure(client: Client) -> None:
     assert client.ask() == (200, json.loads((PAYLOADS / "01-empty-first-document.json").read_text()))
 
 
-def test_a_users_reboot_looks_as_it_did_on_azure(simulator: Simulator, client: Client) -> None:
+def test_a_users_reboot_matches_a_real_one_on_azure(simulator: Simulator, client: Client) -> None:
     captured = json.loads((PAYLOADS / "12-reboot-user-no-duration.json").read_text())["Events"][0]
     simulator.schedule("Reboot", source="User")
     event = client.events("2019-08-01")[0]
@@ -222,7 +222,7 @@ def test_a_started_event_has_a_blank_not_before(simulator: Simulator, client: Cl
 # The instance
 
 
-def test_the_instance_is_told_with_strings_only() -> None:
+def test_the_instance_endpoint_returns_only_strings() -> None:
     machine = VirtualMachine(name="web_0", vm_id="5c08b38e-4d57-4c23-ac45-aca61037f084", scale_set="web")
     with Simulator(vms=(machine,)) as simulator:
         client = Client(simulator)
@@ -287,7 +287,7 @@ def test_an_approval_counts_for_all_vms_of_the_event_and_may_be_repeated(
     other.close()
 
 
-def test_an_unknown_id_is_refused_and_nothing_of_that_request_is_approved(
+def test_an_unknown_id_is_rejected_and_nothing_of_that_request_is_approved(
     simulator: Simulator, client: Client
 ) -> None:
     event_id = simulator.schedule("Reboot")
@@ -297,7 +297,7 @@ def test_an_unknown_id_is_refused_and_nothing_of_that_request_is_approved(
     assert simulator.approvals() == ()
 
 
-def test_the_id_of_an_event_that_is_gone_is_refused(simulator: Simulator, client: Client) -> None:
+def test_the_id_of_an_event_that_is_gone_is_rejected(simulator: Simulator, client: Client) -> None:
     event_id = simulator.schedule("Reboot")
     simulator.cancel(event_id)
 
@@ -326,7 +326,7 @@ def test_after_a_change_of_id_only_the_new_one_is_known(simulator: Simulator, cl
         '{"StartRequests": [{"EventId": 1}]}',
     ],
 )
-def test_an_approval_that_is_not_one_is_refused(client: Client, body: str) -> None:
+def test_an_invalid_approval_is_rejected(client: Client, body: str) -> None:
     status, answer = client.ask(method="POST", body=body)
     assert status == 400
     assert answer["error"].startswith("Bad request. ")
@@ -383,7 +383,7 @@ def test_an_approval_may_come_in_chunks(simulator: Simulator) -> None:
         ("Content-Length: ten", b""),
     ],
 )
-def test_a_body_of_no_length_or_a_huge_one_is_refused(simulator: Simulator, headers: str, body: bytes) -> None:
+def test_a_body_of_no_length_or_a_huge_one_is_rejected(simulator: Simulator, headers: str, body: bytes) -> None:
     address = ("127.0.0.1", int(simulator.endpoint().rpartition(":")[2]))
     with socket.create_connection(address, timeout=60) as connection, connection.makefile("rb") as stream:
         connection.sendall(f"POST {EVENTS} HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
@@ -457,7 +457,7 @@ def test_it_listens_on_the_address_that_is_given() -> None:
 # The record
 
 
-def test_every_request_is_recorded_with_what_it_got(simulator: Simulator, client: Client) -> None:
+def test_every_request_is_recorded_with_its_response(simulator: Simulator, client: Client) -> None:
     event_id = simulator.schedule("Reboot")
     began, began_at = time.monotonic(), datetime.now(UTC)
     client.ask()
@@ -492,7 +492,7 @@ def test_requests_can_be_written_to_a_file_as_json_lines(tmp_path: Path) -> None
     ]
 
 
-def test_a_file_for_requests_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_request_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SimulatorError) as caught:
         Simulator(requests_file=tmp_path)
     assert str(caught.value).startswith(f"cannot write requests to {tmp_path}: ")

@@ -58,7 +58,7 @@ def state(port: int) -> dict[str, Any]:
     return told
 
 
-def test_an_event_is_announced_in_the_words_of_a_scenario_file(simulator: Simulator, port: int) -> None:
+def test_an_event_is_announced_with_the_keys_of_a_scenario_file(simulator: Simulator, port: int) -> None:
     content = {
         "type": "Freeze", "name": "pause", "vms": ["vm-2", "vm-3"], "source": "User", "notice": "5m",
         "duration": "9s", "description": "a <pause> \ud83d\ude00 / \\", "lasts": None, "id": "my-id",
@@ -71,7 +71,7 @@ def test_an_event_is_announced_in_the_words_of_a_scenario_file(simulator: Simula
     assert plan.description == "a <pause> \U0001f600 / \\"
 
 
-def test_an_event_is_led_through_its_life_by_its_name_or_its_id(simulator: Simulator, port: int) -> None:
+def test_an_event_is_advanced_by_its_name_or_its_id(simulator: Simulator, port: int) -> None:
     _, first = post(port, "/schedule", {"type": "Reboot", "name": "first", "start_delay": "1h", "lasts": None})
     assert post(port, "/approve", {"event": "first"}) == (200, first)
     assert simulator.event("first").approved_by == "the portal"
@@ -85,7 +85,7 @@ def test_an_event_is_led_through_its_life_by_its_name_or_its_id(simulator: Simul
     assert simulator.event(second["event"]).outcome == "canceled"
 
 
-def test_faults_begin_and_end_and_the_numbering_too(simulator: Simulator, port: int) -> None:
+def test_faults_and_numbering_can_be_started_and_stopped(simulator: Simulator, port: int) -> None:
     assert post(port, "/fault", {"kind": "status", "status": 410, "vms": "vm-2", "on": "poll", "count": 3}) == (
         200,
         {},
@@ -99,7 +99,7 @@ def test_faults_begin_and_end_and_the_numbering_too(simulator: Simulator, port: 
     assert state(port)["incarnation"] == 41
 
 
-def test_the_state_tells_of_vms_faults_events_and_what_happened(simulator: Simulator, port: int) -> None:
+def test_the_state_lists_vms_faults_events_and_history(simulator: Simulator, port: int) -> None:
     event_id = simulator.schedule("Preempt", vms=["vm-2"])
     gone_id = simulator.schedule("Reboot")
     simulator.cancel(gone_id)
@@ -156,12 +156,12 @@ def test_the_state_tells_of_vms_faults_events_and_what_happened(simulator: Simul
         ("/reset-incarnation", b'{"incarnation": -1}', "incarnation: expected at least 0; got -1"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_as_in_a_scenario_file(port: int, path: str, body: bytes, message: str) -> None:
+def test_an_error_is_reported_as_in_a_scenario_file(port: int, path: str, body: bytes, message: str) -> None:
     status, _, answer = ask(port, path, body, JSON)
     assert (status, json.loads(answer)) == (400, {"error": f"{path[1:]}: {message}"})
 
 
-def test_what_cannot_be_is_told(simulator: Simulator, port: int) -> None:
+def test_an_impossible_request_is_reported(simulator: Simulator, port: int) -> None:
     first = post(port, "/schedule", {"type": "Reboot", "name": "first", "lasts": None})[1]["event"]
     assert [
         post(port, "/schedule", {"type": "Reboot", "vms": ["vm-9"]}),
@@ -222,7 +222,7 @@ def test_a_port_open_to_the_network_is_warned_of(simulator: Simulator, capsys: p
     )
 
 
-def test_a_page_of_another_site_can_do_nothing(simulator: Simulator, port: int) -> None:
+def test_a_page_of_another_site_can_change_nothing(simulator: Simulator, port: int) -> None:
     event = {"type": "Reboot"}
     assert [
         post(port, "/schedule", event, Origin="https://evil.example")[0],
@@ -239,7 +239,7 @@ def test_a_page_of_another_site_can_do_nothing(simulator: Simulator, port: int) 
     assert post(port, "/schedule", event, Origin=f"http://127.0.0.1:{port}")[0] == 200
 
 
-def test_other_paths_and_methods_are_refused_with_the_way_out(port: int) -> None:
+def test_other_paths_and_methods_are_rejected_with_a_hint(port: int) -> None:
     status, _, body = ask(port, "/nowhere")
     paths = "/, /state, /schedule, /approve, /cancel, /start, /end, /fault, /clear-faults, /reset-incarnation"
     assert (status, json.loads(body)) == (404, {"error": f"there is no /nowhere here; there are {paths}"})
@@ -252,7 +252,7 @@ def test_other_paths_and_methods_are_refused_with_the_way_out(port: int) -> None
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1048577", "9" * 5000])
-def test_a_length_that_cannot_be_is_refused(port: int, length: str) -> None:
+def test_an_impossible_length_is_rejected(port: int, length: str) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(f"POST /schedule HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
         assert client.makefile("rb").read().startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -275,15 +275,19 @@ def test_the_page_and_its_files_load_nothing_from_elsewhere(port: int) -> None:
     assert re.findall(r'\b(?:src|href)="(.*?)"', files["/"][2]) == ["control.css", "control.js"]
 
 
-def test_the_page_has_a_field_for_every_word_of_an_event_and_a_fault(port: int) -> None:
+def test_the_page_has_a_field_for_every_key_of_an_event_and_a_fault(port: int) -> None:
     page = ask(port, "/")[2]
     forms = dict(re.findall(r'<form id="(\w+)">(.*?)</form>', page, re.DOTALL))
     fields = {name: set(re.findall(r'name="(\w+)"', form)) for name, form in forms.items()}
     assert fields["schedule"] == set(Plan.__struct_encode_fields__)
-    assert fields["fault"] == set(Fault.__struct_encode_fields__) - {"api_version", "delay", "takes_effect"}
+    assert fields["fault"] == set(Fault.__struct_encode_fields__) - {
+        "api_version",
+        "delay",
+        "request_is_processed",
+    }
 
 
-def test_the_command_serves_nothing_but_what_is_asked_for() -> None:
+def test_the_command_without_a_scenario_serves_only_requested_events() -> None:
     command = [
         sys.executable,
         "-m",
@@ -314,19 +318,21 @@ def test_the_command_serves_nothing_but_what_is_asked_for() -> None:
             process.kill()
 
 
-def test_a_name_that_the_scenario_has_for_a_later_event_is_refused() -> None:
+def test_a_name_of_a_later_event_of_the_scenario_is_rejected() -> None:
     scenario = parse_scenario("{timeline: [{at: 1h, event: {type: Reboot, name: r}}]}", "mine.yaml")
-    with Simulator(scenario=scenario, linger_seconds=math.inf) as azure:
+    with Simulator(scenario=scenario, shutdown_delay_seconds=math.inf) as azure:
         with pytest.raises(SimulatorError, match='there is an event "r" already'):
             azure.play(Step(at=0.0, event=Plan(type="Freeze", name="r")))
         assert azure.events() == ()
 
 
-@pytest.mark.parametrize("linger_seconds", [math.inf, 3.0])
-def test_a_scenario_with_a_control_port_does_not_end_by_itself(linger_seconds: float) -> None:
+@pytest.mark.parametrize("shutdown_delay_seconds", [math.inf, 3.0])
+def test_a_scenario_with_a_control_port_does_not_end_by_itself(shutdown_delay_seconds: float) -> None:
     scenario = parse_scenario("{timeline: [{at: 0s, event: {type: Reboot, name: r}}], ends: 1s}", "mine.yaml")
     now = [1000.0]
-    with Simulator(scenario=scenario, linger_seconds=linger_seconds, clock=lambda: now[0]) as simulator:
+    with Simulator(
+        scenario=scenario, shutdown_delay_seconds=shutdown_delay_seconds, clock=lambda: now[0]
+    ) as simulator:
         now[0] += 60.0
         assert simulator.event("r").status == "Scheduled"
-        assert simulator.is_finished is (linger_seconds < math.inf)
+        assert simulator.is_finished is (shutdown_delay_seconds < math.inf)

@@ -62,14 +62,14 @@ def test_an_error_status_has_a_json_body(simulator: Simulator, status: int) -> N
     assert ask(simulator) == EMPTY_DOCUMENT
 
 
-def test_a_fault_befalls_as_many_requests_as_it_was_made_for(simulator: Simulator) -> None:
+def test_a_fault_affects_the_requested_number_of_requests(simulator: Simulator) -> None:
     simulator.fault("vm-1", "empty", count=2)
 
     assert [ask(simulator)[1] for _ in range(3)] == [b"", b"", EMPTY_DOCUMENT[1]]
     assert [record.fault for record in simulator.requests()] == ["empty", "empty", ""]
 
 
-def test_a_fault_can_refuse_one_api_version(simulator: Simulator) -> None:
+def test_a_fault_can_reject_one_api_version(simulator: Simulator) -> None:
     simulator.fault("vm-1", "status", status=404, api_version="2024-07-09")
     newest = EVENTS.replace("2020-07-01", "2024-07-09")
 
@@ -78,7 +78,7 @@ def test_a_fault_can_refuse_one_api_version(simulator: Simulator) -> None:
     assert ask(simulator, newest) == EMPTY_DOCUMENT
 
 
-def test_a_fault_lasts_as_long_as_it_was_made_for(simulator: Simulator) -> None:
+def test_a_fault_lasts_for_its_duration(simulator: Simulator) -> None:
     began = time.monotonic()
     simulator.fault("vm-1", "empty", seconds=0.3)
     while ask(simulator)[1] == b"":
@@ -94,7 +94,7 @@ def test_a_fault_can_be_cleared(simulator: Simulator) -> None:
     assert [ask(simulator, vm=vm)[1] for vm in ("vm-1", "vm-2")] == [EMPTY_DOCUMENT[1], b""]
 
 
-def test_a_fault_befalls_only_its_vm_and_only_its_kind_of_request(simulator: Simulator) -> None:
+def test_a_fault_affects_only_its_vm_and_its_kind_of_request(simulator: Simulator) -> None:
     simulator.fault("vm-1", "status", status=500, on="approve")
     event_id = simulator.schedule("Reboot")
 
@@ -105,9 +105,9 @@ def test_a_fault_befalls_only_its_vm_and_only_its_kind_of_request(simulator: Sim
     assert ask(simulator, method="POST", body=approval_of(event_id), vm="vm-2")[0] == 200
 
 
-def test_an_approval_can_take_effect_although_its_answer_is_lost(simulator: Simulator) -> None:
+def test_an_approval_can_take_effect_although_its_response_is_lost(simulator: Simulator) -> None:
     event_id = simulator.schedule("Reboot")
-    simulator.fault("vm-1", "reset", on="approve", count=1, takes_effect=True)
+    simulator.fault("vm-1", "reset", on="approve", count=1, request_is_processed=True)
 
     with pytest.raises(ConnectionError):
         ask(simulator, method="POST", body=approval_of(event_id))
@@ -133,7 +133,7 @@ def test_a_stalled_request_is_read_and_never_answered(simulator: Simulator) -> N
     assert [(record.status, record.fault) for record in simulator.requests()] == [(0, "stall")]
 
 
-def test_closing_does_not_wait_for_what_is_slow_or_stalled() -> None:
+def test_closing_does_not_wait_for_slow_or_stalled_responses() -> None:
     with Simulator() as simulator, socket.socket() as slow, socket.socket() as stalled:
         simulator.fault("vm-1", "stall", count=1)
         simulator.fault("vm-1", "slow", count=1, delay_seconds=600)
@@ -153,7 +153,7 @@ def test_a_connection_can_be_reset(simulator: Simulator) -> None:
         ask(simulator)
 
 
-def test_a_redirect_names_a_path_that_shows_who_followed_it(simulator: Simulator) -> None:
+def test_a_redirect_names_a_path_that_identifies_its_followers(simulator: Simulator) -> None:
     simulator.fault("vm-1", "redirect", count=1)
     connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     connection.request("GET", EVENTS, headers=METADATA)
@@ -204,7 +204,7 @@ def test_an_answer_can_come_a_byte_at_a_time(simulator: Simulator) -> None:
     assert time.monotonic() - began > 0.1
 
 
-def test_more_than_five_requests_a_second_to_one_vm_are_too_many_on_whatever_path() -> None:
+def test_more_than_five_requests_a_second_to_one_vm_are_throttled() -> None:
     now = [1_782_648_000.0]
     with Simulator(vms=("vm-1", "vm-2"), clock=lambda: now[0]) as simulator:
         statuses = [ask(simulator, path)[0] for path in [EVENTS, INSTANCE, "/nowhere"] * 3]

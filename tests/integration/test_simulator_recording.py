@@ -95,7 +95,7 @@ def test_each_document_that_differs_is_recorded_once_and_nothing_is_approved(tmp
     assert {request.headers["metadata"] for request in requests} == {"true"}
 
 
-def test_a_recording_is_of_the_newest_api_version_that_the_endpoint_takes(tmp_path: Path) -> None:
+def test_a_recording_uses_the_newest_api_version_of_the_endpoint(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     with Simulator(rate_limit=None) as azure:
         azure.schedule("SpotRebalanceRecommendation", id_="602d9444", lasts_seconds=None)
@@ -105,7 +105,7 @@ def test_a_recording_is_of_the_newest_api_version_that_the_endpoint_takes(tmp_pa
             assert told.wait(4)[2:] == [f"{azure.endpoint()} answers 400 Bad Request", "no events"]
 
 
-def test_what_is_no_document_is_recorded_as_it_came(tmp_path: Path) -> None:
+def test_an_invalid_document_is_recorded_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     with Simulator(rate_limit=None) as azure:
         azure.fault(None, "empty", on="poll", count=1)
@@ -134,7 +134,7 @@ def test_what_is_no_document_is_recorded_as_it_came(tmp_path: Path) -> None:
         b'{"Events": "\xff"}',
     ],
 )
-def test_what_a_line_of_json_could_not_hold_is_recorded_as_a_text(body: bytes) -> None:
+def test_a_response_that_json_cannot_hold_is_recorded_as_text(body: bytes) -> None:
     recorded = make_recorded(NOON, body)
     assert recorded.body == body.decode("utf-8", "replace")
     line = b'{"vm": "a"}\n' + msgspec.json.encode(recorded)
@@ -151,7 +151,7 @@ def test_what_a_line_of_json_could_not_hold_is_recorded_as_a_text(body: bytes) -
         ("stall", {}, "does not answer: "),
     ],
 )
-def test_trouble_is_told_and_the_endpoint_asked_again(
+def test_an_error_is_reported_and_the_request_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, options: dict[str, Any], news: str
 ) -> None:
     path = tmp_path / "mine.jsonl"
@@ -182,7 +182,7 @@ def test_a_recording_is_never_written_over(tmp_path: Path) -> None:
     "endpoint",
     ["https://a", "169.254.169.254", "http://", "http://a:b", "http://a/path", "http://me@a", "http://[", ""],
 )
-def test_an_address_that_is_none_is_told(tmp_path: Path, endpoint: str) -> None:
+def test_an_invalid_address_is_reported(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(SimulatorError) as caught:
         record(endpoint, tmp_path / "mine.jsonl", threading.Event(), lambda _at, _text: None)
     assert str(caught.value) == f'--from: expected http://ADDRESS[:PORT]; got "{endpoint}"'
@@ -256,7 +256,7 @@ def test_approvals_are_counted_and_change_nothing() -> None:
     import http.client
 
     recording = Recording(origin=Origin(vm="vm-1"), documents=(recorded(0.0, event(), incarnation=7),))
-    with Simulator(scenario=recording, linger_seconds=math.inf) as replay:
+    with Simulator(scenario=recording, shutdown_delay_seconds=math.inf) as replay:
         before = get(replay)
         statuses = []
         for event_id in ("a-1", "other"):
@@ -271,7 +271,7 @@ def test_approvals_are_counted_and_change_nothing() -> None:
         with pytest.raises(SimulatorError) as caught:
             replay.schedule("Reboot")
         assert str(caught.value) == "a recording is played, which has its own events; play a scenario instead"
-        assert [(one.kind, one.text) for one in replay.happenings()] == [
+        assert [(one.kind, one.text) for one in replay.history()] == [
             ("began", ""),
             ("document", "Reboot A-1 Scheduled"),
             ("approved", "a-1; the recording does not change"),
@@ -307,7 +307,7 @@ def test_the_vm_of_a_recording_can_be_called_by_another_name() -> None:
         (b'{"vm": "a"}\n[]', ["r.jsonl:2: not a line of a recording: Expected `object`, got `array`"]),
     ],
 )
-def test_the_first_mistake_in_a_recording_is_told_with_its_line(text: bytes, problems: list[str]) -> None:
+def test_the_first_error_in_a_recording_is_reported_with_its_line(text: bytes, problems: list[str]) -> None:
     with pytest.raises(SimulatorError) as caught:
         parse_recording(text, "r.jsonl")
     assert caught.value.kind == "config"
@@ -326,9 +326,7 @@ def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
-def test_the_command_records_and_plays_what_it_has_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_records_and_plays_its_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduled_events_agent.cli.simulate._LINGER_SECONDS", 0.0)
     path = tmp_path / "mine.jsonl"
     with Simulator(vms=("web_0",)) as azure:
@@ -422,6 +420,6 @@ def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_the_command_refuses_options_that_do_not_go_together(arguments: tuple[str, ...], message: str) -> None:
+def test_the_command_rejects_conflicting_options(arguments: tuple[str, ...], message: str) -> None:
     ran = run_command(*arguments)
     assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"scheduled-events-agent: {message}\n")

@@ -37,15 +37,15 @@ def poll(endpoint: str) -> int:
 
 
 def kinds(simulator: Simulator) -> list[str]:
-    return [happening.kind for happening in simulator.happenings()]
+    return [entry.kind for entry in simulator.history()]
 
 
-def test_one_can_wait_for_each_step_of_an_events_life() -> None:
+def test_a_test_can_wait_for_each_step_of_an_event() -> None:
     with Simulator() as simulator:
         event_id = simulator.schedule("Reboot", start_delay_seconds=0.05, lasts_seconds=0.05)
         poller = threading.Thread(target=poll, args=(simulator.endpoint(),))
         poller.start()
-        assert simulator.wait_seen(event_id).seen_by == ("vm-1",)
+        assert simulator.wait_polled(event_id).seen_by == ("vm-1",)
         poller.join()
         simulator.approve(event_id)
         assert simulator.wait_approved(event_id).approved_by == "the portal"
@@ -64,7 +64,7 @@ def test_one_can_wait_for_further_polls() -> None:
         assert len(simulator.requests()) == 2
 
 
-def test_a_wait_that_is_too_long_tells_what_there_was_to_see() -> None:
+def test_a_wait_that_times_out_shows_the_current_state() -> None:
     with Simulator() as simulator:
         event_id = simulator.schedule("Reboot")
         simulator.fault("vm-1", "status", status=404)
@@ -86,7 +86,7 @@ def test_waiting_ends_when_the_simulator_is_closed() -> None:
         simulator.wait_gone(event_id, timeout_seconds=30)
 
 
-def test_an_event_starts_at_not_before_without_anybody_asking() -> None:
+def test_an_event_starts_at_not_before_without_a_request() -> None:
     with Simulator() as simulator:
         event = simulator.wait_started(simulator.schedule("Preempt", notice_seconds=0.2))
         assert event.started_at == event.not_before_at
@@ -106,18 +106,18 @@ def test_a_scenario_is_played_at_its_speed() -> None:
     with Simulator(scenario=scenario, speed=100) as simulator:
         event = simulator.wait_gone("pause")
         simulator.wait_until(lambda: kinds(simulator)[-1] == "skipped", "the last step was skipped")
-        began_at = simulator.happenings()[0].at
+        began_at = simulator.history()[0].at
 
     assert event.started_at is not None
     assert event.gone_at is not None
     times = [(at - began_at).total_seconds() for at in (event.scheduled_at, event.started_at, event.gone_at)]
     assert times == pytest.approx([0.1, 0.2, 0.3], abs=0.001)
-    assert simulator.happenings()[-1].text == (f"event {event.id} is Gone; only a Scheduled one can be canceled")
+    assert simulator.history()[-1].text == (f"event {event.id} is Gone; only a Scheduled one can be canceled")
 
 
-def test_a_scenarios_time_can_begin_with_the_first_request_which_its_faults_befall() -> None:
+def test_a_scenarios_time_can_begin_with_the_first_request_and_its_faults_apply() -> None:
     with Simulator(scenario=load_scenario("first-call"), speed=60, begins_at_first_poll=True) as simulator:
-        assert simulator.happenings() == ()
+        assert simulator.history() == ()
         began = time.monotonic()
         assert poll(simulator.endpoint()) == 0
         assert time.monotonic() - began >= 60 / 60
@@ -129,7 +129,9 @@ def test_every_shipped_scenario_comes_to_its_end() -> None:
     with ExitStack() as stack:
         playing = {
             # A week passes in seconds; a notice is at least the rest of the present second.
-            name: stack.enter_context(Simulator(scenario=load_scenario(name), speed=500_000, linger_seconds=0))
+            name: stack.enter_context(
+                Simulator(scenario=load_scenario(name), speed=500_000, shutdown_delay_seconds=0)
+            )
             for name in list_scenarios()
         }
         for name, simulator in playing.items():
@@ -141,11 +143,11 @@ def test_every_shipped_scenario_comes_to_its_end() -> None:
 def test_a_scenario_that_says_so_ends_with_an_event_pending() -> None:
     scenario = parse_scenario("{timeline: [{at: 0s, event: {type: Reboot}}], ends: 10s}", "mine.yaml")
     with Simulator(scenario=scenario, speed=100) as simulator:
-        assert [happening.kind for happening in simulator.follow()] == ["began", "scheduled"]
+        assert [entry.kind for entry in simulator.stream()] == ["began", "scheduled"]
         assert simulator.events()[0].status == "Scheduled"
 
 
-def test_the_python_in_the_guide_does_what_it_says() -> None:
+def test_the_python_in_the_guide_works() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
     (sample,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     exec(compile(sample, "simulator.md", "exec"), {})
@@ -170,12 +172,12 @@ def test_the_command_lists_the_shipped_scenarios() -> None:
     assert {item["name"]: item["shows"] for item in as_json["scenarios"]} == list_scenarios()
 
 
-def test_the_command_tells_programs_whether_a_file_is_valid(tmp_path: Path) -> None:
+def test_the_command_reports_the_validity_of_a_file_to_programs(tmp_path: Path) -> None:
     def checked(name: str | Path) -> tuple[int, bool, list[str], object]:
         ran = run_command("--check", "--json", str(name))
         assert ran.stderr == ""
         told = json.loads(ran.stdout)
-        return ran.returncode, told["valid"], told["problems"], (told["steps"], told["vms"])
+        return ran.returncode, told["valid"], told["errors"], (told["steps"], told["vms"])
 
     assert checked("platform-reboot") == (0, True, [], (1, ["vm-1"]))
     path = tmp_path / "mine.yaml"
@@ -224,7 +226,7 @@ def test_the_command_serves_a_scenario_from_the_first_request_to_its_end(tmp_pat
     assert json.loads(record.read_text())["status"] == 200
 
 
-def test_the_command_tells_programs_what_happens_as_json_lines(tmp_path: Path) -> None:
+def test_the_command_prints_events_as_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{vms: [a, b], timeline: [{at: 0s, event: {type: Reboot, vms: b}}], ends: 1s}\n")
     ran = run_command(str(path), "--json", "--now", "--speed", "10")
@@ -235,7 +237,7 @@ def test_the_command_tells_programs_what_happens_as_json_lines(tmp_path: Path) -
     assert lines[4]["event"]["vms"] == ["b"]
 
 
-def test_the_command_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
+def test_the_command_rejects_an_invalid_scenario(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("vms: []\n")
     for arguments, message in (

@@ -137,7 +137,7 @@ def test_many_records_come_in_pages(backend: Backend, monkeypatch: pytest.Monkey
         ("GET", "?$filter=PartitionKey%20eq%20'p'&$top=all", b""),
     ],
 )
-def test_what_no_agent_asks_is_refused(method: str, query: str, body: bytes) -> None:
+def test_a_request_that_no_agent_makes_is_rejected(method: str, query: str, body: bytes) -> None:
     with SimulatedTable() as table:
         answer = httpx.request(method, f"{table.url}{query}", content=body)
     assert (answer.status_code, answer.json()["odata.error"]["code"]) == (400, "InvalidInput")

@@ -13,7 +13,7 @@ import pytest
 
 from scheduled_events_agent.policy.load import ConfigError
 from scheduled_events_agent.simulator import Simulator, SimulatorError
-from scheduled_events_agent.simulator.testing import HookEnd, OutcomeError, ScheduledEvents
+from scheduled_events_agent.simulator.testing import ExpectationError, HookResult, ScheduledEvents
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "testing-hooks.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.timeout(280)  # a second pytest and its agents are started
 @pytest.mark.parametrize("only", ["test_a_user", pytest.param("test", marks=pytest.mark.nightly)])
 def test_the_example_of_the_page_passes(directory: Path, only: str) -> None:
-    files = ("test_policy.py", "test_shared.py")
+    files = ("test_policy.py", "test_multi_vm_events.py")
     assert set(EXAMPLE) == {"conftest.py", "policy.yaml", "drain.py", "resume.py", *files}
     ran = run_pytest(directory, "-k", only)
     tests = [test for file in files for test in re.findall(rf"^def ({only}\w+)", EXAMPLE[file], re.MULTILINE)]
@@ -95,7 +95,7 @@ def test_a_failure_shows_what_the_agent_wrote_and_leaves_nothing_running(directo
     ran = run_pytest(directory)
     assert ran.returncode == 1
     assert (
-        "OutcomeError: gave up waiting until hook drain had ended: it took longer than 0.1 s; the agent's"
+        "ExpectationError: gave up waiting until hook drain had ended: it took longer than 0.1 s; the agent's"
         in ran.stdout
     )
     assert "hook_started: hook drain starts" in ran.stdout
@@ -105,11 +105,11 @@ def test_a_failure_shows_what_the_agent_wrote_and_leaves_nothing_running(directo
     assert running_in(directory) == []
 
 
-def test_the_page_tells_of_everything_that_the_fixture_and_a_hooks_end_have() -> None:
+def test_the_page_documents_everything_in_the_fixture_and_the_hook_result() -> None:
     _, _, rest = PAGE.partition("## The fixture")
     told = set(re.findall(r"`(\w+)", rest.partition("## What is different")[0]))
     offered = {name for name in vars(ScheduledEvents) if not name.startswith("_")} | {"azure", "directory", "vm"}
-    assert offered | set(HookEnd.__struct_fields__) <= told
+    assert offered | set(HookResult.__struct_fields__) <= told
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def write_policy(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_policy_that_is_wrong_is_told_with_its_lines(tmp_path: Path, events: ScheduledEvents) -> None:
+def test_an_invalid_policy_is_reported_with_its_lines(tmp_path: Path, events: ScheduledEvents) -> None:
     path = write_policy(tmp_path, "rules:\n  - {name: a, prepare: [drain]}\n")
     with pytest.raises(ConfigError) as caught:
         events.run(path)
@@ -138,7 +138,7 @@ def test_a_hook_that_the_policy_does_not_have_cannot_be_replaced(tmp_path: Path,
 
 
 def test_waiting_without_an_agent_does_not_last(events: ScheduledEvents) -> None:
-    with pytest.raises(OutcomeError) as caught:
+    with pytest.raises(ExpectationError) as caught:
         events.wait_hook("drain")
     assert str(caught.value) == (
         "gave up waiting until hook drain had ended: the agent does not run; the agent's journal says: nothing\n"
@@ -163,7 +163,7 @@ def test_a_policy_is_the_users_but_for_what_ties_it_to_a_machine(tmp_path: Path)
         events = ScheduledEvents(tmp_path, azure)
         try:
             events.run(path, hooks={"three": ["x", Path("y")]})
-            with pytest.raises(OutcomeError, match=r"^the agent runs already: stop\(\) or kill\(\) it first$"):
+            with pytest.raises(ExpectationError, match=r"^the agent runs already: stop\(\) or kill\(\) it first$"):
                 events.run(path)
         finally:
             events.stop()
@@ -219,7 +219,7 @@ def test_a_shell_line_with_attempts_runs_as_in_production_across_a_crash(
             two = events.wait_hook("two", stage="recover", event_id=event_id)
             ended = [(hook.name, hook.stage, hook.outcome) for hook in events.hooks(event_id)]
             noted = [json.loads(line)["hook"] for line in (tmp_path / "hooks.jsonl").read_text().splitlines()]
-            assert events.story(event_id)[0].startswith("seen: Freeze Scheduled")
+            assert events.journal(event_id)[0].startswith("seen: Freeze Scheduled")
             assert not events.was_approved(event_id)
         finally:
             events.stop()
@@ -240,33 +240,33 @@ def test_the_agents_of_several_vms_have_each_their_own_state(tmp_path: Path) -> 
     )
     with Simulator(vms=("web/0", "web/1"), rate_limit=None) as azure:
         first = ScheduledEvents(tmp_path, azure)
-        second = first.of("web/1")
+        second = first.agent_of("web/1")
         try:
             for events in (first, second):
                 events.run(path)
             event_id = azure.schedule("Reboot", vms=["web/0", "web/1"], lasts_seconds=None)
             first.wait_approved(event_id)
-            azure.wait_seen(event_id, "web/1", 60.0)
+            azure.wait_polled(event_id, "web/1", 60.0)
             azure.end(event_id)
             for events in (first, second):
                 events.wait_closed(event_id)
         finally:
-            for events in first.agents():
+            for events in first.all_agents():
                 events.stop()
 
-        assert (first.agents(), second.of("web/1")) == ((first, second), second)
+        assert (first.all_agents(), second.agent_of("web/1")) == ((first, second), second)
         assert [events.was_approved(event_id) for events in (first, second)] == [True, False]
         assert first.wait_hook("one").environment["SCHEDULED_EVENT_VM"] == "web/0"
         assert {end.environment["SCHEDULED_EVENT_VM"] for end in second.hooks()} <= {"web/1"}
         with pytest.raises(SimulatorError, match="no VM 'web/2' here; expected one of web/0, web/1"):
-            first.of("web/2")
+            first.agent_of("web/2")
 
 
 @pytest.mark.timeout(280)  # a second pytest and its agents are started
 def test_a_failure_shows_what_the_agents_of_all_vms_wrote_and_leaves_none(directory: Path) -> None:
     (directory / "test_policy.py").unlink()
     more = "    agents[1].wait_approved(restart, 0.1)\n"
-    (directory / "test_shared.py").write_text(EXAMPLE["test_shared.py"] + more, encoding="utf-8")
+    (directory / "test_multi_vm_events.py").write_text(EXAMPLE["test_multi_vm_events.py"] + more, encoding="utf-8")
     ran = run_pytest(directory)
     assert ran.returncode == 1
     _, _, logs = ran.stdout.partition("log of scheduled-events-agent call")

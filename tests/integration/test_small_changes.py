@@ -32,7 +32,7 @@ def test_six_hundred_descriptions_are_eleven_records_and_the_rule_sees_each(agen
             description = "number 300, and so on" if number >= 300 else f"number {number}"
             agent.read(replace(EVENT, description=f"{description} {'x' * (number % 7)}"))
             assert agent.started == ([] if number < 300 else ["drain"])
-            (workflow,) = agent.engine.board.values()
+            (workflow,) = agent.engine.workflows.values()
             assert workflow.event.description.startswith(description)
     written = [call for call in commits.call_args_list if call.args[1]]
     changed = [entry for entry in agent.store.load_journal() if entry.kind == "changed"]
@@ -59,7 +59,7 @@ def test_a_small_change_counts_and_is_noted_once_a_minute(agent: Agent, changes:
     agent.restart()
     agent.read(base)
     agent.read(other)
-    noticed_at = workflow_of(agent).noticed_at
+    not_before_seen_at = workflow_of(agent).not_before_seen_at
     assert kinds(agent, other) == ["seen", "decided", "preparing", "hook_started", "changed"]
     for _ in range(20):
         agent.read(base)
@@ -68,7 +68,7 @@ def test_a_small_change_counts_and_is_noted_once_a_minute(agent: Agent, changes:
     agent.machine.wait(60.0)
     agent.read(base)
     assert kinds(agent, base).count("changed") == 2
-    assert workflow_of(agent).noticed_at == noticed_at
+    assert workflow_of(agent).not_before_seen_at == not_before_seen_at
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_change_that_says_something_else_is_noted_each_time(agent: Agent, chan
     assert kinds(agent, EVENT).count("changed") == 2
 
 
-def test_what_was_not_written_is_read_again_after_a_restart(agent: Agent) -> None:
+def test_an_unwritten_update_is_read_again_after_a_restart(agent: Agent) -> None:
     agent.read(EVENT)
     agent.read(replace(EVENT, description="one"))
     agent.read(replace(EVENT, description="two"))
@@ -104,5 +104,5 @@ def kinds(agent: Agent, event: ScheduledEvent) -> list[str]:
 
 
 def workflow_of(agent: Agent) -> Workflow:
-    (workflow,) = agent.engine.board.values()
+    (workflow,) = agent.engine.workflows.values()
     return workflow

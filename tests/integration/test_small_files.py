@@ -42,14 +42,14 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "PIPE"])
-def test_what_is_no_regular_file_is_not_read(pipe: Path, path: str) -> None:
+def test_only_a_regular_file_is_read(pipe: Path, path: str) -> None:
     path = path.replace("PIPE", str(pipe))
     with pytest.raises(host.HostError) as caught:
         host.read_small_file(Path(path), 1024)
     assert str(caught.value) == f"{path}: is not a regular file"
 
 
-def test_secrets_of_hooks_are_taken_out_of_output_whatever_lies_beside_them(
+def test_secrets_of_hooks_are_removed_from_output_whatever_surrounds_them(
     tmp_path: Path, pipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("s3cret-of-hooks\n")
@@ -59,7 +59,7 @@ def test_secrets_of_hooks_are_taken_out_of_output_whatever_lies_beside_them(
     assert secrets_of(Hook(shell="true")) == [b"s3cret-of-hooks"]
 
 
-def test_check_refuses_a_policy_that_is_a_named_pipe(pipe: Path) -> None:
+def test_check_rejects_a_policy_that_is_a_named_pipe(pipe: Path) -> None:
     assert check(pipe) == (2, f"{pipe}: is not a regular file\nnot valid: 1 error\n")
 
 
@@ -68,7 +68,7 @@ def test_check_refuses_a_policy_that_is_a_named_pipe(pipe: Path) -> None:
     [
         ("notify: [{name: ops, to: {file: 'PIPE'}}]", "notify[0]: to"),
         (TARGET + "headers: {X-Key: {file: 'PIPE'}}}]", "notify[0]: headers.X-Key"),
-        (TARGET + "body: 'PIPE'}]", "notify[0]: body"),
+        (TARGET + "format: 'PIPE'}]", "notify[0]: format"),
         (TARGET + "ca_file: 'PIPE'}]", "notify[0]: ca_file"),
         ("agent: {web_config: 'PIPE'}", "agent.web_config: without it no pages are served"),
         ("hooks: {x: {run: ['PIPE']}}", "hooks.x.run"),
@@ -99,7 +99,7 @@ def test_check_warns_of_a_named_pipe_among_the_files_of_the_pages(tmp_path: Path
     assert f"tls_server_config.{key}: {pipe}: is not a regular file" in told
 
 
-def test_check_refuses_a_signature_that_is_a_named_pipe(tmp_path: Path, pipe: Path) -> None:
+def test_check_rejects_a_signature_that_is_a_named_pipe(tmp_path: Path, pipe: Path) -> None:
     policy = tmp_path / "policy.yaml"
     table = "https://acme.table.core.windows.net/vms"
     policy.write_text(

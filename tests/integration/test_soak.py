@@ -33,7 +33,7 @@ def samples(grows: str = "", growth: float = 0.0) -> list[list[float]]:
     ]
 
 
-def test_what_does_not_grow_passes_although_it_moves() -> None:
+def test_a_stable_measurement_passes_although_it_varies() -> None:
     rows = judge(samples())
     assert [row[0] for row in rows] == list(LIMITS)
     assert {row[-1] for row in rows} == {"flat"}
@@ -41,12 +41,12 @@ def test_what_does_not_grow_passes_although_it_moves() -> None:
 
 
 @pytest.mark.parametrize(("what", "allowed"), [(what, allowed) for what, (allowed, _) in LIMITS.items()])
-def test_what_grows_by_more_than_it_may_fails_alone(what: str, allowed: float) -> None:
+def test_only_a_measurement_that_grows_too_much_fails(what: str, allowed: float) -> None:
     assert [row[0] for row in judge(samples(what, allowed + 0.1)) if row[-1] == "GREW"] == [what]
     assert {row[-1] for row in judge(samples(what, allowed - 0.1))} == {"flat"}
 
 
-def test_what_is_too_much_from_the_start_is_told_though_it_does_not_grow() -> None:
+def test_a_measurement_too_high_from_the_start_is_reported_without_growth() -> None:
     most = {what: most for what, (_, most) in LIMITS.items() if most < math.inf}
     much = [tuple(most.get(what, 0.0) + 1.0 for what in LIMITS)] * 4
     assert most

@@ -16,7 +16,7 @@ from test_daemon import running
 
 from scheduled_events_agent.daemon import daemon as daemon_module
 from scheduled_events_agent.engine import Engine, Executor
-from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.engine.reporter import EventReporter
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
@@ -66,7 +66,7 @@ def test_an_error_of_sqlite_has_the_kind_of_its_cause(code: int, kind: str) -> N
     assert file.error_kind(error, "write") == kind
 
 
-def test_a_locked_and_a_full_file_are_told_apart(store: Store) -> None:
+def test_a_locked_file_and_a_full_disk_are_distinguished(store: Store) -> None:
     with locked(store), pytest.raises(StoreError) as of_lock:
         store.record("note", "one", NOW)
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
@@ -92,18 +92,18 @@ def test_a_lock_loses_no_notification_and_begins_nothing(store: Store) -> None:
         assert not engine.run_cycle(NOW)
         assert not engine.run_cycle(NOW)
     executor.start_hook.assert_not_called()
-    assert store.notices.waiting() == {}
+    assert store.outbox.waiting() == {}
     assert metrics.store_errors.labels("locked")._value.get() == 2
     assert engine.run_cycle(NOW)
     executor.start_hook.assert_called_once()
-    assert store.notices.waiting()["ops"].count == 2
-    assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 0
+    assert store.outbox.waiting()["ops"].count == 2
+    assert metrics.notifications_dropped.labels("ops", "no_room")._value.get() == 0
 
 
 def test_after_a_failure_the_next_try_waits_for_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_TICK_SECONDS", "_RESTLESS_TICK_SECONDS"):
+    for name in ("_TICK_SECONDS", "_EARLY_TICK_SECONDS"):
         monkeypatch.setattr(daemon_module, name, 20.0)  # less than the watchdog's time limit
     monkeypatch.setattr(daemon_module, "_COMMIT_RETRY_SECONDS", 0.01)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
@@ -123,21 +123,21 @@ def test_records_about_the_agent_are_kept_until_the_lock_ends(store: Store) -> N
     engine.start()
     with locked(store):
         engine.change_settings(Settings(rules=(Rule(name="new", approve="never"),)))
-        engine.refuse_settings("line 3 is wrong")
-    assert engine.is_restless  # so it does not wait for an event
+        engine.reject_settings("line 3 is wrong")
+    assert engine.needs_early_cycle  # so it does not wait for an event
     assert engine.run_cycle(None)
-    kinds = [(entry.kind, entry.text) for entry in store.load_notes()]
-    assert kinds[-2:] == [("reloaded", "rules: new"), ("reload_refused", "line 3 is wrong")]
-    assert not engine.is_restless
+    kinds = [(entry.kind, entry.text) for entry in store.load_records()]
+    assert kinds[-2:] == [("reloaded", "rules: new"), ("reload_rejected", "line 3 is wrong")]
+    assert not engine.needs_early_cycle
 
 
 def test_of_very_many_records_the_latest_are_kept(store: Store) -> None:
-    teller = Teller(store, Metrics(tuple), CommandOptions())
+    teller = EventReporter(store, Metrics(tuple), CommandOptions())
     with locked(store):
         for number in range(150):
             teller.record("note", str(number), NOW)
     teller.flush()
-    assert [entry.text for entry in store.load_notes()] == [str(number) for number in range(50, 150)]
+    assert [entry.text for entry in store.load_records()] == [str(number) for number in range(50, 150)]
 
 
 def test_an_agent_that_starts_waits_for_a_lock(tmp_path: Path) -> None:
@@ -201,7 +201,10 @@ def test_the_started_agent_logs_once_that_it_waits_for_a_lock(tmp_path: Path) ->
 
 
 def test_the_number_of_a_request_is_never_used_again(store: Store, tmp_path: Path) -> None:
-    with contextlib.closing(Store.join(tmp_path)) as first, contextlib.closing(Store.join(tmp_path)) as second:
+    with (
+        contextlib.closing(Store.open_client(tmp_path)) as first,
+        contextlib.closing(Store.open_client(tmp_path)) as second,
+    ):
         one = first.add_request("A", "hold", "kim", NOW)
         assert [request.id for request in store.load_requests(NOW)] == [one]
         first.withdraw_request(one)
@@ -216,7 +219,7 @@ def test_an_answer_reaches_the_request_for_which_it_was_made(store: Store, tmp_p
     """Two clients, one of them interrupted, beside an agent that loads requests and answers them later."""
     dice, known = random.Random(seed), dict[int, RequestAnswer]()
     asked: dict[str, int] = {}
-    with contextlib.closing(Store.join(tmp_path)) as client:
+    with contextlib.closing(Store.open_client(tmp_path)) as client:
         for _ in range(30):
             who = dice.choice("AB")
             match dice.choice(["ask", "interrupt", "load", "commit"]):

@@ -21,18 +21,19 @@ import structlog
 from msgspec.structs import replace
 
 from scheduled_events_agent import host
-from scheduled_events_agent.engine import Engine, Executor, Machine, NoticeEnded
+from scheduled_events_agent.engine import Engine, Executor, Host, NotificationDone
 from scheduled_events_agent.engine.engine import unclean_starts
-from scheduled_events_agent.engine.maintenance import Upkeep
-from scheduled_events_agent.engine.outbox import Notifying
-from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.engine.maintenance import StoreMaintenance
+from scheduled_events_agent.engine.outbox import Outbox
+from scheduled_events_agent.engine.reporter import EventReporter
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Decision, Hook, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
-from scheduled_events_agent.status import CommandOptions, JournalEntry, Vm
+from scheduled_events_agent.status import CommandOptions, JournalRecord, Vm
 from scheduled_events_agent.store import (
     FILE_NAME,
+    Backlog,
     CommitResult,
     Loss,
     Request,
@@ -40,14 +41,13 @@ from scheduled_events_agent.store import (
     StatusRequest,
     Store,
     StoreError,
-    Waiting,
     WithdrawnError,
 )
 from scheduled_events_agent.store import file as store_file
 from scheduled_events_agent.store import store as store_module
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import Note, Phase, Step, Workflow
+from scheduled_events_agent.workflow import Phase, Record, Transition, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, 123456, tzinfo=UTC)
 VM = Vm(names=("vm-1",), vm_id="")
@@ -59,14 +59,16 @@ def make_workflow(name: str, phase: Phase = "waiting") -> Workflow:
         event=ScheduledEvent(id=name.upper(), type="Reboot", status="Scheduled", resources=("vm-1",)),
         decision=Decision(rule="reboots", reason="type is Reboot", affects="self"),
         first_seen_at=NOW,
-        noticed_at=NOW,
+        not_before_seen_at=NOW,
         boot_id="boot-1",
         phase=phase,
     )
 
 
-def make_step(name: str, *texts: str, phase: Phase = "waiting") -> Step:
-    return Step(workflow=make_workflow(name, phase), notes=tuple(Note(kind="seen", text=text) for text in texts))
+def make_step(name: str, *texts: str, phase: Phase = "waiting") -> Transition:
+    return Transition(
+        workflow=make_workflow(name, phase), records=tuple(Record(kind="seen", text=text) for text in texts)
+    )
 
 
 def run_python(program: str, *arguments: str) -> str:
@@ -88,29 +90,29 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def second(store: Store) -> Iterator[Store]:
     """A second store on the same file, as another process opens it."""
-    second = Store.join(store.path.parent)
+    second = Store.open_client(store.path.parent)
     yield second
     second.close()
 
 
-def test_a_new_file_is_empty_and_nothing_was_set_aside(store: Store) -> None:
-    assert store.set_aside is None
+def test_a_new_file_is_empty_and_nothing_was_quarantined(store: Store) -> None:
+    assert store.quarantined_path is None
     assert store.load_workflows() == []
     assert store.load_journal() == []
-    assert store.load_fact("state_lost") == ""
+    assert store.get_meta("state_lost") == ""
 
 
-def test_what_was_committed_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
+def test_a_commit_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
     store = Store.open(tmp_path, NOW)
     store.commit([make_step("one", "seen"), make_step("two", "seen")], NOW)
     store.close()
     store = Store.open(tmp_path, NOW)
     assert store.load_workflows() == [make_workflow("one"), make_workflow("two")]
-    assert store.set_aside is None
+    assert store.quarantined_path is None
     store.close()
 
 
-def test_what_was_committed_survives_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_a_commit_survives_a_killed_process(tmp_path: Path) -> None:
     program = """
 import os, sys
 from datetime import UTC, datetime
@@ -130,7 +132,7 @@ os.kill(os.getpid(), 9)
     store.close()
 
 
-def test_a_later_step_of_a_workflow_replaces_the_earlier_one_and_keeps_its_place(store: Store) -> None:
+def test_a_later_version_of_a_workflow_replaces_the_earlier_one_in_place(store: Store) -> None:
     store.commit([make_step("one"), make_step("two")], NOW)
     store.commit([make_step("one", phase="preparing")], NOW)
     store.commit([make_step("three", phase="preparing"), make_step("three", phase="prepared")], NOW)
@@ -162,7 +164,7 @@ def test_the_journal_is_in_the_order_of_what_happened(store: Store) -> None:
 
 
 def test_a_journal_entry_says_when_which_event_stage_and_hook(store: Store) -> None:
-    note = Note(
+    note = Record(
         kind="hook_finished",
         stage="prepare",
         hook="drain",
@@ -170,9 +172,9 @@ def test_a_journal_entry_says_when_which_event_stage_and_hook(store: Store) -> N
         text="drain failed",
         detail="its last words",
     )
-    store.commit([Step(workflow=make_workflow("one"), notes=(note,))], NOW)
+    store.commit([Transition(workflow=make_workflow("one"), records=(note,))], NOW)
     assert store.load_journal() == [
-        JournalEntry(
+        JournalRecord(
             at=NOW,
             workflow_id="one",
             event_id="ONE",
@@ -206,17 +208,17 @@ def leave_pages(store: Store, count: int) -> None:
     store._connection.execute(f"PRAGMA max_page_count = {pages + count}")
 
 
-def test_notices_give_way_if_only_the_step_has_room(store: Store) -> None:
+def test_notifications_are_dropped_if_only_the_transition_has_space(store: Store) -> None:
     leave_pages(store, 4)
     large = ("ops", "x" * 100_000)
     result = store.commit([make_step("one", "seen")], NOW, {}, [large, ("chat", "{}")])
     assert result == CommitResult(dropped=(large, ("chat", "{}")), reason="no_room")
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert [entry.text for entry in store.load_journal()] == ["seen"]
-    assert store.notices.waiting() == {}
+    assert store.outbox.waiting() == {}
 
 
-def test_a_step_that_has_no_room_without_its_notices_either_is_an_error(store: Store) -> None:
+def test_a_transition_without_space_even_without_notifications_is_an_error(store: Store) -> None:
     leave_pages(store, 4)
     with pytest.raises(StoreError) as caught:
         store.commit([make_step("one", *("x" * 8000 for _ in range(20)))], NOW, {}, [("ops", "{}")])
@@ -224,16 +226,16 @@ def test_a_step_that_has_no_room_without_its_notices_either_is_an_error(store: S
     assert store.load_workflows() == []
 
 
-def test_of_too_many_notices_the_commit_says_which_older_ones_are_lost(
+def test_a_commit_names_older_notifications_lost_to_the_limit(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduled_events_agent.store.outbox.MAX_NOTICES", 2)
+    monkeypatch.setattr("scheduled_events_agent.store.outbox.MAX_NOTIFICATIONS", 2)
     assert store.commit([make_step("one")], NOW, {}, [("ops", "1"), ("ops", "2"), ("chat", "3")]) == CommitResult()
     result = store.commit([make_step("one")], NOW, {}, [("ops", "4")])
     assert result == CommitResult(dropped=(("ops", "1"),), reason="too_many")
 
 
-def test_on_a_full_disk_an_event_is_committed_and_its_notices_are_counted_as_lost(store: Store) -> None:
+def test_on_a_full_disk_an_event_is_committed_and_lost_notifications_are_counted(store: Store) -> None:
     names = [f"ops-{number}" for number in range(100)]
     settings = Settings(
         rules=(Rule(name="all", prepare=("drain",), approve="when-prepared"),),
@@ -253,53 +255,53 @@ def test_on_a_full_disk_an_event_is_committed_and_its_notices_are_counted_as_los
     assert [workflow.event.id for workflow in store.load_workflows()] == ["ONE"]
     executor.start_hook.assert_called_once()
     notify.assert_not_called()
-    assert store.notices.waiting() == {}
-    assert {metrics.notices_dropped.labels(name, "no_room")._value.get() for name in names} == {1}
-    assert set(engine.notifying.losses) == set(names)
+    assert store.outbox.waiting() == {}
+    assert {metrics.notifications_dropped.labels(name, "no_room")._value.get() for name in names} == {1}
+    assert set(engine.outbox.losses) == set(names)
     store._connection.execute("PRAGMA max_page_count = 1000000")
     assert engine.run_cycle(NOW)
-    lost = [entry.text for entry in store.load_notes(kind="notification_lost")]
+    lost = [entry.text for entry in store.load_records(kind="notification_lost")]
     assert lost == [f"{name}: seen of ONE: the disk is full" for name in names]
 
 
-def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(store: Store) -> None:
+def test_a_lost_notification_is_counted_until_the_next_one_is_delivered(store: Store) -> None:
     settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))
     notify = mock.Mock()
 
-    def restarted() -> Notifying:
-        return Notifying(store, Metrics(tuple), notify, CommandOptions())
+    def restarted() -> Outbox:
+        return Outbox(store, Metrics(tuple), notify, CommandOptions())
 
     notifying = restarted()
     steps = [make_step(name, "seen") for name in ("one", "two", "three")]
     store.commit(steps, NOW, {}, notifying.make(steps, {}, NOW, VM, settings))
     with structlog.testing.capture_logs() as log:
         for id_, reason in ((1, "it answers 400"), (2, "too old: it answers 503")):
-            notifying.end(NoticeEnded(id_, "ops", reason))
-            notifying.settle(settings.notify, NOW + timedelta(seconds=id_))
+            notifying.end(NotificationDone(id_, "ops", reason))
+            notifying.purge(settings.notify, NOW + timedelta(seconds=id_))
     one, two = (step.workflow.event.id for step in steps[:2])
-    reasons = [(entry["log_id"], entry["what"], entry["event_id"], entry["reason"]) for entry in log]
+    reasons = [(entry["log_id"], entry["kind"], entry["event_id"], entry["reason"]) for entry in log]
     assert reasons == [
         (LogId.NOTICES_DROPPED, "seen", one, "it answers 400"),
         (LogId.NOTICES_DROPPED, "seen", two, "too old: it answers 503"),
     ]
-    assert [entry.text for entry in store.load_notes(kind="notification_lost")] == [
+    assert [entry.text for entry in store.load_records(kind="notification_lost")] == [
         f"ops: seen of {one}: it answers 400",
         f"ops: seen of {two}: too old: it answers 503",
     ]
-    notifying.end(NoticeEnded(1, "ops", "it answers 400"))  # it is no longer there
-    notifying.settle(settings.notify, NOW)
-    assert store.notices.waiting()["ops"].count == 1
+    notifying.end(NotificationDone(1, "ops", "it answers 400"))  # it is no longer there
+    notifying.purge(settings.notify, NOW)
+    assert store.outbox.waiting()["ops"].count == 1
     loss = Loss(count=2, since=NOW + timedelta(seconds=1), reason="too old: it answers 503")
     assert restarted().losses == {"ops": loss}
     notifying = restarted()
-    notifying.end(NoticeEnded(3, "ops"))
-    notifying.settle(settings.notify, NOW)
+    notifying.end(NotificationDone(3, "ops"))
+    notifying.purge(settings.notify, NOW)
     assert notifying.losses == {}
     assert restarted().losses == {}
-    assert len(store.load_notes(kind="notification_lost")) == 2
+    assert len(store.load_records(kind="notification_lost")) == 2
 
 
-def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) -> None:
+def test_a_target_without_conditions_is_notified_of_recommendations_too(store: Store) -> None:
     settings = Settings(
         notify=(
             NotifyTarget(name="all", to="https://example.com"),
@@ -307,14 +309,14 @@ def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) 
         )
     )
     notify = mock.Mock()
-    notifying = Notifying(store, Metrics(tuple), notify, CommandOptions())
+    notifying = Outbox(store, Metrics(tuple), notify, CommandOptions())
     step = make_step("one", "seen")
     event = replace(step.workflow.event, type="SpotRebalanceRecommendation")
     step = replace(step, workflow=replace(step.workflow, event=event))
     assert [target for target, _ in notifying.make([step], {}, NOW, VM, settings)] == ["all"]
 
 
-def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> None:
+def test_notifications_are_committed_with_their_transition_or_not_at_all(store: Store) -> None:
     store.commit([make_step("one", "seen")], NOW, None, [("ops", "{}")])
     with pytest.raises(WithdrawnError):
         store.commit(
@@ -323,9 +325,9 @@ def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> No
             {99: RequestAnswer(succeeded=True, message="no such request")},
             [("ops", "{}")],
         )
-    assert store.notices.waiting() == {"ops": Waiting(count=1, oldest_at=NOW)}
-    store.end_notices([1])
-    assert store.notices.waiting() == {}
+    assert store.outbox.waiting() == {"ops": Backlog(count=1, oldest_at=NOW)}
+    store.end_notifications([1])
+    assert store.outbox.waiting() == {}
 
 
 def test_after_a_failed_commit_the_next_one_works(store: Store) -> None:
@@ -380,10 +382,10 @@ def test_only_the_owner_can_read_the_files_whatever_the_umask(tmp_path: Path) ->
 # --- facts, pruning, disowning
 
 
-def test_facts_are_remembered_and_replaced(store: Store) -> None:
-    store.save_facts({"vm_name": "vm-1", "vm_id": "id-1"})
-    store.save_facts({"vm_name": "vm-2"})
-    assert (store.load_fact("vm_name"), store.load_fact("vm_id")) == ("vm-2", "id-1")
+def test_meta_values_are_stored_and_replaced(store: Store) -> None:
+    store.set_meta({"vm_name": "vm-1", "vm_id": "id-1"})
+    store.set_meta({"vm_name": "vm-2"})
+    assert (store.get_meta("vm_name"), store.get_meta("vm_id")) == ("vm-2", "id-1")
 
 
 def test_pruning_forgets_what_ended_long_ago_and_nothing_that_is_open(store: Store) -> None:
@@ -399,9 +401,9 @@ def test_pruning_forgets_what_ended_long_ago_and_nothing_that_is_open(store: Sto
     assert store._connection.execute("SELECT count(*) FROM request").fetchone() == (0,)
 
 
-def test_disowned_workflows_are_closed_with_the_reason_in_the_journal(store: Store) -> None:
+def test_discarded_workflows_are_closed_with_the_reason_in_the_journal(store: Store) -> None:
     store.commit([make_step("one"), make_step("two")], NOW)
-    store.disown_workflows(NOW, "another machine's")
+    store.discard_workflows(NOW, "another machine's")
     assert store.load_workflows() == []
     assert [(entry.workflow_id, entry.kind, entry.text) for entry in store.load_journal()] == [
         ("one", "closed", "another machine's"),
@@ -414,7 +416,7 @@ def test_disowned_workflows_are_closed_with_the_reason_in_the_journal(store: Sto
     [("MAX_EVENTS", 20, 20), ("MAX_BYTES", 800_000, 300)],
     ids=["number", "size"],
 )
-def test_of_too_many_events_the_oldest_are_forgotten_a_portion_at_a_time(
+def test_too_many_events_are_pruned_oldest_first_in_batches(
     store: Store, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, kept: int
 ) -> None:
     monkeypatch.setattr(store_module, limit, most)
@@ -432,7 +434,7 @@ def test_of_too_many_events_the_oldest_are_forgotten_a_portion_at_a_time(
     assert store._size_bytes() <= store_module.MAX_BYTES
 
 
-def test_of_a_long_journal_of_one_event_beginning_and_end_are_kept(store: Store) -> None:
+def test_a_long_journal_of_one_event_keeps_beginning_and_end(store: Store) -> None:
     for number in range(0, 3000, 100):
         store.commit([make_step("one", *(f"note {n}" for n in range(number, number + 100)))], NOW)
     while store.prune(NOW - timedelta(days=90)):
@@ -441,22 +443,24 @@ def test_of_a_long_journal_of_one_event_beginning_and_end_are_kept(store: Store)
     assert texts == [f"note {number}" for number in (*range(100), *range(2600, 3000))]
 
 
-def test_of_the_notes_about_the_agent_the_latest_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_NOTES", 30)
+def test_the_latest_records_about_the_agent_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_RECORDS", 30)
     for number in range(100):
-        store.record("pause", f"note {number}", NOW)
+        store.record("machine_paused", f"note {number}", NOW)
     while store.prune(NOW - timedelta(days=90)):
         pass
-    assert [entry.text for entry in store.load_notes()] == [f"note {number}" for number in range(70, 100)]
+    assert [entry.text for entry in store.load_records()] == [f"note {number}" for number in range(70, 100)]
 
 
 def test_long_texts_are_cut_in_the_journal(store: Store) -> None:
     store.commit([make_step("one", "x" * 100_000)], NOW)
-    store.record("reload_refused", "y" * 100_000, NOW)
+    store.record("reload_rejected", "y" * 100_000, NOW)
     assert [len(entry.text) for entry in store.load_journal()] == [8000, 8000]
 
 
-def test_who_opens_the_file_reads_nothing_of_what_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_the_file_reads_nothing_of_closed_workflows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store.open(tmp_path, NOW)
     store.commit([make_step("old", "seen", phase="closed"), make_step("open", "seen")], NOW)
     store._connection.execute(
@@ -466,7 +470,10 @@ def test_who_opens_the_file_reads_nothing_of_what_is_over(tmp_path: Path, monkey
     )
     store.close()
     work = count_work(monkeypatch)
-    openers: tuple[Callable[[], Store], ...] = (lambda: Store.open(tmp_path, NOW), lambda: Store.join(tmp_path))
+    openers: tuple[Callable[[], Store], ...] = (
+        lambda: Store.open(tmp_path, NOW),
+        lambda: Store.open_client(tmp_path),
+    )
     for open_ in openers:
         store = open_()
         assert [workflow.id for workflow in store.load_workflows()] == ["open"]
@@ -494,14 +501,14 @@ def count_work(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 def test_the_reserve_stays_when_the_file_is_closed(tmp_path: Path) -> None:
     store = Store.open(tmp_path, NOW)
-    assert store.keep_reserve() == ""
+    assert store.ensure_reserve() == ""
     store.close()
-    Store.join(tmp_path).close()
-    Store.look_into(tmp_path).close()
+    Store.open_client(tmp_path).close()
+    Store.open_readonly(tmp_path).close()
     log = tmp_path / f"{FILE_NAME}-wal"
-    assert log.stat().st_size >= store_module.RESERVE_BYTES
+    assert log.stat().st_size >= store_file.RESERVE_BYTES
     store = Store.open(tmp_path, NOW)
-    assert store.reserve_bytes() >= store_module.RESERVE_BYTES
+    assert store.reserve_bytes() >= store_file.RESERVE_BYTES
     store.commit([make_step("one", "seen")], NOW)
     store.close()
     store = Store.open(tmp_path, NOW)
@@ -510,35 +517,35 @@ def test_the_reserve_stays_when_the_file_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_small_reserve_is_filled_up_and_a_large_one_left_alone(store: Store) -> None:
-    assert store.keep_reserve() == ""
+    assert store.ensure_reserve() == ""
     changes = store._connection.total_changes
-    assert store.keep_reserve() == ""
+    assert store.ensure_reserve() == ""
     assert store._connection.total_changes == changes
     for _ in range(30):
         store.record("note", "x" * 8000, NOW)
-        store._connection.execute("INSERT INTO fact VALUES (hex(randomblob(8)), hex(randomblob(50000)))")
-    assert store.reserve_bytes() < store_module.RESERVE_BYTES * 3 // 4
-    assert store.keep_reserve() == ""
-    assert store.reserve_bytes() >= store_module.RESERVE_BYTES
+        store._connection.execute("INSERT INTO meta VALUES (hex(randomblob(8)), hex(randomblob(50000)))")
+    assert store.reserve_bytes() < store_file.RESERVE_BYTES * 3 // 4
+    assert store.ensure_reserve() == ""
+    assert store.reserve_bytes() >= store_file.RESERVE_BYTES
 
 
-def test_with_little_room_on_the_disk_no_reserve_is_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_little_disk_space_no_reserve_is_created(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10 * 2**20))
-    assert store.keep_reserve() == (
+    assert store.ensure_reserve() == (
         f"the disk of {store.path} has 10240 KiB left; of the 4096 KiB that the file keeps for a full disk, "
         "0 KiB are left"
     )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows removes no file that is open")
-def test_without_its_directory_the_upkeep_reports_that_and_goes_on(tmp_path: Path) -> None:
+def test_maintenance_without_its_directory_reports_that_and_continues(tmp_path: Path) -> None:
     directory = tmp_path / "state"
     host.create_private_dir(directory)
     store, metrics = Store.open(directory, NOW), Metrics(tuple)
-    upkeep = Upkeep(store, metrics, Machine(), Teller(store, metrics, CommandOptions()))
+    upkeep = StoreMaintenance(store, metrics, Host(), EventReporter(store, metrics, CommandOptions()))
     shutil.rmtree(directory)  # a cleaner of directories, or a backup that is restored
     with structlog.testing.capture_logs() as logs:
-        upkeep.tidy(time.monotonic() + 1.0)
+        upkeep.maintain(time.monotonic() + 1.0)
     store.close()
     assert metrics.store_errors.labels("write")._value.get() == 1
     assert [log["reason"] for log in logs] == [
@@ -555,7 +562,7 @@ import sys, time
 from datetime import UTC, datetime
 from pathlib import Path
 from scheduled_events_agent.store import Store
-store = Store.join(Path(sys.argv[1]))
+store = Store.open_client(Path(sys.argv[1]))
 number = store.add_request("one", "approve", "alice", datetime.now(UTC))
 while (answer := store.load_answer(number)) is None:
     time.sleep(0.01)
@@ -573,7 +580,7 @@ print(answer.succeeded, answer.message)
     assert printed == ["True taken: preparing\n"]
 
 
-def test_a_question_for_the_status_is_a_request_of_its_own_kind(store: Store, second: Store) -> None:
+def test_a_status_request_is_its_own_kind_of_message(store: Store, second: Store) -> None:
     question = second.add_status_request(NOW)
     action = second.add_request("one", "release", "root", NOW)
     assert store.load_requests(NOW) == [
@@ -589,11 +596,11 @@ def test_an_answered_request_is_not_found_again(store: Store, second: Store) -> 
     number = second.add_request("one", "hold", "root", NOW)
     assert [request.id for request in store.load_requests(NOW)] == [number]
     store.answer_request(number, RequestAnswer(succeeded=True, message="taken"))
-    second.save_facts({"vm_name": "vm-1"})  # so that the file looks changed
+    second.set_meta({"vm_name": "vm-1"})  # so that the file looks changed
     assert store.load_requests(NOW) == []
 
 
-def test_a_request_that_nobody_took_up_in_time_is_void(store: Store, second: Store) -> None:
+def test_a_request_that_was_not_read_in_time_is_void(store: Store, second: Store) -> None:
     second.add_request("one", "approve", "root", NOW - timedelta(seconds=31))
     assert store.load_requests(NOW) == []
 
@@ -608,7 +615,7 @@ def test_a_withdrawn_request_is_not_found(store: Store, second: Store) -> None:
 # --- schema
 
 
-def test_a_file_of_an_older_schema_is_brought_up_to_date_and_keeps_what_it_holds(
+def test_a_file_of_an_older_schema_is_migrated_and_keeps_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.open(tmp_path, NOW)
@@ -628,7 +635,7 @@ def test_a_file_of_an_older_schema_is_brought_up_to_date_and_keeps_what_it_holds
         assert store._connection.execute("SELECT host FROM journal").fetchall() == []
 
 
-def test_a_migration_that_fails_in_the_middle_leaves_the_file_as_it_was(
+def test_a_migration_that_fails_in_the_middle_leaves_the_file_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.open(tmp_path, NOW)
@@ -645,12 +652,12 @@ def test_a_migration_that_fails_in_the_middle_leaves_the_file_as_it_was(
     assert str(caught.value) == f"cannot open the state file {path}: database or disk is full"
     assert caught.value.kind == "full"
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside is None
+    assert store.quarantined_path is None
     assert store.load_workflows() == [make_workflow("one")]
     store.close()
 
 
-def test_a_file_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_a_newer_schema_is_rejected_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     Store.open(tmp_path, NOW).close()
     connection = sqlite3.connect(path)
@@ -667,11 +674,11 @@ def test_a_file_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> N
     assert path.read_bytes() == before
 
 
-def test_who_joins_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store.open(tmp_path, NOW).close()
     monkeypatch.setattr(store_file, "_MIGRATIONS", (*store_file._MIGRATIONS, "CREATE TABLE more (text TEXT);"))
     with pytest.raises(StoreError) as caught:
-        Store.join(tmp_path)
+        Store.open_client(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path / FILE_NAME} was written by an older version of the agent (schema 1, known 2): "
         "restart the agent, which brings it up to date"
@@ -681,9 +688,9 @@ def test_who_joins_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch:
     store.close()
 
 
-def test_there_is_nothing_to_join_where_no_agent_has_run(tmp_path: Path) -> None:
+def test_a_client_needs_a_file_made_by_an_agent(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
-        Store.join(tmp_path)
+        Store.open_client(tmp_path)
     assert str(caught.value) == (f"no agent has run with the state directory {tmp_path}: name it with --state-dir")
     assert list(tmp_path.iterdir()) == []
 
@@ -693,9 +700,9 @@ def test_there_is_nothing_to_join_where_no_agent_has_run(tmp_path: Path) -> None
 
 def test_bytes_that_are_no_text_are_written_with_marks_and_the_rest_goes_on(store: Store) -> None:
     path = "/etc/p\udcff.yaml"  # as Python reads a byte that is not UTF-8
-    note = Note(kind="hook_finished", text=f"{path} failed", hook="drain", outcome="failed", detail=f"at {path}")
-    store.commit([Step(workflow=make_workflow("one"), notes=(note,))], NOW)
-    store.record("reload_refused", f"{path}:1: unknown key", NOW)
+    note = Record(kind="hook_finished", text=f"{path} failed", hook="drain", outcome="failed", detail=f"at {path}")
+    store.commit([Transition(workflow=make_workflow("one"), records=(note,))], NOW)
+    store.record("reload_rejected", f"{path}:1: unknown key", NOW)
     number = store.add_request("one", "approve", path, NOW)
     assert [(entry.text, entry.detail) for entry in store.load_journal()] == [
         ("/etc/p?.yaml failed", "at /etc/p?.yaml"),
@@ -714,14 +721,14 @@ def test_a_directory_whose_name_is_no_text_may_hold_the_file(tmp_path: Path) -> 
     store.close()
     (place / FILE_NAME).write_bytes(b"garbage")
     store = Store.open(place, NOW)
-    assert store.load_fact("state_lost") == "file is not a database"
+    assert store.get_meta("state_lost") == "file is not a database"
     store.close()
 
 
 # --- others in the way
 
 
-def test_a_write_lock_of_another_process_ends_a_commit_in_time_and_with_a_reason(store: Store) -> None:
+def test_a_write_lock_of_another_process_fails_a_commit_in_time_with_a_reason(store: Store) -> None:
     other = sqlite3.connect(store.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     began = time.monotonic()
@@ -735,7 +742,7 @@ def test_a_write_lock_of_another_process_ends_a_commit_in_time_and_with_a_reason
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
 
 
-def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(
+def test_a_file_locked_by_another_process_does_not_count_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_file, "_BUSY_AT_START_SECONDS", 2.5)
@@ -756,7 +763,7 @@ def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(
     assert names <= {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}  # nothing was quarantined
 
 
-def test_a_directory_that_is_missing_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         Store.open(tmp_path / "missing", NOW)
     assert str(caught.value) == (
@@ -768,7 +775,7 @@ def test_a_directory_that_is_missing_is_told_with_the_way_out(tmp_path: Path) ->
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no file modes")
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_directory_or_file_of_another_user_is_told_with_the_way_out(tmp_path: Path, is_there: bool) -> None:
+def test_a_directory_or_file_of_another_user_is_reported_with_a_hint(tmp_path: Path, is_there: bool) -> None:
     place = tmp_path / "state"
     place.mkdir()
     if is_there:
@@ -801,27 +808,27 @@ except StoreError as error:
     )
 
 
-def test_what_cannot_be_the_state_file_is_told_to_who_would_join(tmp_path: Path) -> None:
+def test_an_impossible_state_file_is_reported_to_clients(tmp_path: Path) -> None:
     (tmp_path / "state.db").mkdir()
     with pytest.raises(StoreError, match=r"^cannot open .*state\.db"):
-        Store.join(tmp_path)
+        Store.open_client(tmp_path)
 
 
-def test_who_looks_into_the_file_beside_the_agent_does_not_give_up_its_locks(store: Store, tmp_path: Path) -> None:
-    store.record("pause", "before", NOW)
-    Store.look_into(tmp_path).close()  # as the status page does, in the agent's own process
+def test_a_reader_of_the_file_does_not_release_the_locks_of_the_agent(store: Store, tmp_path: Path) -> None:
+    store.record("machine_paused", "before", NOW)
+    Store.open_readonly(tmp_path).close()  # as the status page does, in the agent's own process
     join = "import pathlib, sys; from scheduled_events_agent.store.store import Store; "
-    join += "Store.join(pathlib.Path(sys.argv[1])).close()"
+    join += "Store.open_client(pathlib.Path(sys.argv[1])).close()"
     run_python(join, str(tmp_path))  # as the command status does
-    store.record("pause", "after", NOW)
+    store.record("machine_paused", "after", NOW)
     look = (
         "import pathlib, sys; from scheduled_events_agent.store.store import Store;"
-        "print([note.text for note in Store.look_into(pathlib.Path(sys.argv[1])).load_notes()])"
+        "print([note.text for note in Store.open_readonly(pathlib.Path(sys.argv[1])).load_records()])"
     )
     assert run_python(look, str(tmp_path)) == "['before', 'after']\n"
 
 
-def test_the_log_is_cut_back_when_somebody_who_has_read_for_long_is_gone(store: Store) -> None:
+def test_the_log_is_truncated_when_a_long_reader_has_closed(store: Store) -> None:
     log = store.path.with_name("state.db-wal")
     with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as reader:
         reader.execute("BEGIN")
@@ -835,7 +842,12 @@ def test_the_log_is_cut_back_when_somebody_who_has_read_for_long_is_gone(store: 
 
 def test_starts_after_a_crash_are_counted_though_the_first_crash_was_long_ago(tmp_path: Path) -> None:
     store = Store.open(tmp_path, NOW)
-    for minutes, kind in ((70, "agent_started"), (40, "agent_started"), (30, "pause"), (20, "agent_started")):
+    for minutes, kind in (
+        (70, "agent_started"),
+        (40, "agent_started"),
+        (30, "machine_paused"),
+        (20, "agent_started"),
+    ):
         store.record(kind, "it", NOW - timedelta(minutes=minutes), detail="boot")
     notes = store.load_starts_and_stops(NOW - timedelta(hours=1))
     store.close()

@@ -17,23 +17,23 @@ from scheduled_events_agent import host
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import FILE_NAME, Store, StoreError
-from scheduled_events_agent.workflow import Note, Step, Workflow
+from scheduled_events_agent.workflow import Record, Transition, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 ASIDE = f"{FILE_NAME}.damaged-20260504T120000Z"
 PAGE = 4096
 
 
-def make_step(name: str) -> Step:
+def make_step(name: str) -> Transition:
     workflow = Workflow(
         id=name,
         event=ScheduledEvent(id=name.upper(), type="Reboot", status="Scheduled", resources=("vm-1",)),
         decision=Decision(rule="reboots", reason="type is Reboot", affects="self"),
         first_seen_at=NOW,
-        noticed_at=NOW,
+        not_before_seen_at=NOW,
         boot_id="boot-1",
     )
-    return Step(workflow=workflow, notes=(Note(kind="seen", text="x" * 200),))
+    return Transition(workflow=workflow, records=(Record(kind="seen", text="x" * 200),))
 
 
 STEPS = [make_step(f"event-{number}") for number in range(40)]
@@ -55,25 +55,25 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def assert_starts_anew(place: Path, damaged: bytes) -> str:
     """The damaged file is kept under another name; a new one works and remembers. Returns what it remembers."""
     store = Store.open(place, NOW)
-    assert store.set_aside == place / ASIDE
+    assert store.quarantined_path == place / ASIDE
     if len(damaged) >= 512:  # SQLite takes less for an empty file and makes it a database at once
         assert (place / ASIDE).read_bytes() == damaged
     assert store.load_workflows() == []
-    reason = store.load_fact("state_lost")
+    reason = store.get_meta("state_lost")
     assert reason
     store.commit([STEPS[0]], NOW)
     store.close()
     again = Store.open(place, NOW)
-    assert again.set_aside is None
+    assert again.quarantined_path is None
     assert again.load_workflows() == [STEPS[0].workflow]
-    assert again.load_fact("state_lost") == reason
+    assert again.get_meta("state_lost") == reason
     again.close()
     for file in place.iterdir():
         file.unlink()
     return reason
 
 
-def test_a_file_cut_off_anywhere_is_set_aside(tmp_path: Path, good: bytes) -> None:
+def test_a_file_truncated_anywhere_is_quarantined(tmp_path: Path, good: bytes) -> None:
     lengths = [0, 1, 15, 16, 99, 100, PAGE - 1, PAGE, PAGE + 1, len(good) - PAGE, len(good) - 1]
     lengths += random.Random(4).sample(range(len(good)), 15)
     for length in lengths:
@@ -81,7 +81,7 @@ def test_a_file_cut_off_anywhere_is_set_aside(tmp_path: Path, good: bytes) -> No
         assert assert_starts_anew(tmp_path, good[:length]), length
 
 
-def test_a_file_with_one_page_overwritten_is_set_aside(tmp_path: Path, good: bytes) -> None:
+def test_a_file_with_one_page_overwritten_is_quarantined(tmp_path: Path, good: bytes) -> None:
     chance = random.Random(5)
     places = range(0, len(good), PAGE)
     for start in chance.sample(places, min(12, len(places))):
@@ -91,7 +91,7 @@ def test_a_file_with_one_page_overwritten_is_set_aside(tmp_path: Path, good: byt
             assert_starts_anew(tmp_path, damaged)
 
 
-def test_single_flipped_bits_never_keep_the_agent_from_starting(tmp_path: Path, good: bytes) -> None:
+def test_single_flipped_bits_never_prevent_the_start(tmp_path: Path, good: bytes) -> None:
     chance = random.Random(6)
     for _ in range(60):
         position = chance.randrange(len(good))
@@ -109,12 +109,12 @@ def test_single_flipped_bits_never_keep_the_agent_from_starting(tmp_path: Path, 
 @pytest.mark.parametrize(
     "text", [b"garbage", b"\0" * 10_000, b"SQLite format 3\0" + b"\xaa" * 5000, b"<html>sign in</html>"]
 )
-def test_a_file_that_never_was_one_of_ours_is_set_aside(tmp_path: Path, text: bytes) -> None:
+def test_a_foreign_file_is_quarantined(tmp_path: Path, text: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(text)
     assert_starts_anew(tmp_path, text)
 
 
-def test_an_empty_file_is_a_loss_and_not_a_beginning(tmp_path: Path) -> None:
+def test_an_empty_file_is_a_loss_and_not_a_new_state(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"")
     assert assert_starts_anew(tmp_path, b"") == "there is nothing in it"
 
@@ -141,8 +141,8 @@ def test_the_whole_file_is_checked_after_an_unclean_end_only(
 ) -> None:
     killed_store(tmp_path)
     asked = statements(monkeypatch)
-    Store.join(tmp_path).close()
-    Store.look_into(tmp_path).close()
+    Store.open_client(tmp_path).close()
+    Store.open_readonly(tmp_path).close()
     assert CHECK not in asked  # that is the agent's to do
     Store.open(tmp_path, NOW).close()
     assert asked.count(CHECK) == 1
@@ -171,13 +171,13 @@ def test_a_stop_over_damage_is_an_unclean_end(tmp_path: Path, good: bytes) -> No
     page_at = content.index(b"x" * 200) // PAGE * PAGE  # of the journal
     (tmp_path / FILE_NAME).write_bytes(content[:page_at] + b"\xff" * PAGE + content[page_at + PAGE :])
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside is None  # it has not been met yet
+    assert store.quarantined_path is None  # it has not been met yet
     with pytest.raises(StoreError) as caught:
         store.load_journal()
     assert caught.value.kind == "damaged"
     store.close()
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside == tmp_path / ASIDE
+    assert store.quarantined_path == tmp_path / ASIDE
     store.close()
 
 
@@ -191,11 +191,11 @@ def test_a_kept_log_is_not_applied_to_a_backup_that_was_restored(tmp_path: Path)
     store.close()
     (tmp_path / FILE_NAME).write_bytes(backup)
     store = Store.open(tmp_path, NOW)
-    assert (store.set_aside, store.load_workflows()) == (None, [STEPS[0].workflow])
+    assert (store.quarantined_path, store.load_workflows()) == (None, [STEPS[0].workflow])
     store.close()
 
 
-def test_a_log_that_another_process_kept_in_use_counts_again_when_the_agent_does(tmp_path: Path) -> None:
+def test_a_log_kept_in_use_by_another_process_counts_when_the_agent_restarts(tmp_path: Path) -> None:
     place, after = tmp_path / "state", tmp_path / "after a loss of power"
     place.mkdir()
     after.mkdir()
@@ -245,7 +245,7 @@ def spoil(place: Path, statement: str) -> None:
         ("PRAGMA user_version = 0", "there is nothing in it"),
     ],
 )
-def test_a_workflow_that_cannot_be_read_sets_the_whole_file_aside(
+def test_a_workflow_that_cannot_be_read_quarantines_the_whole_file(
     tmp_path: Path, good: bytes, statement: str, reason: str
 ) -> None:
     (tmp_path / FILE_NAME).write_bytes(good)
@@ -255,21 +255,21 @@ def test_a_workflow_that_cannot_be_read_sets_the_whole_file_aside(
     store = Store.open(tmp_path, NOW)
     aside = (tmp_path / ASIDE).read_bytes()
     assert aside[100:] == damaged[100:]
-    assert store.load_fact("state_lost").startswith(reason)
+    assert store.get_meta("state_lost").startswith(reason)
     assert store.load_workflows() == []
     store.close()
 
 
-def test_a_closed_workflow_that_cannot_be_read_harms_nobody(tmp_path: Path, good: bytes) -> None:
+def test_a_closed_workflow_that_cannot_be_read_is_ignored(tmp_path: Path, good: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(good)
     spoil(tmp_path, "UPDATE workflow SET body = '{', is_open = 0 WHERE id = 'event-7'")
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside is None
+    assert store.quarantined_path is None
     assert len(store.load_workflows()) == len(STEPS) - 1
     store.close()
 
 
-def test_a_row_that_its_index_does_not_know_is_damage(tmp_path: Path, good: bytes) -> None:
+def test_a_row_that_its_index_lacks_is_damage(tmp_path: Path, good: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(good)
     # Through the index alone the workflow would be lost silently.
     spoil(tmp_path, "CREATE TABLE other (number INTEGER)")
@@ -282,7 +282,7 @@ def test_a_row_that_its_index_does_not_know_is_damage(tmp_path: Path, good: byte
     connection.commit()
     connection.close()
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside == tmp_path / ASIDE
+    assert store.quarantined_path == tmp_path / ASIDE
     store.close()
 
 
@@ -322,14 +322,14 @@ def garble_wal(place: Path) -> None:
     [cut_wal, garble_wal, lambda place: (place / f"{FILE_NAME}-wal").unlink()],
     ids=["cut", "garbled", "gone"],
 )
-def test_a_file_whose_log_was_lost_before_it_was_taken_over_is_set_aside(
+def test_a_file_whose_log_was_lost_before_the_open_is_quarantined(
     tmp_path: Path, harm: Callable[[Path], object]
 ) -> None:
     killed_store(tmp_path)
     harm(tmp_path)
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside == tmp_path / ASIDE
-    assert store.load_fact("state_lost") == "there is nothing in it"
+    assert store.quarantined_path == tmp_path / ASIDE
+    assert store.get_meta("state_lost") == "there is nothing in it"
     store.close()
 
 
@@ -338,21 +338,21 @@ def test_no_part_of_a_damaged_file_stays_beside_the_new_one(tmp_path: Path) -> N
     (tmp_path / FILE_NAME).write_bytes(b"garbage" * 1000)
     garble_wal(tmp_path)
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside == tmp_path / ASIDE
+    assert store.quarantined_path == tmp_path / ASIDE
     assert store.load_workflows() == []
     store.close()
     assert {file.name for file in tmp_path.iterdir()} >= {FILE_NAME, ASIDE}
     assert (tmp_path / f"{FILE_NAME}-wal").stat().st_size < 100_000  # its own, not the garbage
     again = Store.open(tmp_path, NOW)
-    assert again.set_aside is None
+    assert again.quarantined_path is None
     again.close()
 
 
-def test_a_damaged_file_whose_whole_content_is_in_its_log_is_restored_from_there(tmp_path: Path) -> None:
+def test_a_damaged_file_whose_content_is_in_its_log_is_restored_from_it(tmp_path: Path) -> None:
     killed_store(tmp_path)
     (tmp_path / FILE_NAME).write_bytes(b"garbage" * 1000)
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside is None
+    assert store.quarantined_path is None
     assert store.load_workflows() == [step.workflow for step in STEPS[:3]]
     store.close()
 
@@ -361,7 +361,7 @@ def test_a_lost_index_of_the_log_is_made_anew(tmp_path: Path) -> None:
     killed_store(tmp_path)
     (tmp_path / f"{FILE_NAME}-shm").unlink()
     store = Store.open(tmp_path, NOW)
-    assert store.set_aside is None
+    assert store.quarantined_path is None
     assert store.load_workflows() == [step.workflow for step in STEPS[:3]]
     store.close()
 
@@ -417,7 +417,7 @@ def damage_log(place: Path) -> sqlite3.Connection:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not move what another process has open")
-def test_a_loss_is_remembered_wherever_its_handling_is_interrupted(tmp_path: Path) -> None:
+def test_a_loss_is_remembered_after_any_interruption_of_its_handling(tmp_path: Path) -> None:
     for killed_at in range(100):
         place = tmp_path / str(killed_at)
         place.mkdir()
@@ -432,14 +432,14 @@ def test_a_loss_is_remembered_wherever_its_handling_is_interrupted(tmp_path: Pat
             first.close()
         where = f"killed after {steps}"
         store = Store.open(place, NOW)
-        assert store.load_fact("state_lost").startswith("a workflow in it cannot be read: "), where
+        assert store.get_meta("state_lost").startswith("a workflow in it cannot be read: "), where
         assert store.load_workflows() == [], where
         store.commit([STEPS[0]], NOW)
         store.close()
         other.close()
         assert [(place / f"{ASIDE}{suffix}").read_bytes() for suffix in ("", "-wal")] == damaged, where
         again = Store.open(place, NOW)
-        assert (again.set_aside, again.load_workflows()) == (None, [STEPS[0].workflow]), where
+        assert (again.quarantined_path, again.load_workflows()) == (None, [STEPS[0].workflow]), where
         again.close()
         names = {file.name for file in place.iterdir()}
         parts = {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
@@ -452,7 +452,7 @@ def test_a_loss_is_remembered_wherever_its_handling_is_interrupted(tmp_path: Pat
     assert 10 < len(steps) < 100
 
 
-def test_who_finds_an_interrupted_replacement_is_told_where_the_damaged_file_is(
+def test_after_an_interrupted_replacement_the_damaged_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"garbage" * 1000)
@@ -465,13 +465,13 @@ def test_who_finds_an_interrupted_replacement_is_told_where_the_damaged_file_is(
         Store.open(tmp_path, NOW)
     monkeypatch.undo()
     store = Store.open(tmp_path, NOW + timedelta(hours=1))
-    assert store.set_aside == tmp_path / ASIDE
+    assert store.quarantined_path == tmp_path / ASIDE
     assert (tmp_path / ASIDE).read_bytes() == b"garbage" * 1000
-    assert store.load_fact("state_lost") == "file is not a database"
+    assert store.get_meta("state_lost") == "file is not a database"
     store.close()
 
 
-def test_a_damaged_file_that_cannot_be_moved_is_told_with_the_way_out(
+def test_a_damaged_file_that_cannot_be_moved_is_reported_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / FILE_NAME
@@ -493,10 +493,10 @@ def test_a_damaged_file_that_cannot_be_moved_is_told_with_the_way_out(
     assert caught.value.kind == "unusable"
 
 
-def test_who_joins_a_damaged_file_leaves_it_to_the_agent(tmp_path: Path) -> None:
+def test_a_client_of_a_damaged_file_leaves_it_to_the_agent(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"garbage")
     with pytest.raises(StoreError) as caught:
-        Store.join(tmp_path)
+        Store.open_client(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path / FILE_NAME} is damaged (file is not a database): "
         "the agent quarantines it when it is started again"

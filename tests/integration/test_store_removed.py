@@ -23,7 +23,7 @@ from scheduled_events_agent.policy import Decision, Hook, Rule
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.store import FILE_NAME, LOCK_NAME, RESERVE_BYTES, Store, StoreError
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import Note, Step, Workflow
+from scheduled_events_agent.workflow import Record, Transition, Workflow
 
 if sys.platform == "win32":
     pytest.skip("Windows neither removes nor replaces a file that is open", allow_module_level=True)
@@ -68,16 +68,16 @@ def replace_file(directory: Path) -> None:
 LOSSES = [remove_directory, remove_files, replace_file]
 
 
-def make_step(name: str) -> Step:
+def make_step(name: str) -> Transition:
     workflow = Workflow(
         id=name,
         event=ScheduledEvent(id=name, type="Reboot", status="Scheduled", resources=("vm-1",)),
         decision=Decision(rule="all", reason="type is Reboot", affects="self"),
         first_seen_at=NOW,
-        noticed_at=NOW,
+        not_before_seen_at=NOW,
         boot_id="boot-1",
     )
-    return Step(workflow=workflow, notes=(Note(kind="seen", text=name),))
+    return Transition(workflow=workflow, records=(Record(kind="seen", text=name),))
 
 
 def ids(store: Store) -> list[str]:
@@ -85,11 +85,11 @@ def ids(store: Store) -> list[str]:
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-def test_what_was_in_the_file_is_in_the_new_one(
+def test_the_content_of_the_removed_file_is_in_the_new_one(
     store: Store, directory: Path, lose: Callable[[Path], None]
 ) -> None:
-    store.commit([make_step("one")], NOW, notices=[("ops", "body")])
-    store.save_facts({"hook_times": "all of them"})
+    store.commit([make_step("one")], NOW, notifications=[("ops", "body")])
+    store.set_meta({"hook_times": "all of them"})
     assert store.recreate_if_removed() == ""
     lose(directory)
     store.commit([make_step("two")], NOW)
@@ -97,12 +97,12 @@ def test_what_was_in_the_file_is_in_the_new_one(
     assert store.recreate_if_removed() == ""
     assert store.recreations == 1
     store.commit([make_step("three")], NOW)
-    with contextlib.closing(Store.look_into(directory)) as other:
+    with contextlib.closing(Store.open_readonly(directory)) as other:
         assert ids(other) == ["one", "two", "three"]
-        assert other.load_fact("hook_times") == "all of them"
-        assert other.notices.waiting()["ops"].count == 1
+        assert other.get_meta("hook_times") == "all of them"
+        assert other.outbox.waiting()["ops"].count == 1
     request = None
-    with contextlib.closing(Store.join(directory)) as other:
+    with contextlib.closing(Store.open_client(directory)) as other:
         request = other.add_request("one", "hold", "kim", NOW)
     assert [one.id for one in store.load_requests(NOW)] == [request]
     assert stat.S_IMODE((directory / FILE_NAME).stat().st_mode) == 0o600
@@ -128,19 +128,19 @@ os.kill(os.getpid(), 9)
     assert done.returncode == -9
     with contextlib.closing(Store.open(directory, NOW)) as store:
         assert ids(store) == ["one", "two"]
-        assert store.set_aside is None
-        assert store.load_fact("state_lost") == ""
+        assert store.quarantined_path is None
+        assert store.get_meta("state_lost") == ""
 
 
 def test_the_new_file_gets_its_reserve(store: Store, directory: Path) -> None:
-    assert store.keep_reserve() == ""
+    assert store.ensure_reserve() == ""
     shutil.rmtree(directory)
     assert store.recreate_if_removed()
-    assert store.keep_reserve() == ""
+    assert store.ensure_reserve() == ""
     assert store.reserve_bytes() >= RESERVE_BYTES
 
 
-def test_the_log_of_the_file_that_was_put_there_is_not_applied(store: Store, directory: Path) -> None:
+def test_the_log_of_a_replaced_file_is_not_applied(store: Store, directory: Path) -> None:
     store.commit([make_step("one")], NOW)
     remove_files(directory)
     with contextlib.closing(Store.open(directory, NOW)) as other:
@@ -158,7 +158,7 @@ def test_the_log_of_the_file_that_was_put_there_is_not_applied(store: Store, dir
         ]  # and nothing of the other
 
 
-def test_a_removed_lock_is_taken_again(store: Store, directory: Path) -> None:
+def test_a_removed_lock_is_acquired_again(store: Store, directory: Path) -> None:
     (directory / LOCK_NAME).unlink()
     assert store.recreate_if_removed() == f"{directory / LOCK_NAME} was removed"
     with pytest.raises(host.HostError, match="has locked it"):
@@ -221,18 +221,18 @@ def test_an_engine_begins_nothing_until_the_file_is_in_its_place(
     with structlog.testing.capture_logs() as logs:
         assert engine.run_cycle(NOW)
         assert engine.run_cycle(NOW)
-    engine.tidy()
+    engine.maintain()
     executor.start_hook.assert_called_once()
     assert engine.store_failure == ""
     assert metrics.store_errors.labels("removed")._value.get() == 3
     assert [log["reason"] for log in logs if log["log_level"] == "error"] == [f"{directory} was removed"]
-    records = [entry.text for entry in store.load_notes(kind="state_recreated")]
+    records = [entry.text for entry in store.load_records(kind="state_recreated")]
     assert records == [f"{directory} was removed; created again, nothing is lost"]
     assert store.reserve_bytes() >= RESERVE_BYTES
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_directory_on_another_device_is_no_new_beginning(store: Store, directory: Path) -> None:
+def test_the_file_is_not_recreated_on_another_device(store: Store, directory: Path) -> None:
     store.commit([make_step("one")], NOW)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "none", directory], check=False)
     if done.returncode:

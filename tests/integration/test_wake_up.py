@@ -64,7 +64,7 @@ def test_a_wake_up_ends_the_wait_and_a_close_ends_it_for_good(tmp_path: Path) ->
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipe there: the directory's list decides")
 @pytest.mark.parametrize("leave", [Path.touch, lambda path: path.symlink_to("/dev/null")], ids=["file", "link"])
-def test_what_lies_in_the_place_of_the_pipe_is_replaced(tmp_path: Path, leave: Callable[[Path], None]) -> None:
+def test_a_file_in_place_of_the_pipe_is_replaced(tmp_path: Path, leave: Callable[[Path], None]) -> None:
     path = tmp_path / "wake"
     leave(path)
     wake_up = host.WakeUp(path)
@@ -86,7 +86,7 @@ def test_a_wake_up_writes_through_no_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipe there to be full")
-def test_an_agent_that_does_not_listen_keeps_no_operator_waiting(tmp_path: Path) -> None:
+def test_an_unresponsive_agent_does_not_block_an_operator(tmp_path: Path) -> None:
     wake_up = host.WakeUp(tmp_path / "wake")
     for _ in range(100_000):  # more than a pipe holds
         host.wake(tmp_path / "wake")
@@ -95,14 +95,14 @@ def test_an_agent_that_does_not_listen_keeps_no_operator_waiting(tmp_path: Path)
     assert not wake_up.wait()
 
 
-def test_an_agent_that_sleeps_answers_and_obeys_operators_at_once(tmp_path: Path) -> None:
+def test_a_sleeping_agent_handles_operator_requests_at_once(tmp_path: Path) -> None:
     rules = (Rule(name="hand", approve="manual"),)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules) as daemon:
         event = azure.schedule("Reboot", notice_seconds=NEVER)
-        azure.wait_until(lambda: daemon._engine.board, "the event is known", PATIENCE)
+        azure.wait_until(lambda: daemon._engine.workflows, "the event is known", PATIENCE)
         wait_asleep(daemon, azure)
-        (workflow_id,) = daemon._engine.board
-        with closing(Store.join(tmp_path)) as store:
+        (workflow_id,) = daemon._engine.workflows
+        with closing(Store.open_client(tmp_path)) as store:
             answer = operator.wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
             assert answer is not None
             assert "vm-1" in answer.message
@@ -119,14 +119,14 @@ def test_an_agent_that_cannot_be_woken_looks_for_requests_by_itself(
         raise OSError("the file system has no pipes")
 
     monkeypatch.setattr(host.WakeUp, "__init__", fail)
-    monkeypatch.setattr(module, "_RESTLESS_TICK_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_EARLY_TICK_SECONDS", 0.1)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_until(lambda: daemon._reporter.reported is not None, "it has said that it is ready", PATIENCE)
-        with closing(Store.join(tmp_path)) as store:
+        with closing(Store.open_client(tmp_path)) as store:
             assert operator.wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
 
 
-def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_path: Path) -> None:
+def test_a_sleeping_agent_notifies_the_service_manager_when_polling_fails(tmp_path: Path) -> None:
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         wait_asleep(daemon, azure)
         azure.fault("vm-1", "status", status=500)
@@ -136,7 +136,7 @@ def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_p
         azure.wait_until(lambda: daemon._reporter.reported == "Nothing is pending", "its end is sent", PATIENCE)
 
 
-def test_while_a_hook_runs_the_status_line_begins_as_the_package_expects_of_every_version(tmp_path: Path) -> None:
+def test_the_status_line_of_a_running_hook_starts_as_the_package_expects(tmp_path: Path) -> None:
     """The script of the packages reads the line of the agent that it replaces: these words never change."""
     script = Path(__file__).parents[2] / "packaging" / "restart.sh"
     assert 'case $(show StatusText) in\n        "runs hook"*) return 0 ;;\n' in script.read_text(encoding="utf-8")
@@ -152,8 +152,8 @@ def test_an_event_is_begun_when_its_time_comes_although_no_document_says_so(tmp_
     rules = (Rule(name="late", approve="immediately", lead=NEVER),)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules) as daemon:
         event = azure.schedule("Reboot", notice_seconds=NEVER + 4.0)
-        azure.wait_until(lambda: daemon._engine.board, "the event is known", PATIENCE)
+        azure.wait_until(lambda: daemon._engine.workflows, "the event is known", PATIENCE)
         assert azure.wait_approved(event, timeout_seconds=PATIENCE).approved_at
-        (workflow,) = daemon._engine.board.values()
+        (workflow,) = daemon._engine.workflows.values()
         assert workflow.event.not_before is not None
         assert datetime.now(UTC) >= workflow.event.not_before - timedelta(seconds=NEVER)

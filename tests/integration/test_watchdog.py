@@ -47,7 +47,7 @@ def watched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         yield is_alive
 
 
-def test_a_store_that_hangs_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_store_sends_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, may_go_on = threading.Event(), threading.Event()
 
     def load_requests(*_: object) -> list[object]:
@@ -68,7 +68,7 @@ def test_a_store_that_hangs_is_no_sign_of_life(tmp_path: Path, monkeypatch: pyte
         assert is_alive(60.0)
 
 
-def test_a_poller_that_hangs_ends_the_signs_of_life_and_is_named_on_the_health_page(
+def test_a_hung_poller_stops_the_heartbeat_and_is_named_by_the_health_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, may_go_on = threading.Event(), threading.Event()

@@ -15,7 +15,7 @@ import pytest
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.web import server as web
-from scheduled_events_agent.web.server import Page, Pages, WebError, WebServer
+from scheduled_events_agent.web.server import Response, Routes, WebError, WebServer
 
 STRANGE_NAME = (
     "the Host header is not a name of this server: use its address, or add the name to agent.listen_names\n"
@@ -30,10 +30,10 @@ class Slow:
         self.entered = threading.Semaphore(0)
         self.may_answer = threading.Event()
 
-    def __call__(self) -> Page:
+    def __call__(self) -> Response:
         self.entered.release()
         assert self.may_answer.wait(120.0)
-        return Page(HTTPStatus.OK, b"slow\n")
+        return Response(HTTPStatus.OK, b"slow\n")
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def slow() -> Slow:
 
 @pytest.fixture
 def server(slow: Slow) -> Iterator[WebServer]:
-    pages: Pages = {
-        "/healthz": lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, b"no poll has succeeded\n"),
-        "/metrics": lambda: Page(HTTPStatus.OK, b"# metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
+    pages: Routes = {
+        "/healthz": lambda: Response(HTTPStatus.SERVICE_UNAVAILABLE, b"no poll has succeeded\n"),
+        "/metrics": lambda: Response(HTTPStatus.OK, b"# metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
         "/slow": slow,
     }
     server = WebServer("127.0.0.1:0", pages)
@@ -79,7 +79,7 @@ def say(server: WebServer, text: bytes, *, half_close: bool = False) -> bytes:
         return b"".join(parts)
 
 
-def test_a_page_comes_with_its_status_type_and_length(server: WebServer) -> None:
+def test_a_response_has_status_type_and_length(server: WebServer) -> None:
     answer, body = ask(server, "GET", "/metrics")
     assert (answer.status, body) == (200, "# metrics\n")
     headers = dict(answer.getheaders())
@@ -93,7 +93,7 @@ def test_a_page_comes_with_its_status_type_and_length(server: WebServer) -> None
     }
 
 
-def test_a_page_may_say_that_something_is_wrong(server: WebServer) -> None:
+def test_an_endpoint_may_return_an_error_status(server: WebServer) -> None:
     answer, body = ask(server, "GET", "/healthz")
     assert (answer.status, body) == (503, "no poll has succeeded\n")
 
@@ -109,19 +109,19 @@ def test_head_has_the_headers_and_no_body(server: WebServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/nothing", "/metrics/", "/../etc/passwd", "/%2e%2e"])
-def test_any_other_path_is_told_what_pages_there_are(server: WebServer, path: str) -> None:
+def test_any_other_path_lists_the_existing_endpoints(server: WebServer, path: str) -> None:
     answer, body = ask(server, "GET", path)
     assert (answer.status, body) == (404, NOT_FOUND)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_but_reading_is_possible(server: WebServer, method: str) -> None:
+def test_only_read_methods_are_allowed(server: WebServer, method: str) -> None:
     answer, body = ask(server, method, "/metrics", body=b"x")
     assert (answer.status, answer.getheader("Allow")) == (405, "GET, HEAD")
     assert body == "only GET and HEAD: nothing can be changed here\n"
 
 
-def test_a_slow_page_does_not_hold_up_another_one(server: WebServer, slow: Slow) -> None:
+def test_a_slow_endpoint_does_not_block_another_one(server: WebServer, slow: Slow) -> None:
     waiting = threading.Thread(target=ask, args=(server, "GET", "/slow"))
     waiting.start()
     assert slow.entered.acquire(timeout=60)
@@ -131,7 +131,7 @@ def test_a_slow_page_does_not_hold_up_another_one(server: WebServer, slow: Slow)
     waiting.join()
 
 
-def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_one(
+def test_a_client_that_sends_half_a_request_does_not_block_another_one(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 600.0)
@@ -146,7 +146,9 @@ def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_o
 
 
 @pytest.mark.parametrize("text", [b"", b"x"], ids=["nothing", "a byte now and then"])
-def test_a_client_that_never_comes_to_the_point_is_let_go(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+def test_a_client_that_never_completes_its_request_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 0.5)
     server = WebServer("127.0.0.1:0", {})
     began = time.monotonic()
@@ -171,7 +173,7 @@ def test_a_client_that_closes_its_side_after_asking_gets_its_answer(server: WebS
     assert answer.endswith(b"\r\n\r\n# metrics\n")
 
 
-def test_a_client_that_goes_away_while_it_is_answered_does_no_harm(
+def test_a_client_that_disconnects_during_the_response_is_ignored(
     server: WebServer, slow: Slow, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(8):
@@ -196,7 +198,7 @@ def test_a_client_that_goes_away_while_it_is_answered_does_no_harm(
         (b"GET /metrics HTTP/9.9\r\n\r\n", b""),
     ],
 )
-def test_what_is_too_long_or_not_http_is_refused_and_the_server_goes_on(
+def test_oversized_or_invalid_requests_are_rejected_and_the_server_continues(
     server: WebServer, text: bytes, status: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     answer = say(server, text)
@@ -227,7 +229,7 @@ def test_what_is_too_long_or_not_http_is_refused_and_the_server_goes_on(
         (b"get /metrics HTTP/1.1\r\n\r\n", 405),
     ],
 )
-def test_a_request_is_read_as_it_stands_or_refused_with_one_answer(
+def test_a_request_is_read_exactly_or_rejected_with_one_response(
     server: WebServer, text: bytes, status: int
 ) -> None:
     answer = say(server, text)
@@ -241,7 +243,7 @@ def test_it_listens_on_ipv6_too() -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
-    server = WebServer("[::1]:0", {"/x": lambda: Page(HTTPStatus.OK, b"x\n")})
+    server = WebServer("[::1]:0", {"/x": lambda: Response(HTTPStatus.OK, b"x\n")})
     try:
         connection = http.client.HTTPConnection("::1", server.port, timeout=10)
         connection.request("GET", "/x")
@@ -261,7 +263,7 @@ def what_the_system_says_of(address: tuple[str, int]) -> str:
     pytest.fail(f"{address} can be bound")
 
 
-def test_a_port_in_use_is_told_with_the_way_out() -> None:
+def test_a_port_in_use_is_reported_with_a_hint() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         reason = what_the_system_says_of(("127.0.0.1", port))
@@ -273,7 +275,7 @@ def test_a_port_in_use_is_told_with_the_way_out() -> None:
     assert caught.value.kind == "listen"
 
 
-def test_an_address_that_is_not_ours_is_told_with_the_way_out() -> None:
+def test_a_foreign_address_is_reported_with_a_hint() -> None:
     reason = what_the_system_says_of(("192.0.2.1", 9769))
     with pytest.raises(WebError) as caught:
         WebServer("192.0.2.1:9769", {})
@@ -284,7 +286,7 @@ def test_an_address_that_is_not_ours_is_told_with_the_way_out() -> None:
 
 def test_close_is_prompt_and_leaves_neither_a_thread_nor_the_port() -> None:
     before = set(threading.enumerate())
-    server = WebServer("127.0.0.1:0", {"/x": lambda: Page(HTTPStatus.OK, b"x\n")})
+    server = WebServer("127.0.0.1:0", {"/x": lambda: Response(HTTPStatus.OK, b"x\n")})
     port = server.port
     assert ask(server, "GET", "/x")[1] == "x\n"
     began = time.monotonic()
@@ -343,7 +345,7 @@ def come(server: WebServer, source: str) -> socket.socket:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 at once")
-def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(
+def test_one_address_that_occupies_every_slot_slowly_blocks_no_other_one(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 60.0)
@@ -362,7 +364,7 @@ def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(
         assert time.monotonic() - began < 60
 
 
-def test_a_client_that_asks_is_served_beside_a_crowd_that_does_not(server: WebServer) -> None:
+def test_an_active_client_is_served_beside_many_silent_ones(server: WebServer) -> None:
     with ExitStack() as stack:
         for _ in range(2 * web._MAX_CLIENTS):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(b"GET /met")
@@ -387,7 +389,7 @@ def test_there_are_at_most_so_many_threads_however_many_clients_come(monkeypatch
     monkeypatch.setattr(web, "_MAX_CLIENTS", 4)
     monkeypatch.setattr(web, "_MAX_THREADS", 8)
     before = set(threading.enumerate())
-    server = WebServer("127.0.0.1:0", {"/x": lambda: Page(HTTPStatus.OK, b"x\n")})
+    server = WebServer("127.0.0.1:0", {"/x": lambda: Response(HTTPStatus.OK, b"x\n")})
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)).sendall(b"GET /")
@@ -396,9 +398,7 @@ def test_there_are_at_most_so_many_threads_however_many_clients_come(monkeypatch
     server.close()
 
 
-def test_without_a_thread_for_a_client_it_is_answered_all_the_same(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_every_client_gets_503(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -462,9 +462,9 @@ def test_connections_that_come_again_at_once_do_not_keep_a_probe_waiting(
             thread.join()
 
 
-def test_a_client_that_takes_its_answer_slowly_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_its_response_slowly_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "_ANSWER_SECONDS", 1.0)
-    server = WebServer("127.0.0.1:0", {"/big": lambda: Page(HTTPStatus.OK, b"x" * 64 * 1024 * 1024)})
+    server = WebServer("127.0.0.1:0", {"/big": lambda: Response(HTTPStatus.OK, b"x" * 64 * 1024 * 1024)})
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
         wait_until(lambda: server._clients)
@@ -499,9 +499,9 @@ def wait_until(test: Callable[[], object]) -> None:
         ("127.0.0.1@evil.example", 421),
     ],
 )
-def test_a_browser_that_was_led_here_by_a_strange_name_gets_nothing(host: str, status: int) -> None:
+def test_a_browser_with_an_untrusted_host_name_gets_nothing(host: str, status: int) -> None:
     server = WebServer(
-        "127.0.0.1:0", {"/status": lambda: Page(HTTPStatus.OK, b"{}")}, names=("Status.example.com",)
+        "127.0.0.1:0", {"/status": lambda: Response(HTTPStatus.OK, b"{}")}, names=("Status.example.com",)
     )
     try:
         answer, body = ask(server, "GET", "/status", headers={"Host": host})
@@ -511,26 +511,26 @@ def test_a_browser_that_was_led_here_by_a_strange_name_gets_nothing(host: str, s
         server.close()
 
 
-def test_a_probe_by_a_strange_name_learns_yes_or_no(server: WebServer) -> None:
+def test_a_probe_with_an_untrusted_host_name_gets_only_the_status(server: WebServer) -> None:
     answer, body = ask(server, "GET", "/healthz", headers={"Host": "evil.example"})
     assert (answer.status, body) == (503, "no\n")
 
 
-def test_one_strange_name_among_others_is_enough(server: WebServer) -> None:
+def test_one_untrusted_host_name_among_others_is_enough(server: WebServer) -> None:
     told = say(server, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
     assert told.startswith(b"HTTP/1.0 421 ")
 
 
-def test_a_server_for_other_machines_may_be_asked_by_any_name() -> None:
-    server = WebServer("0.0.0.0:0", {"/status": lambda: Page(HTTPStatus.OK, b"{}")})
+def test_a_server_on_a_public_address_accepts_any_host_name() -> None:
+    server = WebServer("0.0.0.0:0", {"/status": lambda: Response(HTTPStatus.OK, b"{}")})
     try:
         assert ask(server, "GET", "/status", headers={"Host": "vm.example.com"})[0].status == 200
     finally:
         server.close()
 
 
-def test_a_bug_in_a_page_is_told_to_its_client() -> None:
-    def page() -> Page:
+def test_a_bug_in_an_endpoint_is_reported_to_the_client() -> None:
+    def page() -> Response:
         raise RuntimeError("a bug")
 
     server = WebServer("127.0.0.1:0", {"/x": page})

@@ -27,13 +27,13 @@ from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.web import server as web
 from scheduled_events_agent.web import tls
-from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.web.server import Response, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError, load_web_config
 
 PAGES = {
-    "/metrics": lambda: Page(HTTPStatus.OK, b"# metrics\n"),
-    "/readyz": lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready: Reboot A is preparing\n"),
-    "/big": lambda: Page(HTTPStatus.OK, b"x" * 3_000_000),
+    "/metrics": lambda: Response(HTTPStatus.OK, b"# metrics\n"),
+    "/readyz": lambda: Response(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready: Reboot A is preparing\n"),
+    "/big": lambda: Response(HTTPStatus.OK, b"x" * 3_000_000),
 }
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
@@ -91,7 +91,7 @@ def serving(file: Path, tell: Callable[[str], None] = lambda _: None) -> Iterato
         server.close()
 
 
-def trusting(place: Path, client: str = "", newest: ssl.TLSVersion | None = None) -> ssl.SSLContext:
+def tls_context(place: Path, client: str = "", newest: ssl.TLSVersion | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(place / "ca.pem"))
     if client:
         context.load_cert_chain(place / f"{client}.pem", place / f"{client}.key")
@@ -117,7 +117,7 @@ def ask(server: WebServer, path: str = "/metrics", context: ssl.SSLContext | Non
 def serial_number(server: WebServer, place: Path) -> str:
     with (
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as plain,
-        trusting(place).wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        tls_context(place).wrap_socket(plain, server_hostname="127.0.0.1") as connection,
     ):
         certificate: dict[str, Any] | None = connection.getpeercert()
         assert certificate is not None
@@ -135,32 +135,32 @@ def wait_until(test: Callable[[], object]) -> None:
 
 
 @needs_openssl
-def test_pages_come_over_tls_also_large_ones(place: Path) -> None:
+def test_large_responses_are_served_over_tls(place: Path) -> None:
     with serving(write(place, TLS)) as server:
-        assert ask(server, context=trusting(place)) == (200, "# metrics\n")
-        assert len(ask(server, "/big", trusting(place))[1]) == 3_000_000
+        assert ask(server, context=tls_context(place)) == (200, "# metrics\n")
+        assert len(ask(server, "/big", tls_context(place))[1]) == 3_000_000
 
 
 @needs_openssl
-def test_old_tls_is_refused_and_newer_if_the_file_says_so(place: Path) -> None:
+def test_old_tls_is_rejected_and_a_newer_version_can_be_required(place: Path) -> None:
     only_12 = ssl.TLSVersion.TLSv1_2
     with serving(write(place, TLS)) as server:
-        assert ask(server, context=trusting(place, newest=only_12))[0] == 200
+        assert ask(server, context=tls_context(place, newest=only_12))[0] == 200
     with serving(write(place, f"{TLS}  min_version: TLS13\n")) as server:
-        assert ask(server, context=trusting(place))[0] == 200
+        assert ask(server, context=tls_context(place))[0] == 200
         with pytest.raises(ssl.SSLError):
-            ask(server, context=trusting(place, newest=only_12))
+            ask(server, context=tls_context(place, newest=only_12))
 
 
 @needs_openssl
-def test_plain_http_to_the_port_is_told_so(place: Path) -> None:
+def test_plain_http_to_the_tls_port_is_reported(place: Path) -> None:
     with serving(write(place, TLS)) as server:
         assert ask(server) == (400, "this port speaks TLS: ask with https://\n")
 
 
 @needs_openssl
 @pytest.mark.parametrize("beginning", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
-def test_a_client_that_stops_in_its_handshake_holds_up_no_other_and_is_let_go(
+def test_a_client_that_stops_in_its_handshake_is_disconnected(
     place: Path, beginning: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 1.5)
@@ -168,21 +168,21 @@ def test_a_client_that_stops_in_its_handshake_holds_up_no_other_and_is_let_go(
         mute = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         mute.sendall(beginning)
         wait_until(lambda: server._clients)
-        assert ask(server, context=trusting(place))[0] == 200
+        assert ask(server, context=tls_context(place))[0] == 200
         with mute, suppress(ConnectionResetError):  # let go with bytes of it unread
             assert mute.recv(100) == b""
         wait_until(lambda: not server._clients)
 
 
 @needs_openssl
-def test_a_crowd_that_never_ends_its_handshake_keeps_no_client_out(place: Path) -> None:
+def test_many_unfinished_handshakes_keep_no_client_out(place: Path) -> None:
     with serving(write(place, TLS)) as server:
         crowd = [
             socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(web._MAX_CLIENTS * 2)
         ]
         for client in crowd:
             client.sendall(b"\x16\x03\x01")
-        assert ask(server, context=trusting(place))[0] == 200
+        assert ask(server, context=tls_context(place))[0] == 200
         for client in crowd:
             client.close()
 
@@ -190,21 +190,21 @@ def test_a_crowd_that_never_ends_its_handshake_keeps_no_client_out(place: Path) 
 @needs_openssl
 def test_only_clients_with_a_certificate_of_the_authority_get_in(place: Path) -> None:
     with serving(write(place, TLS + CLIENTS)) as server:
-        assert ask(server, context=trusting(place, "client")) == (200, "# metrics\n")
+        assert ask(server, context=tls_context(place, "client")) == (200, "# metrics\n")
         for client in ("", "stranger"):
             with pytest.raises(OSError):  # noqa: PT011 - the alert, or a reset connection, comes late or early
-                ask(server, "/readyz", trusting(place, client))
-        assert ask(server, context=trusting(place, "client"))[0] == 200
+                ask(server, "/readyz", tls_context(place, client))
+        assert ask(server, context=tls_context(place, "client"))[0] == 200
 
 
 @needs_openssl
-def test_a_certificate_that_may_be_given_is_looked_at_if_it_is(place: Path) -> None:
+def test_an_optional_client_certificate_is_verified_if_sent(place: Path) -> None:
     text = CLIENTS.replace("RequireAndVerifyClientCert", "VerifyClientCertIfGiven")
     with serving(write(place, TLS + text)) as server:
-        assert ask(server, context=trusting(place))[0] == 200
-        assert ask(server, context=trusting(place, "client"))[0] == 200
+        assert ask(server, context=tls_context(place))[0] == 200
+        assert ask(server, context=tls_context(place, "client"))[0] == 200
         with pytest.raises(OSError):  # noqa: PT011 - as above
-            ask(server, context=trusting(place, "stranger"))
+            ask(server, context=tls_context(place, "stranger"))
 
 
 @needs_openssl
@@ -213,7 +213,7 @@ def test_a_renewed_certificate_is_used_without_a_restart_once_its_key_is_there(p
     with serving(write(place, TLS), told.append) as server:
         first = serial_number(server, place)
         (place / "renewed.pem").replace(place / "server.pem")  # its key is late
-        wait_until(lambda: ask(server, context=trusting(place))[0] == 200 and told)
+        wait_until(lambda: ask(server, context=tls_context(place))[0] == 200 and told)
         assert told == [
             (
                 f"{place / 'web.yml'}:3: tls_server_config.key_file: {place / 'server.key'} is not the key of "
@@ -227,38 +227,36 @@ def test_a_renewed_certificate_is_used_without_a_restart_once_its_key_is_there(p
 
 
 @needs_openssl
-def test_a_file_that_can_no_longer_be_used_leaves_the_one_before_in_force(place: Path) -> None:
+def test_an_invalid_tls_file_keeps_the_previous_one_active(place: Path) -> None:
     told: list[str] = []
     file = write(place, TLS + CLIENTS)
     with serving(file, told.append) as server:
         for text, reason in (("", "the key "), (USERS, "basic_auth_users: the agent checks no passwords")):
             write(place, text)
-            wait_until(lambda: ask(server, context=trusting(place, "client"))[0] == 200 and told)
+            wait_until(lambda: ask(server, context=tls_context(place, "client"))[0] == 200 and told)
             assert reason in told.pop()
         file.unlink()
-        wait_until(lambda: ask(server, context=trusting(place, "client"))[0] == 200 and told)
+        wait_until(lambda: ask(server, context=tls_context(place, "client"))[0] == 200 and told)
         assert told.pop() == f"{file}: cannot be read: No such file or directory"
         with pytest.raises(OSError):  # noqa: PT011 - as above
-            ask(server, context=trusting(place))
+            ask(server, context=tls_context(place))
         write(place, TLS)
-        wait_until(lambda: ask(server, context=trusting(place, "client"))[0] == 200 and "" in told)
-        assert ask(server, context=trusting(place))[0] == 200
+        wait_until(lambda: ask(server, context=tls_context(place, "client"))[0] == 200 and "" in told)
+        assert ask(server, context=tls_context(place))[0] == 200
 
 
 @needs_openssl
-def test_a_flood_of_connections_is_no_flood_of_looks_at_the_files(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_connections_check_the_tls_files_rarely(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(place, TLS)
     now, looks = [1000.0], list[float]()
-    look = tls._stamps
+    look = tls._fingerprints
 
     def counted(files: tuple[Path, ...]) -> tuple[object, ...]:
         looks.append(now[0])
         return look(files)
 
     monkeypatch.setattr(tls, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(tls, "_stamps", counted)
+    monkeypatch.setattr(tls, "_fingerprints", counted)
     current = Tls(file, lambda _: None)
     for at in (1000.0, 1000.5, 1001.0, 1001.5, 1002.0):
         now[0] = at
@@ -333,18 +331,20 @@ def problems(file: Path) -> list[str]:
         ("", ['DIR/web.yml:1: the key "tls_server_config" is missing']),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(place: Path, text: str, expected: list[str]) -> None:
+def test_an_error_in_the_access_file_is_reported_with_its_line(
+    place: Path, text: str, expected: list[str]
+) -> None:
     assert problems(write(place, text)) == expected
 
 
-def test_a_path_that_can_be_none_is_told(tmp_path: Path) -> None:
+def test_an_impossible_path_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TlsError, match="cannot be read: embedded null"):
         load_web_config(tmp_path / "a\0b")
 
 
 @needs_openssl
 @pytest.mark.parametrize("key", ["server.pem", "ca.key", "locked.key"])
-def test_a_key_that_is_not_one_is_of_another_or_is_locked_is_refused(place: Path, key: str) -> None:
+def test_an_invalid_foreign_or_encrypted_key_is_rejected(place: Path, key: str) -> None:
     (line,) = problems(write(place, TLS.replace("server.key", key)))
     assert line.startswith(
         ("DIR/web.yml:2: tls_server_config.cert_file: ", "DIR/web.yml:3: tls_server_config.key_file")
@@ -352,15 +352,15 @@ def test_a_key_that_is_not_one_is_of_another_or_is_locked_is_refused(place: Path
 
 
 @needs_openssl
-def test_the_file_of_the_documentation_can_be_used_as_it_is(place: Path) -> None:
+def test_the_documented_access_file_works_unchanged(place: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "web.md").read_text(encoding="utf-8")
     (text,) = [
         block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "tls_server_config" in block
     ]
     with serving(write(place, text)) as server:
-        assert ask(server, context=trusting(place))[0] == 200
+        assert ask(server, context=tls_context(place))[0] == 200
     with serving(write(place, text.replace("# client_", "client_"))) as server:
-        assert ask(server, context=trusting(place, "client"))[0] == 200
+        assert ask(server, context=tls_context(place, "client"))[0] == 200
     for block in re.findall(r"```yaml\n(agent:.*?)```", page, re.DOTALL):
         assert parse_settings(block, "docs/web.md").warnings == ()
 
@@ -386,7 +386,7 @@ def lines_of_web_config(loaded: Loaded) -> list[str]:
                                 "is missing")]),
     ],
 )  # fmt: skip
-def test_check_tells_when_the_pages_are_open_to_others(
+def test_check_reports_endpoints_that_are_open_to_others(
     place: Path, listen: str, text: str, expected: list[str]
 ) -> None:
     file = write(place, text)
@@ -401,7 +401,7 @@ def test_check_tells_when_the_pages_are_open_to_others(
 
 @needs_openssl
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's; Windows' lists have tests of their own")
-def test_check_tells_which_accounts_could_change_who_gets_in(place: Path) -> None:
+def test_check_reports_accounts_that_could_change_the_access_file(place: Path) -> None:
     file = write(place, TLS + CLIENTS)
     loaded = parse_settings(f"agent:\n  web_config: '{file}'\n", "p")
     (place / "ca.pem").chmod(0o666)
@@ -429,7 +429,7 @@ def exposures(file: Path) -> list[str]:
 
 @needs_openssl
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_check_tells_that_every_account_can_read_the_key(shared_place: Path) -> None:
+def test_check_reports_a_key_that_every_account_can_read(shared_place: Path) -> None:
     file, key = write(shared_place, TLS), shared_place / "server.key"
     key.chmod(0o644)
     (shared_place / "server.pem").chmod(0o644)  # which is public
@@ -455,11 +455,11 @@ def test_a_key_that_no_other_account_can_reach_may_have_any_mode(shared_place: P
 
 @pytest.mark.skipif(sys.platform != "win32", reason="access lists are Windows'")
 @pytest.mark.parametrize(
-    ("others", "is_told"),
+    ("others", "is_logged"),
     [("", False), ("(A;;FR;;;BU)", True), ("(A;;FR;;;WD)", True), ("(A;;FR;;;S-1-5-21-1-2-3-1001)", False)],
 )
-def test_on_windows_its_list_tells_whether_every_account_can_read_the_key(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, is_told: bool
+def test_on_windows_the_access_list_shows_whether_every_account_can_read_the_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, is_logged: bool
 ) -> None:
     import win32security
 
@@ -472,24 +472,24 @@ def test_on_windows_its_list_tells_whether_every_account_can_read_the_key(
     monkeypatch.setattr(permissions, "_descriptor", lambda _: descriptor)
     key = tmp_path / "server.key"
     fault = host.exposure_fault(key)
-    assert (fault is not None) == is_told
+    assert (fault is not None) == is_logged
     assert fault is None or fault.startswith(f"{key} can be read by S-1-")
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:9769", "'[::]:9769'", "10.1.2.3:9769", "vm.example.com:9769"])
-def test_check_tells_that_the_pages_are_open_to_all_without_such_a_file(listen: str) -> None:
+def test_check_reports_that_without_an_access_file_the_endpoints_are_open_to_all(listen: str) -> None:
     (warning,) = parse_settings(f"agent:\n  listen: {listen}\n", "p").warnings
     text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
     assert str(warning) == f"p:2: agent.listen: {text}"
 
 
 @needs_openssl
-def test_a_certificate_that_is_rejected_needs_a_person_until_a_good_one_is_there(
+def test_a_rejected_certificate_is_an_attention_item_until_a_valid_one_is_there(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tls, "_POLL_SECONDS", 0.0)
     settings = AgentSettings(listen="127.0.0.1:0", web_config=str(write(place, TLS)))
-    trusting = ssl.create_default_context(cafile=str(place / "ca.pem"))
+    tls_context = ssl.create_default_context(cafile=str(place / "ca.pem"))
     with (
         Simulator(vms=("vm-1",)) as azure,
         running(tmp_path / "state", azure.endpoint(), agent=settings) as daemon,
@@ -498,7 +498,7 @@ def test_a_certificate_that_is_rejected_needs_a_person_until_a_good_one_is_there
 
         def kinds() -> list[str]:
             assert daemon.web is not None
-            connection = http.client.HTTPSConnection("127.0.0.1", daemon.web.port, timeout=60, context=trusting)
+            connection = http.client.HTTPSConnection("127.0.0.1", daemon.web.port, timeout=60, context=tls_context)
             connection.request("GET", "/status")
             status = json.loads(connection.getresponse().read())
             connection.close()

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from given import Given
 from msgspec.structs import replace
+from static_policy import Given
 from test_daemon import running
 
 from scheduled_events_agent.daemon.daemon import Daemon
@@ -28,7 +28,7 @@ from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.web import endpoints as module
-from scheduled_events_agent.web.server import Page
+from scheduled_events_agent.web.server import Response
 from scheduled_events_agent.web.static import HEADERS
 
 OUTPUT = "x" * 4096
@@ -60,7 +60,7 @@ def wait_until(test: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_an_agent_whose_port_is_taken_works_says_so_and_shows_its_pages_later(
+def test_an_agent_whose_port_is_in_use_works_and_serves_its_endpoints_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Mapping[str, object]]
 ) -> None:
     monkeypatch.setattr(module, "_WEB_RETRY_SECONDS", 0.2)
@@ -69,8 +69,8 @@ def test_an_agent_whose_port_is_taken_works_says_so_and_shows_its_pages_later(
     settings = AgentSettings(listen=f"127.0.0.1:{port}")
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), agent=settings) as daemon:
         assert azure.wait_approved(azure.schedule("Reboot", notice_seconds=600)).approved_at is not None
-        wait_until(lambda: daemon._pages.failure)
-        failure = daemon._pages.failure
+        wait_until(lambda: daemon._endpoints.failure)
+        failure = daemon._endpoints.failure
         assert failure.startswith(f"cannot listen on 127.0.0.1:{port}: ")
         assert failure.endswith("; set agent.listen to a free ADDRESS:PORT, or to off")
         assert daemon._status.status().health == (f"the web server is not listening: {failure}",)
@@ -97,7 +97,7 @@ def test_an_agent_that_never_gets_its_port_can_be_stopped(tmp_path: Path) -> Non
             assert daemon.web is None
 
 
-def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
+def test_endpoints_with_access_control_are_not_served_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_WEB_RETRY_SECONDS", 0.2)
@@ -108,11 +108,11 @@ def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
         running(tmp_path / "state", azure.endpoint(), agent=settings) as daemon,
     ):
         azure.wait_polls(2)
-        wait_until(lambda: daemon._pages.failure)
+        wait_until(lambda: daemon._endpoints.failure)
         assert daemon.web is None
-        assert daemon._pages.failure.startswith(f"{file}: cannot be read: ")
+        assert daemon._endpoints.failure.startswith(f"{file}: cannot be read: ")
         file.write_text("basic_auth_users: {ada: x}\n")
-        wait_until(lambda: "reverse proxy" in daemon._pages.failure)
+        wait_until(lambda: "reverse proxy" in daemon._endpoints.failure)
         assert daemon.web is None
 
 
@@ -125,7 +125,7 @@ def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
         ("state_dir", "/var/lib/other"),
     ],
 )
-def test_a_reload_that_changes_what_takes_effect_at_the_next_start_says_so(
+def test_a_reload_reports_changes_that_take_effect_at_the_next_start(
     tmp_path: Path, lines: list[Mapping[str, object]], key: str, value: object
 ) -> None:
     agent = AgentSettings(listen="127.0.0.1:0")
@@ -153,18 +153,18 @@ def test_a_reload_that_changes_what_takes_effect_at_the_next_start_says_so(
     assert [(line["level"], line["keys"]) for line in said] == [("warning", (f"agent.{key}",))]
 
 
-def test_a_client_that_asks_while_a_page_is_made_gets_that_one_and_no_old_one() -> None:
+def test_a_request_during_rendering_gets_the_new_response() -> None:
     began, may_end = threading.Event(), threading.Event()
     made: list[int] = []
 
-    def make() -> Page:
+    def make() -> Response:
         made.append(len(made))
         if len(made) > 1:
             began.set()
             assert may_end.wait(60.0)
-        return Page(HTTPStatus.OK, str(made[-1]).encode())
+        return Response(HTTPStatus.OK, str(made[-1]).encode())
 
-    shared = module._Shared(make, 0.0)
+    shared = module._CachedResponse(make, 0.0)
     assert shared().body == b"0"
     got: list[bytes] = []
     first = threading.Thread(target=shared)
@@ -181,21 +181,23 @@ def test_a_client_that_asks_while_a_page_is_made_gets_that_one_and_no_old_one() 
 @pytest.mark.parametrize(
     "listen", ["999.1.1.1:9769", "127.0.0.1", "127.0.0.1:99999", "[::g]:1", "[127.0.0.1:1", ":1"]
 )
-def test_an_address_that_can_never_work_is_refused_at_once(listen: str) -> None:
+def test_an_address_that_can_never_work_is_rejected_at_once(listen: str) -> None:
     with pytest.raises(Exception, match="expected ADDRESS:PORT or off; got") as caught:
         parse_settings(f"agent: {{listen: '{listen}'}}", "p")
     assert str(caught.value) == f'p:1: agent.listen: expected ADDRESS:PORT or off; got "{listen}"'
 
 
-def test_the_past_is_read_once_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_read_once_a_second_for_any_number_of_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[float] = []
-    look_into = Store.look_into
+    open_readonly = Store.open_readonly
 
     def counting(directory: Path) -> Store:
         made.append(time.monotonic())
-        return look_into(directory)
+        return open_readonly(directory)
 
-    monkeypatch.setattr(Store, "look_into", counting)
+    monkeypatch.setattr(Store, "open_readonly", counting)
     with (
         Simulator(vms=("vm-1",)) as azure,
         running(tmp_path, azure.endpoint()) as daemon,
@@ -210,28 +212,26 @@ def test_the_past_is_read_once_a_second_however_many_ask(tmp_path: Path, monkeyp
     assert {answer.status for answer, _ in answers} == {200}
 
 
-def test_clients_that_ask_for_the_status_together_share_one_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simultaneous_status_requests_share_one_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         Simulator(vms=("vm-1",)) as azure,
         running(tmp_path, azure.endpoint(), agent=AgentSettings(listen="127.0.0.1:0")) as daemon,
     ):
         wait_until(lambda: daemon.web)
         assert daemon.web is not None
-        make = daemon._pages._makers()["/status"]
+        make = daemon._endpoints._handlers()["/status"]
         polls, began = azure.polls(), time.monotonic()
         answers = [make() for _ in range(200)]
         changes = 3 * (azure.polls() - polls + 1)  # a poll changes when it last succeeded, and what is known
         most = (time.monotonic() - began) / module._STATUS_SECONDS + changes
         assert 1 <= len({id(answer.body) for answer in answers}) <= most
-        monkeypatch.setattr(daemon._pages, "failure", "a new one")  # what has changed is shown at once
+        monkeypatch.setattr(daemon._endpoints, "failure", "a new one")  # what has changed is shown at once
         assert b"a new one" in make().body
         before = msgspec.json.decode(get(daemon.web.port, "/status")[1])["at"]
         wait_until(lambda: daemon.web and msgspec.json.decode(get(daemon.web.port, "/status")[1])["at"] > before)
 
 
-def test_the_page_and_what_it_loads_are_served_with_their_policy(tmp_path: Path) -> None:
+def test_the_page_and_its_files_are_served_with_a_content_security_policy(tmp_path: Path) -> None:
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         wait_until(lambda: daemon.web)
         assert daemon.web is not None
@@ -243,16 +243,16 @@ def test_the_page_and_what_it_loads_are_served_with_their_policy(tmp_path: Path)
             assert get(daemon.web.port, f"/{name}")[0].status == 200
 
 
-def test_a_disk_that_hangs_leaves_the_present_and_the_last_view_of_the_past(
+def test_a_hung_disk_keeps_the_status_and_the_last_known_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PAGE_PATIENCE_SECONDS", 0.2)
-    look_into, may_go_on, hangs = Store.look_into, threading.Event(), threading.Event()
+    monkeypatch.setattr(module, "_PAGE_TIMEOUT_SECONDS", 0.2)
+    open_readonly, may_go_on, hangs = Store.open_readonly, threading.Event(), threading.Event()
 
     def hanging(directory: Path) -> Store:
         hangs.set()
         assert may_go_on.wait(60)
-        return look_into(directory)
+        return open_readonly(directory)
 
     with (
         Simulator(vms=("vm-1",)) as azure,
@@ -262,7 +262,7 @@ def test_a_disk_that_hangs_leaves_the_present_and_the_last_view_of_the_past(
         wait_until(lambda: daemon.web)
         assert daemon.web is not None
         port = daemon.web.port
-        monkeypatch.setattr(Store, "look_into", hanging)
+        monkeypatch.setattr(Store, "open_readonly", hanging)
         first = threading.Thread(target=get, args=(port, "/history"))
         first.start()
         assert hangs.wait(60.0)
@@ -282,12 +282,12 @@ def test_a_disk_that_hangs_leaves_the_present_and_the_last_view_of_the_past(
         second.join()
 
 
-def test_the_past_of_ninety_busy_days_is_read_in_no_time(tmp_path: Path) -> None:
+def test_the_history_of_ninety_busy_days_is_read_quickly(tmp_path: Path) -> None:
     """4,000 events with 60,000 entries, which is 45 a day; most of the time goes into reading the last twenty."""
     with Simulator(vms=("vm-1",)) as azure:
         with running(tmp_path, azure.endpoint()) as daemon:
             azure.wait_approved(azure.schedule("Reboot", notice_seconds=600))
-            (one,) = daemon._engine.board.values()
+            (one,) = daemon._engine.workflows.values()
         database = sqlite3.connect(tmp_path / "state.db")
         begin = datetime.now(UTC) - timedelta(days=90)
         at = [
@@ -311,11 +311,11 @@ def test_the_past_of_ninety_busy_days_is_read_in_no_time(tmp_path: Path) -> None
         with running(tmp_path, azure.endpoint()) as daemon:
             azure.wait_polls(1)
             began = time.thread_time()
-            page = daemon._pages._history_page()
+            page = daemon._endpoints._history_page()
             seconds = time.thread_time() - began
     assert page.status == 200
     histories = msgspec.json.decode(page.body)["histories"]
-    assert [len(history["entries"]) for history in histories if history["workflow"]] == [15] * 20
+    assert [len(history["records"]) for history in histories if history["workflow"]] == [15] * 20
     assert OUTPUT.encode()[:20] not in page.body
     assert len(page.body) < 700_000
     print(f"made in {seconds:.3f} s, {len(page.body):,} bytes")

@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
-import database_stage
+import database_environment
 import psutil
-from database_stage import UNIT, USER, Servers, Writer, wait_until
+from database_environment import UNIT, USER, Servers, Writer, wait_until
 from frame import Outcome, Recipe, Way
 from harness import Agent
 
@@ -25,7 +25,7 @@ class _Database(Recipe):
     has_standby: ClassVar[bool] = False
 
     def __init__(self, place: Path, way: Way) -> None:
-        database_stage.need()
+        database_environment.need()
         super().__init__(place, way)
         place.chmod(0o755)
         self._servers = Servers(place, has_standby=self.has_standby)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from frame import Way
 from harness import Agent
-from pgbouncer_stage import Bouncer
+from pgbouncer_environment import Bouncer
 from recipe_database import Alone
 
 

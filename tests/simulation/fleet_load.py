@@ -44,7 +44,7 @@ class Event:
     silent: tuple[str, ...] = ()
     """VMs without an agent."""
     has_started: bool = False
-    begun_at: dict[str, float] = field(default_factory=dict)
+    handling_since: dict[str, float] = field(default_factory=dict)
     without_slot: set[str] = field(default_factory=set)
 
 
@@ -121,7 +121,7 @@ class LoadWorld:
                 self.after(self.chance.uniform(*event.lasts), partial(self.vms[name].recover, event))
 
 
-class _Turn:
+class _Reducer:
     """A thread that runs while the world waits for it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -162,7 +162,7 @@ class LoadVm:
             random=random.Random(name),
             monotonic=lambda: world.now,
         )
-        self._turn: _Turn | None = None
+        self._turn: _Reducer | None = None
         self._is_syncing = False
         self._has_news = False
         self._woken = 0
@@ -198,7 +198,7 @@ class LoadVm:
             return
         self._is_syncing = True
         if self._world.latency[1]:
-            self._turn = _Turn(self._sync)
+            self._turn = _Reducer(self._sync)
             self._turn.resume()
         else:
             self._sync()
@@ -242,21 +242,21 @@ class LoadVm:
             stage="requested",
             needs_slot=True,
             needs_all=len(event.vms) > 1,
-            awaited=event.vms,
+            requested_vms=event.vms,
             seen_at=world.now,
         )
         world.after(event.not_before - LATEST_BEGIN_SECONDS - world.now, partial(self._begin_late, event))
         self.sync()
 
     def _begin_late(self, event: Event) -> None:
-        if self.name not in event.begun_at:
+        if self.name not in event.handling_since:
             event.without_slot.add(self.name)
             self._begin(event)
 
     def _begin(self, event: Event) -> None:
-        if self.name in event.begun_at:
+        if self.name in event.handling_since:
             return
-        event.begun_at[self.name] = self._world.now
+        event.handling_since[self.name] = self._world.now
         self._become(event, "not_ready")
         self._world.after(self._world.chance.uniform(*event.prepare), partial(self._end_prepare, event))
 

@@ -13,13 +13,13 @@ from math import ceil, floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-import world as alone
-from fleet_strands import KilledError, Strand
-from judge import BrokenError
+import vm_simulation as alone
+from fleet_threads import KilledError, Strand
 from msgspec.structs import replace
+from oracle import BrokenError
 
 from scheduled_events_agent.daemon import fleet as thread
-from scheduled_events_agent.engine import Engine, FleetUpdate, HookStart, Machine, Paused, key_of
+from scheduled_events_agent.engine import Engine, FleetUpdate, HookCommand, Host, MachinePaused, hook_key
 from scheduled_events_agent.fleet.backend import BackendError, Record
 from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.imds.client import Identity
@@ -36,7 +36,7 @@ from scheduled_events_agent.workflow import (
 )
 
 if TYPE_CHECKING:
-    from fleet_world import FleetWorld
+    from fleet_simulation import FleetWorld
 
 _POLL_SECONDS = 1
 _MAX_PAST_WAKES = 100
@@ -57,7 +57,7 @@ class Sent(NamedTuple):
     fields: Mapping[str, str] | None = None
 
 
-class Vm(Machine):
+class Vm(Host):
     """One VM. ``engine`` is None while its agent does not run."""
 
     def __init__(self, world: "FleetWorld", vm_id: str, name: str) -> None:
@@ -160,7 +160,7 @@ class Vm(Machine):
         self.up_since = self.world.at
         waiting, self._frozen = self._frozen, []
         if self.engine is not None:
-            self._mail.append(Paused(seconds))
+            self._mail.append(MachinePaused(seconds))
             self.poll_soon()
             self.turn_soon()
         for go in waiting:
@@ -221,7 +221,7 @@ class Vm(Machine):
                 publish_fleet_requests=self._publish,
             )
             self.engine.start()
-            self._looks_again = bool(self.engine.board)
+            self._looks_again = bool(self.engine.workflows)
         except KilledError:
             self.crash("while it starts")
             return
@@ -282,9 +282,9 @@ class Vm(Machine):
 
     def operator_says(self, action: OperatorAction) -> None:
         """Send a command about one of the VM's events."""
-        if self.engine is None or self.is_frozen or not self.engine.board:
+        if self.engine is None or self.is_frozen or not self.engine.workflows:
             return
-        workflow = self.chance("operator").choice([*self.engine.board.values()])
+        workflow = self.chance("operator").choice([*self.engine.workflows.values()])
         name = self.world.name_of(workflow.event.id)
         self.world.tell(f"{self.vm_id}: an operator says of {name}: {action}")
         Store(self._connection, _NO_PATH).add_request(workflow.id, action, "kim", self.now())
@@ -345,7 +345,7 @@ class Vm(Machine):
         self._look_at_operators(engine)
         judge = self.world.judge
         known: dict[str, str] = {}
-        for workflow in engine.board.values():
+        for workflow in engine.workflows.values():
             name = known[workflow.id] = self.world.name_of(workflow.event.id)
             if workflow.id not in self._known:
                 self.appeared_at[name] = self.world.at
@@ -353,7 +353,7 @@ class Vm(Machine):
             if workflow.id not in self._begun and workflow.prepare.state != "idle":
                 self._begun.add(workflow.id)
                 judge.begun(self, name)
-        begun = {known[workflow.id] for workflow in engine.board.values() if workflow.prepare.state != "idle"}
+        begun = {known[workflow.id] for workflow in engine.workflows.values() if workflow.prepare.state != "idle"}
         for workflow_id, name in self._known.items():
             if workflow_id not in known and name not in begun:
                 judge.closed(self, name)
@@ -362,7 +362,7 @@ class Vm(Machine):
         judge.looks(self)
 
     def _look_at_operators(self, engine: Engine) -> None:
-        for workflow in engine.board.values():
+        for workflow in engine.workflows.values():
             action = workflow.operator_action
             if self._operators.get(workflow.id, "") != action:
                 self._operators[workflow.id] = action
@@ -378,7 +378,7 @@ class Vm(Machine):
         """Whether that is true of the present appearance of the event, as far as the agent can be asked."""
         return self.engine is None or any(
             self.world.name_of(one.event.id) == name and not one.is_over and one.prepare.state == "succeeded"
-            for one in self.engine.board.values()
+            for one in self.engine.workflows.values()
         )
 
     def statuses(self) -> dict[str, FleetEventStatus]:
@@ -482,18 +482,18 @@ class Vm(Machine):
 
     # --- what the agent does (called by its executor)
 
-    def hook_starts(self, effect: HookStart, environment: Mapping[str, str]) -> None:
+    def hook_starts(self, effect: HookCommand, environment: Mapping[str, str]) -> None:
         assert self.engine is not None
         self._look_at_operators(self.engine)
         name = self.world.name_of(environment["SCHEDULED_EVENT_ID"])
         self._names[effect.workflow_id] = name
         self.world.judge.hook_started(self, name, effect.stage)
 
-    def hook_ends(self, effect: HookStart, outcome: HookOutcome) -> None:
+    def hook_ends(self, effect: HookCommand, outcome: HookOutcome) -> None:
         assert isinstance(effect, RunHook)
         self.world.judge.hook_ended(self, self._names[effect.workflow_id], effect.stage, outcome)
 
-    def hook_is_told_to_end(self, effect: HookStart) -> None:
+    def hook_is_told_to_end(self, effect: HookCommand) -> None:
         del effect
 
     def post(self, approvals: Sequence[Approve]) -> None:
@@ -552,7 +552,7 @@ class Hooks(alone.Executor):
 
     def start_hook(
         self,
-        effect: HookStart,
+        effect: HookCommand,
         hook: Hook | None,
         *,
         environment: dict[str, str],
@@ -562,7 +562,7 @@ class Hooks(alone.Executor):
     ) -> None:
         del hook, stdin, event_id
         vm = cast("Vm", self._world)
-        key = key_of(effect)
+        key = hook_key(effect)
         vm.hook_starts(effect, environment)
         self._runs[key] = effect
         self._live.add(key)

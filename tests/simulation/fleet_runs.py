@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fleet_machines import Sent
-from fleet_world import CLOCKS, FleetTrouble, FleetWorld
-from judge import BrokenError
+from fleet_simulation import CLOCKS, FleetTrouble, FleetWorld
+from oracle import BrokenError
 
 _LARGE = 200
 _LARGE_EVERY = 200

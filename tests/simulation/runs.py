@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from judge import BrokenError
-from world import Trouble, World
+from oracle import BrokenError
+from vm_simulation import Trouble, World
 
 from scheduled_events_agent.store import file, store
 
@@ -40,7 +40,8 @@ def judge_seed(seed: int, troubles: frozenset[Trouble] | None = None) -> Verdict
     directory = Path(tempfile.mkdtemp(prefix="simulation-", dir=root))
     try:
         # A disk is full here when the world says so, and a log that only grows can be torn where it has grown.
-        store.RESERVE_BYTES = file.RESERVE_BYTES = 0
+        file.RESERVE_BYTES = 0
+        vars(store)["RESERVE_BYTES"] = 0
         world = World(seed, directory, troubles)
         try:
             world.run()

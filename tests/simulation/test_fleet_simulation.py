@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from fleet_machines import Requests, Vm
 from fleet_runs import judge_fleet_seed
-from fleet_world import FLEET_TROUBLES, FleetTrouble, FleetWorld
+from fleet_simulation import FLEET_TROUBLES, FleetTrouble, FleetWorld
 from memory_backend import MemoryStore
 from msgspec.structs import replace
 from mutants import break_workflow
@@ -22,7 +22,7 @@ from scheduled_events_agent.fleet import client, plan
 from scheduled_events_agent.fleet.backend import Record
 from scheduled_events_agent.fleet.plan import VmRecord
 from scheduled_events_agent.workflow import Context, FleetEventStatus, FleetRequest, Workflow
-from scheduled_events_agent.workflow.fleet import awaited
+from scheduled_events_agent.workflow.fleet import requested_vms
 
 WORKFLOW = "scheduled_events_agent.workflow"
 GROUP = plan._Group
@@ -34,7 +34,7 @@ REAL_LIST = Requests.list
 REAL_START = Vm.start
 
 
-def test_a_fleet_keeps_its_rules_in_trouble() -> None:
+def test_a_fleet_keeps_its_rules_under_every_trouble() -> None:
     judged: Counter[int] = Counter()
     events = 0
     for seed in range(25):
@@ -46,7 +46,7 @@ def test_a_fleet_keeps_its_rules_in_trouble() -> None:
     assert set(judged) >= {1, 2, 3, 4, 5, 7, 8, 9}
 
 
-def test_every_rule_is_judged_without_much_trouble() -> None:
+def test_every_rule_is_checked_without_many_troubles() -> None:
     judged: Counter[int] = Counter()
     for seed in range(30):
         verdict = judge_fleet_seed(seed, frozenset({"kills"}))
@@ -55,25 +55,25 @@ def test_every_rule_is_judged_without_much_trouble() -> None:
     assert set(judged) == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
 
 
-def test_two_hundred_vms_keep_them_as_well() -> None:
+def test_two_hundred_vms_keep_the_rules() -> None:
     verdict = judge_fleet_seed(199, frozenset({"lost"}))
     assert not verdict.broken, verdict.text()
     assert "200 VMs" in verdict.story[0]
 
 
-def test_a_fleet_keeps_them_with_a_store_that_tells_no_ages() -> None:
+def test_a_fleet_keeps_the_rules_with_a_backend_without_ages() -> None:
     for seed in range(10):
         verdict = judge_fleet_seed(seed, has_ages=False)
         assert not verdict.broken, verdict.text()
 
 
-def test_a_seed_of_a_fleet_has_one_story() -> None:
+def test_a_seed_of_a_fleet_always_gives_the_same_run() -> None:
     one = judge_fleet_seed(11)
     assert one == judge_fleet_seed(11)
     assert len(one.story) > 20
 
 
-def test_every_trouble_of_a_fleet_comes_up() -> None:
+def test_every_trouble_of_a_fleet_is_simulated() -> None:
     assert frozenset[str]().union(*(FleetWorld(seed).troubles for seed in range(30))) == set(FLEET_TROUBLES)
 
 
@@ -117,11 +117,11 @@ def _leave_unconfirmed(self: Any, request: FleetRequest, state: str, interval: f
 
 
 def _await_all_but_the_last(workflow: Workflow, context: Context) -> list[str]:
-    return awaited(workflow, context)[:-1]
+    return requested_vms(workflow, context)[:-1]
 
 
 def _await_members_only(self: Any, request: FleetRequest) -> tuple[str, ...]:
-    return tuple(name for name in REAL_NOT_READY(self, request) if name in request.awaited)
+    return tuple(name for name in REAL_NOT_READY(self, request) if name in request.requested_vms)
 
 
 def _list_by_own_clock(self: Requests) -> list[Record]:
@@ -179,7 +179,7 @@ PLANTS = {
         ((MemoryStore, "put", _put_always),), "(", "late, doubled, holds, reboots", first=64
     ),
     "leaves an unconfirmed record": Plant(((GROUP, "write_of", _leave_unconfirmed),), "(", "kills"),
-    "awaits all but the last": Plant(((WORKFLOW, "awaited", _await_all_but_the_last),), "(2)", ""),
+    "awaits all but the last": Plant(((WORKFLOW, "requested_vms", _await_all_but_the_last),), "(2)", ""),
     "members overrules a record": Plant(((GROUP, "_not_ready", _await_members_only),), "(2)", "", first=12),
     "ages by the VM's own clock": Plant(((Requests, "list", _list_by_own_clock),), "(", "wrong clocks"),
     "begins in order of arrival": Plant(
@@ -204,7 +204,7 @@ def planted(plant: Plant) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS.keys())
-def test_the_judge_finds_a_planted_bug(plant: Plant) -> None:
+def test_the_oracle_finds_a_planted_bug(plant: Plant) -> None:
     troubles = cast("frozenset[FleetTrouble]", frozenset(filter(None, plant.troubles.split(", "))))
     with planted(plant):
         seeds = (*range(plant.first, 300), *range(plant.first))

@@ -16,35 +16,35 @@ import pytest
 from msgspec.structs import replace
 from mutants import break_workflow
 from runs import judge_seed, judge_seeds
-from world import START, TROUBLES, CrashingStore, Trouble
+from vm_simulation import START, TROUBLES, CrashingStore, Trouble
 
 from scheduled_events_agent.daemon.inbox import Inbox
-from scheduled_events_agent.engine import Engine, Executor, HookEnded, Machine
+from scheduled_events_agent.engine import Engine, Executor, HookDone, Host
 from scheduled_events_agent.engine import engine as engine_module
-from scheduled_events_agent.engine.document_tracker import Documents
+from scheduled_events_agent.engine.document_tracker import DocumentTracker
 from scheduled_events_agent.engine.hook_runs import HookRuns
-from scheduled_events_agent.engine.outbox import Notifying
+from scheduled_events_agent.engine.outbox import Outbox
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.store import CommitResult, Notices, RequestAnswer, Store, StoredNotice
+from scheduled_events_agent.store import CommitResult, OutboxItem, OutboxTable, RequestAnswer, Store
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
     Approval,
     ApprovalAnswered,
     Context,
+    GateResult,
     HookFinished,
-    Leave,
-    Note,
-    Progress,
-    Progression,
-    Step,
-    Waits,
+    Record,
+    Result,
+    StageStatus,
+    Transition,
+    WaitReason,
     Workflow,
+    advance,
     approval,
     phases,
-    proceed,
     recommendations,
     signals,
     stages,
@@ -52,23 +52,23 @@ from scheduled_events_agent.workflow import (
 
 
 @pytest.mark.parametrize("first", [0, 50])
-def test_nothing_is_lost_in_lives_full_of_trouble(first: int) -> None:
+def test_simulated_faults_break_no_invariant(first: int) -> None:
     events, broken = judge_seeds(range(first, first + 50))
     assert [verdict.text() for verdict in broken] == []
     assert events > 50
 
 
-def test_a_seed_has_one_story() -> None:
+def test_a_seed_always_gives_the_same_run() -> None:
     one, other = judge_seed(11), judge_seed(11)
     assert one == other
     assert len(one.story) > 5
 
 
-def test_every_trouble_comes_up() -> None:
+def test_every_trouble_is_simulated() -> None:
     assert frozenset[str]().union(*(judge_seed(seed).troubles for seed in range(30))) == set(TROUBLES)
 
 
-def test_years_leave_no_more_behind_than_the_last_ninety_days(
+def test_the_state_of_years_is_no_larger_than_that_of_ninety_days(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduled_events_agent.store.store.RESERVE_BYTES", 0)
@@ -87,7 +87,7 @@ def test_years_leave_no_more_behind_than_the_last_ninety_days(
             for events in ((a_freeze(day),), ()):
                 engine.receive(Document(incarnation=f"{day}", events=events))
                 assert engine.run_cycle(clock.now())
-                engine.tidy()
+                engine.maintain()
             sizes.append((tmp_path / "state.db").stat().st_size)
         rows = store.load_journal()
     finally:
@@ -99,7 +99,7 @@ def test_years_leave_no_more_behind_than_the_last_ninety_days(
     assert max(sizes[365:]) <= 1.1 * max(sizes[:365])
 
 
-class Calendar(Machine):
+class Calendar(Host):
     """A machine whose clock shows noon of some day."""
 
     days = 0
@@ -118,70 +118,70 @@ def a_freeze(day: int) -> ScheduledEvent:
 # --- Each invariant broken on purpose.
 
 
-def _yes(*_: object) -> Leave:
-    return Leave("yes")
+def _yes(*_: object) -> GateResult:
+    return GateResult("allow")
 
 
 def _open_gate(name: str) -> dict[str, Any]:
-    return {"GATES": tuple(_yes if gate.__name__ == name else gate for gate in phases.GATES)}
+    return {"APPROVAL_GATES": tuple(_yes if gate.__name__ == name else gate for gate in phases.APPROVAL_GATES)}
 
 
-REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approval.take_answer, stages.cut_short
-REAL_FINISH, REAL_END = Engine.finish, stages.with_end
-REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = Documents.take, recommendations.expires_at, signals._admit
+REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approval.apply_approval_answer, stages.cancel_stage
+REAL_FINISH, REAL_END = Engine.finish, stages.with_result
+REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = DocumentTracker.receive, recommendations.expires_at, signals._create
 REAL_CLEAR = HookRuns.decide_on_clear
-REAL_LOAD_NEXT, REAL_COMMIT = Notices.load_next, CrashingStore.commit
-REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_and_do
+REAL_LOAD_NEXT, REAL_COMMIT = OutboxTable.load_next, CrashingStore.commit
+REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_commit_perform
 
 
-def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
+def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Transition:
     step = REAL_RESTART(workflow, context)
     prepare = replace(step.workflow.prepare, done=(), state="running" if step.workflow.prepare.done else "idle")
     return replace(step, workflow=replace(step.workflow, prepare=prepare))
 
 
-def _restart_that_forgets_the_hook(workflow: Workflow, context: Context) -> Step:
+def _restart_that_forgets_the_hook(workflow: Workflow, context: Context) -> Transition:
     del context
-    return Step(workflow=workflow, notes=(Note(kind="restarted", text="it forgot what ran"),))
+    return Transition(workflow=workflow, records=(Record(kind="restarted", text="it forgot what ran"),))
 
 
-def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Step:
+def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Transition:
     step = REAL_RESTART(workflow, context)
     return replace(step, workflow=replace(step.workflow, approval=Approval()))
 
 
-def _restart_that_waits_for_an_answer(workflow: Workflow, context: Context) -> Step:
+def _restart_that_waits_for_an_answer(workflow: Workflow, context: Context) -> Transition:
     step = REAL_RESTART(workflow, context)
     return replace(step, workflow=replace(step.workflow, approval=workflow.approval))
 
 
-def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
+def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Transition | None:
     step = REAL_ANSWER(workflow, signal, context)
     if step is None or not signal.error_kind:
         return step
     return replace(step, workflow=replace(step.workflow, approval=Approval(state="requested")))
 
 
-def _cut_nothing_short(workflow: Workflow, stage: Any) -> Step | None:
+def _cut_nothing_short(workflow: Workflow, stage: Any) -> Transition | None:
     return None if stage == "prepare" else REAL_CUT_SHORT(workflow, stage)
 
 
-def _cut_no_recovery_short(workflow: Workflow, stage: Any) -> Step | None:
+def _cut_no_recovery_short(workflow: Workflow, stage: Any) -> Transition | None:
     return None if stage == "recover" else REAL_CUT_SHORT(workflow, stage)
 
 
-def _restart_that_retries(workflow: Workflow, context: Context) -> Step:
+def _restart_that_retries(workflow: Workflow, context: Context) -> Transition:
     step = REAL_RESTART(workflow, context)
     if workflow.recover.state != "failed":
         return step
     return replace(step, workflow=replace(step.workflow, recover=replace(workflow.recover, state="running")))
 
 
-def _end_that_takes_failures_for_done(progress: Progress, signal: HookFinished) -> Progress:
+def _end_that_takes_failures_for_done(progress: StageStatus, signal: HookFinished) -> StageStatus:
     return REAL_END(progress, replace(signal, is_required=signal.stage != "recover"))
 
 
-def _close_at_once(workflow: Workflow, *_: object) -> Step | None:
+def _close_at_once(workflow: Workflow, *_: object) -> Transition | None:
     return phases._close(workflow)
 
 
@@ -199,22 +199,24 @@ def _turn_that_acts_before_it_knows(self: Engine, document_at: datetime | None) 
     return REAL_TURN(self, document_at)
 
 
-def _begin_late(workflow: Workflow, context: Context) -> Step | Waits | None:
+def _begin_late(workflow: Workflow, context: Context) -> Transition | WaitReason | None:
     return None if workflow.first_seen_at == context.now else REAL_BEGIN(workflow, context)
 
 
-def _begin_only_what_it_approves(workflow: Workflow, context: Context) -> Step | Waits | None:
-    return None if workflow.decision.refusal else REAL_BEGIN(workflow, context)
+def _begin_only_what_it_approves(workflow: Workflow, context: Context) -> Transition | WaitReason | None:
+    return None if workflow.decision.why_not_automatic else REAL_BEGIN(workflow, context)
 
 
 def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     """A cycle whose effects are under way before they are on disk."""
     commit = engine._store.commit
-    late: list[Step] = []
+    late: list[Transition] = []
     late_answers: dict[int, RequestAnswer] = {}
 
-    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any, remembered: Any) -> CommitResult:
-        del at, notices, remembered
+    def commit_nothing(
+        steps: Any, at: datetime, answers: Any, notifications: Any, remembered: Any
+    ) -> CommitResult:
+        del at, notifications, remembered
         late.extend(steps)
         late_answers.update(answers)
         return CommitResult()
@@ -231,11 +233,11 @@ def _load_nothing(_: Store) -> list[Workflow]:
     return []
 
 
-def _proceed_that_loses_what_fails(board: Any, signals: Any, context: Context) -> Progression:
+def _proceed_that_loses_what_fails(workflows: Any, signals: Any, context: Context) -> Result:
     """A mutant that drops the ends of hooks if they come with other signals."""
     signals = list(signals)
     kept = [signal for signal in signals if not isinstance(signal, HookFinished)]
-    return proceed(board, signals if len(signals) < 2 else kept, context)
+    return advance(workflows, signals if len(signals) < 2 else kept, context)
 
 
 def _collect_hooks_only(inbox: Inbox, seconds: float) -> None:
@@ -244,7 +246,7 @@ def _collect_hooks_only(inbox: Inbox, seconds: float) -> None:
     while inbox._executor.is_busy() and (left := deadline - inbox._monotonic()) > 0:
         with suppress(queue.Empty):
             item = inbox._items.get(timeout=left)
-            if isinstance(item, HookEnded):
+            if isinstance(item, HookDone):
                 inbox._engine.receive(item)
 
 
@@ -254,15 +256,15 @@ def _finish_without_requests(engine: Engine) -> None:
 
 
 def _needed_by_sharers_only(workflow: Workflow, workflows: Any) -> list[Workflow]:
-    peers = stages.prepared_peers(workflow, workflows)
+    peers = stages.other_prepared(workflow, workflows)
     return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.share_hooks(peer, workflow)]
 
 
-def _admit_what_has_expired(event: ScheduledEvent, context: Context) -> Step | None:
+def _admit_what_has_expired(event: ScheduledEvent, context: Context) -> Transition | None:
     return REAL_ADMIT(event, replace(context, remembered={}))
 
 
-def _take_as_if_it_had_all(self: Documents, document: Document, now: float, names: tuple[str, ...]) -> None:
+def _take_as_if_it_had_all(self: DocumentTracker, document: Document, now: float, names: tuple[str, ...]) -> None:
     REAL_TAKE(self, replace(document, has_recommendations=True), now, names)
 
 
@@ -279,21 +281,21 @@ def _expires_at_once(workflow: Workflow) -> datetime | None:
 
 def _commit_notices_later(self: CrashingStore, steps: Any, at: datetime, *rest: Any) -> CommitResult:
     """Notifications in a transaction of their own, after that of their steps."""
-    answers, notices, remembered = rest
+    answers, notifications, remembered = rest
     result = REAL_COMMIT(self, steps, at, answers, (), remembered)
     with self._transaction():
-        self.notices.add(at.isoformat(), notices)
+        self.outbox.add(at.isoformat(), notifications)
     return result
 
 
-def _load_and_delete(self: Notices, target: str, after_id: int) -> StoredNotice | None:
+def _load_and_delete(self: OutboxTable, target: str, after_id: int) -> OutboxItem | None:
     notice = REAL_LOAD_NEXT(self, target, after_id)
     if notice is not None:
-        self.connection.execute("DELETE FROM notice WHERE id = ?", (notice.id,))
+        self.connection.execute("DELETE FROM outbox WHERE id = ?", (notice.id,))
     return notice
 
 
-def _load_newest(self: Notices, target: str, after_id: int) -> StoredNotice | None:
+def _load_newest(self: OutboxTable, target: str, after_id: int) -> OutboxItem | None:
     notice, last = None, REAL_LOAD_NEXT(self, target, after_id)
     while last is not None:
         notice, last = last, REAL_LOAD_NEXT(self, target, last.id)
@@ -329,17 +331,19 @@ MUTANTS: dict[str, Mutant] = {
     "1: an approval outlives a failure": Mutant(
         WORKFLOW, {"with_void_approval": lambda step, _: step}, "(1", frozenset({"operator", "bad hooks"})
     ),
-    "2: the service's gate is open": Mutant(WORKFLOW, _open_gate("service_gate"), "(2)", frozenset({"operator"})),
-    "2: anybody speaks for all": Mutant(WORKFLOW, _open_gate("speaker_gate"), "(1, 2"),
+    "2: the service's gate is open": Mutant(
+        WORKFLOW, _open_gate("eligibility_gate"), "(2)", frozenset({"operator"})
+    ),
+    "2: anybody speaks for all": Mutant(WORKFLOW, _open_gate("shared_event_gate"), "(1, 2"),
     "2: the second VM does not wait for the first": Mutant(
-        WORKFLOW, {"turn_to_approve": lambda _: None}, "(2)", frozenset({"many events"})
+        WORKFLOW, {"approval_turn_at": lambda _: None}, "(2)", frozenset({"many events"})
     ),
     "3: a restart prepares again": Mutant(WORKFLOW, {"_restart": _restart_that_prepares_again}, "(3)"),
     "4: recovery is forgotten": Mutant(WORKFLOW, {"_over": _close_at_once}, "(4)"),
     "4: recovery ignores other events": Mutant(WORKFLOW, {"share_hooks": _never}, "(4)"),
     "4: recovery is not shared": Mutant(WORKFLOW, {"is_to_recover": _never}, "(4)"),
     "4: a failed recovery is taken for done": Mutant(
-        WORKFLOW, {"with_end": _end_that_takes_failures_for_done}, "(4)", frozenset({"bad hooks"})
+        WORKFLOW, {"with_result": _end_that_takes_failures_for_done}, "(4)", frozenset({"bad hooks"})
     ),
     "4: a restart tries a failed recovery again": Mutant(
         WORKFLOW, {"_restart": _restart_that_retries}, "(4)", frozenset({"bad hooks", "kills"})
@@ -351,21 +355,21 @@ MUTANTS: dict[str, Mutant] = {
         ScheduledEvent, {"is_recommendation": property(_never)}, "(2)", frozenset({"recommendations"})
     ),
     "4: a recommendation is recovered from before its eviction": Mutant(
-        WORKFLOW, {"_needed_by": _needed_by_sharers_only}, "(4)", frozenset({"recommendations"}), first=62
+        WORKFLOW, {"_dependents": _needed_by_sharers_only}, "(4)", frozenset({"recommendations"}), first=62
     ),
     "4: an expired recommendation begins again": Mutant(
-        WORKFLOW, {"_admit": _admit_what_has_expired}, "(", frozenset({"recommendations"})
+        WORKFLOW, {"_create": _admit_what_has_expired}, "(", frozenset({"recommendations"})
     ),
     "4: a recommendation expires too early": Mutant(
         WORKFLOW, {"expires_at": _expires_at_once}, "(4)", frozenset({"recommendations"})
     ),
     "4: what an api-version leaves out is taken for gone": Mutant(
-        Documents, {"take": _take_as_if_it_had_all}, "(4)", frozenset({"recommendations"})
+        DocumentTracker, {"receive": _take_as_if_it_had_all}, "(4)", frozenset({"recommendations"})
     ),
     "11: a hold stops approvals only": Mutant(
-        WORKFLOW, {"is_to_begin": _never}, "(11)", frozenset({"operator", "bad hooks"})
+        WORKFLOW, {"starts_next": _never}, "(11)", frozenset({"operator", "bad hooks"})
     ),
-    "4: effects before the commit": Mutant(Engine, {"_decide_and_do": _proceed_after_performing}, ""),
+    "4: effects before the commit": Mutant(Engine, {"_decide_commit_perform": _proceed_after_performing}, ""),
     "4: on_clear beside a hook of an event": Mutant(
         HookRuns,
         {"decide_on_clear": _clear_whatever_is_pending},
@@ -373,7 +377,7 @@ MUTANTS: dict[str, Mutant] = {
         frozenset({"on clear", "kills", "stops", "reboots", "lost state"}),
         first=51,
     ),
-    "5: a started event is prepared for": Mutant(WORKFLOW, {"cut_short": _cut_nothing_short}, ""),
+    "5: a started event is prepared for": Mutant(WORKFLOW, {"cancel_stage": _cut_nothing_short}, ""),
     "6: a restart repeats approvals": Mutant(
         WORKFLOW, {"_restart": _restart_that_repeats_approvals}, "(6)", first=335
     ),
@@ -381,15 +385,15 @@ MUTANTS: dict[str, Mutant] = {
         WORKFLOW, {"_restart": _restart_that_waits_for_an_answer}, "(6)", frozenset({"power cuts"})
     ),
     "6: a failed approval is given up": Mutant(
-        WORKFLOW, {"take_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
+        WORKFLOW, {"apply_approval_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
     ),
     "7: approvals after the state was lost": Mutant(
-        WORKFLOW, _open_gate("doubt_gate"), "(1, 2, 7)", frozenset({"lost state"})
+        WORKFLOW, _open_gate("state_loss_gate"), "(1, 2, 7)", frozenset({"lost state"})
     ),
     "7: acts before it has read a document": Mutant(Engine, {"run_cycle": _turn_that_acts_before_it_knows}, "(7)"),
     "8: begins at a later turn": Mutant(WORKFLOW, {"_begin_when_due": _begin_late}, "(8)"),
     "8: a recovery in the way is let run": Mutant(
-        WORKFLOW, {"cut_short": _cut_no_recovery_short}, "(8)", frozenset({"many events"}), first=345
+        WORKFLOW, {"cancel_stage": _cut_no_recovery_short}, "(8)", frozenset({"many events"}), first=345
     ),
     "9: a restart forgets the hook in flight": Mutant(WORKFLOW, {"_restart": _restart_that_forgets_the_hook}, ""),
     "9: the state file is not read": Mutant(Store, {"load_workflows": _load_nothing}, "(9)"),
@@ -410,19 +414,19 @@ MUTANTS: dict[str, Mutant] = {
         WORKFLOW, {"_begin_when_due": _begin_only_what_it_approves}, "(10)", frozenset({"many events"})
     ),
     "12: a notice is deleted before its answer": Mutant(
-        Notices, {"load_next": _load_and_delete}, "(12)", frozenset({"bad receivers"})
+        OutboxTable, {"load_next": _load_and_delete}, "(12)", frozenset({"bad receivers"})
     ),
     "12: a notice is not committed with its step": Mutant(
         CrashingStore, {"commit": _commit_notices_later}, "(12)", frozenset({"power cuts"})
     ),
-    "12: the newest notice goes first": Mutant(Notices, {"load_next": _load_newest}, "(12)"),
+    "12: the newest notice goes first": Mutant(OutboxTable, {"load_next": _load_newest}, "(12)"),
     "12: what is dropped is not counted": Mutant(
-        Notifying, {"_drop": lambda *_: None}, "(12)", frozenset({"bad receivers", "reloads"})
+        Outbox, {"_drop": lambda *_: None}, "(12)", frozenset({"bad receivers", "reloads"})
     ),
     "13: an eviction waits for its turn": Mutant(
         WORKFLOW, {"_has_come_to": _never}, "(13)", frozenset({"recommendations"})
     ),
-    "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, "", first=129),
+    "9: results are lost": Mutant(engine_module, {"advance": _proceed_that_loses_what_fails}, "", first=129),
 }
 
 

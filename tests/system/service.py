@@ -136,7 +136,7 @@ class Service:
             lambda: text if part in (text := self.show("StatusText")) else "", f"the status was {part!r}", timeout
         )
 
-    def notes(self, file: str = "/root/notes") -> list[str]:
+    def records(self, file: str = "/root/notes") -> list[str]:
         """Lines that hooks wrote."""
         path: Path = self.machine.path(file)
         return path.read_text().splitlines() if path.exists() else []
@@ -159,7 +159,7 @@ def upgrade_while_a_hook_runs(service: Service, sim: Simulator, newer: str, *com
     service.write_policy(rules=[rule], hooks=hooks)
     service.systemctl("restart")
     event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
-    machine.wait_for(lambda: service.notes() == ["drain"], "the hook ran")
+    machine.wait_for(lambda: service.records() == ["drain"], "the hook ran")
     service.wait_status("runs hook drain")
     before = service.pid()
 
@@ -171,12 +171,12 @@ def upgrade_while_a_hook_runs(service: Service, sim: Simulator, newer: str, *com
         f"the version before runs on. What becomes of that: journalctl -u {waiting}\n"
     ) in done.stderr
     assert machine.run("scheduled-events-agent", "--version").stdout == f"scheduled-events-agent {newer}\n"
-    assert (service.pid(), service.notes()) == (before, ["drain"])
+    assert (service.pid(), service.records()) == (before, ["drain"])
     assert machine.run("systemctl", "is-active", waiting).stdout == "active\n"
     machine.write("/root/go", "")
     service.wait_log("agent started", version=newer, timeout=PATIENCE)
     assert service.pid() != before
     sim.wait_gone(event, timeout_seconds=PATIENCE)
-    machine.wait_for(lambda: service.notes()[-1] == "resume", "it recovered")
-    assert service.notes() == ["drain", "drained", "flush", "resume"]
+    machine.wait_for(lambda: service.records()[-1] == "resume", "it recovered")
+    assert service.records() == ["drain", "drained", "flush", "resume"]
     assert len(sim.approvals(event)) == 1

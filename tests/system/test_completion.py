@@ -19,7 +19,7 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.workflow import Step, Workflow
+from scheduled_events_agent.workflow import Transition, Workflow
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "packaging/tools.txt"
@@ -94,9 +94,9 @@ def policy(tmp_path: Path) -> Path:
         event = ScheduledEvent(id=event_id, type="Reboot", status="Scheduled")
         decision = Decision(rule=None, reason="", affects="self")
         workflow = Workflow(
-            id=event_id, event=event, decision=decision, first_seen_at=now, noticed_at=now, boot_id="b"
+            id=event_id, event=event, decision=decision, first_seen_at=now, not_before_seen_at=now, boot_id="b"
         )
-        steps.append(Step(workflow=workflow))
+        steps.append(Transition(workflow=workflow))
     store.commit(steps, now)
     store.close()
     file = tmp_path / "policy.yaml"
@@ -156,7 +156,7 @@ def test_the_extra_brings_what_the_tests_and_the_packages_have_tried() -> None:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_find_no_fault_in_their_script(scripts: Callable[[str], Path], shell: str) -> None:
+def test_other_shells_parse_their_completion_script(scripts: Callable[[str], Path], shell: str) -> None:
     script = scripts(shell)
     apt.need(shell)
     done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True, check=False, timeout=60)

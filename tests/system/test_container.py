@@ -69,7 +69,7 @@ def test_a_reboot_is_a_new_boot_of_the_same_disk(container: Container) -> None:
     assert container.run("systemctl", "is-system-running").stdout == "running\n"
 
 
-def test_the_disk_outlives_a_power_cut(container: Container) -> None:
+def test_the_disk_survives_a_power_cut(container: Container) -> None:
     container.write("/var/lib/kept", "written before the power cut\n")
     before = container.boot_id()
     container.kill()
@@ -112,7 +112,7 @@ def test_a_server_on_loopback_is_reached_unless_the_network_is_private(debian: P
             assert "Connection refused" in refused.stderr
 
 
-def test_the_checkout_and_what_is_named_can_be_read_and_not_written(debian: Path, tmp_path: Path) -> None:
+def test_the_checkout_and_named_directories_are_read_only(debian: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("from this side\n")
     with Container(debian, read_only={"/opt/more": tmp_path}) as machine:
         assert "scheduled-events-agent" in machine.run("cat", f"{PROJECT}/pyproject.toml").stdout
@@ -122,7 +122,7 @@ def test_the_checkout_and_what_is_named_can_be_read_and_not_written(debian: Path
             assert refused.stderr == f"touch: cannot touch '{place}/file': Read-only file system\n"
 
 
-def test_machines_on_a_prepared_one_have_what_it_has_and_leave_it_alone(prepared: Container) -> None:
+def test_machines_on_a_prepared_one_see_its_files_and_leave_them_unchanged(prepared: Container) -> None:
     with Container(prepared) as one, Container(prepared, private_network=True) as other:
         ids = {machine.run("cat", "/etc/machine-id").stdout for machine in (one, other)}
         assert len(ids) == 2  # machines of their own
@@ -136,7 +136,7 @@ def test_machines_on_a_prepared_one_have_what_it_has_and_leave_it_alone(prepared
         assert machine.path("/etc/prepared").read_text() == "once\n"
 
 
-def test_a_machine_that_others_can_lie_on_has_stopped_for_good(container: Container) -> None:
+def test_a_base_machine_is_stopped_permanently(container: Container) -> None:
     with pytest.raises(ContainerError, match="is running; stop it before another machine is put on it"):
         Container(container).__enter__()
     container.stop()
@@ -146,7 +146,7 @@ def test_a_machine_that_others_can_lie_on_has_stopped_for_good(container: Contai
         container.start()
 
 
-def test_systemd_can_enforce_what_it_enforces_by_bpf(container: Container) -> None:
+def test_systemd_can_enforce_its_bpf_restrictions(container: Container) -> None:
     send = "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('127.0.0.1', 9)); print('sent')"
     for rules, goal in (((), "sent"), (("any",), ""), (("10.0.0.0/8",), "sent")):
         properties = [f"--property=IPAddressDeny={rule}" for rule in rules]
@@ -174,7 +174,7 @@ def test_a_command_has_a_clean_environment_and_the_user_that_is_asked_for(contai
     ]
 
 
-def test_a_command_that_fails_or_hangs_is_told_with_all_it_printed(container: Container) -> None:
+def test_a_command_that_fails_or_hangs_is_reported_with_its_output(container: Container) -> None:
     with pytest.raises(ContainerError) as failed:
         container.run("sh", "-c", "echo out; echo err >&2; exit 3")
     assert str(failed.value) == (
@@ -198,14 +198,14 @@ def test_files_and_directories_are_copied_in_as_they_are(container: Container, t
     assert container.run("drain").stdout == "drained\n"
 
 
-def test_a_path_leads_where_it_leads_in_the_machine(container: Container) -> None:
+def test_a_path_is_resolved_inside_the_machine(container: Container) -> None:
     container.run("ln", "-s", "/var/run/../run/goal", "/etc/link")  # /var/run is an absolute link to /run
     container.write("/etc/link", "written\n")
     assert container.run("cat", "/run/goal").stdout == "written\n"
     assert not Path("/run/goal").exists()
 
 
-def test_a_wait_that_is_given_up_is_told_with_the_journal(container: Container) -> None:
+def test_a_wait_that_times_out_is_reported_with_the_journal(container: Container) -> None:
     assert container.wait_for(lambda: container.run("true").returncode == 0, "true is true") is True
     container.run("systemd-cat", "--identifier=test", "echo", "said before the end")
     container.run("journalctl", "--sync")
@@ -219,7 +219,7 @@ def test_a_wait_that_is_given_up_is_told_with_the_journal(container: Container) 
 
 
 @pytest.mark.parametrize("way", ["stopped", "closed while it runs", "never up"])
-def test_of_a_machine_that_was_closed_nothing_is_left(debian: Path, way: str) -> None:
+def test_a_closed_machine_leaves_nothing_behind(debian: Path, way: str) -> None:
     machine = Container(debian, boots=way != "never up")
     with machine:
         if way == "never up":
@@ -235,7 +235,7 @@ def test_of_a_machine_that_was_closed_nothing_is_left(debian: Path, way: str) ->
     assert _traces(machine.id) == []
 
 
-def test_what_a_killed_owner_leaves_the_next_machine_clears_away(debian: Path) -> None:
+def test_the_next_machine_removes_the_leftovers_of_a_killed_owner(debian: Path) -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from container import Container\n"
         "with Container(Path(sys.argv[2])) as machine: print(machine.id, flush=True); sys.stdin.read()"

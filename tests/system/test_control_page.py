@@ -42,7 +42,7 @@ def open_page(chromium: Browser, url: str, width: int = 1280, *, is_dark: bool =
     return tab
 
 
-def test_an_event_is_led_through_its_life_by_hand(chromium: Browser, azure: Simulator, url: str) -> None:
+def test_the_page_advances_an_event_manually(chromium: Browser, azure: Simulator, url: str) -> None:
     tab = open_page(chromium, url)
     tab.ask(
         "const form = document.getElementById('schedule').elements; form.type.value = 'Redeploy';"
@@ -66,7 +66,9 @@ def test_an_event_is_led_through_its_life_by_hand(chromium: Browser, azure: Simu
     assert tab.complaints == []
 
 
-def test_faults_are_made_and_cleared_and_a_mistake_is_shown(chromium: Browser, azure: Simulator, url: str) -> None:
+def test_the_page_injects_and_clears_faults_and_shows_an_error(
+    chromium: Browser, azure: Simulator, url: str
+) -> None:
     tab = open_page(chromium, url)
     tab.ask(
         "const fault = document.getElementById('fault'); fault.elements.kind.value = 'status';"
@@ -85,7 +87,7 @@ def test_faults_are_made_and_cleared_and_a_mistake_is_shown(chromium: Browser, a
 
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1280])
-def test_what_stands_in_an_empty_field_can_be_read_to_its_end(chromium: Browser, url: str, width: int) -> None:
+def test_the_placeholder_of_an_empty_field_fits(chromium: Browser, url: str, width: int) -> None:
     tab = open_page(chromium, url, width)
     cut_off = tab.ask(
         "document.querySelector('details').open = true;"
@@ -118,7 +120,7 @@ def test_hostile_texts_do_nothing_and_nothing_overflows(
     assert tab.complaints == []
 
 
-def test_a_simulator_that_has_gone_is_told(chromium: Browser, azure: Simulator) -> None:
+def test_a_stopped_simulator_is_reported(chromium: Browser, azure: Simulator) -> None:
     with Control(azure) as control:
         tab = open_page(chromium, control.url)
     tab.wait("document.body.dataset.state === 'lost'")

@@ -30,13 +30,13 @@ def examine(service: Service) -> tuple[int, dict[str, list[list[str]]]]:
     assert done.stderr == ""
     checks: dict[str, list[list[str]]] = {}
     for one in json.loads(done.stdout)["checks"]:
-        checks.setdefault(one["check"], []).append([one["state"], one["finding"], one["advice"]])
+        checks.setdefault(one["check"], []).append([one["state"], one["message"], one["hint"]])
     return done.returncode, checks
 
 
-def test_the_service_that_the_package_installs_is_well(service: Service) -> None:
+def test_the_packaged_service_passes(service: Service) -> None:
     code, checks = examine(service)
-    assert [name for name, found in checks.items() if any(state == "failure" for state, *_ in found)] == []
+    assert [name for name, found in checks.items() if any(state == "error" for state, *_ in found)] == []
     assert code == 0
     assert checks["service"] == [["ok", "installed, enabled, active (running), runs as root", ""]]
     assert checks["agent"][0][1].startswith(f"runs (pid {service.pid()}), ")
@@ -57,7 +57,7 @@ def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: 
         service.machine.run(*command)
         code, checks = examine(service)
         assert code == 1
-        assert checks["files"] == [["failure", f"{module} {told.format(who, way_out)}", advice]]
+        assert checks["files"] == [["error", f"{module} {told.format(who, way_out)}", advice]]
         service.machine.run("sh", "-c", f"chown root {module}; chmod go-w {module}")
     service.machine.run("chmod", "o+w", "/usr/bin/python3.11")
     assert examine(service)[1]["files"][0][1].startswith("/usr/bin/python3.11 can be changed by every account, ")
@@ -67,14 +67,14 @@ def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: 
     ]
 
 
-def test_a_service_that_is_stopped_is_a_failure_and_one_that_is_disabled_a_warning(service: Service) -> None:
+def test_a_stopped_service_is_a_failure_and_a_disabled_one_a_warning(service: Service) -> None:
     service.systemctl("disable")
     _, checks = examine(service)
     assert [state for state, *_ in checks["service"]] == ["warning"]
     service.systemctl("stop")
     code, checks = examine(service)
     assert code == 1
-    assert checks["service"][0][:2] == ["failure", "installed, not enabled, inactive (dead), runs as root"]
+    assert checks["service"][0][:2] == ["error", "installed, not enabled, inactive (dead), runs as root"]
     assert checks["agent"][0][:2] == ["warning", f"no agent runs with the state directory {STATE}"]
 
 
@@ -90,7 +90,7 @@ def test_a_service_that_is_masked_is_to_be_unmasked_first(service: Service) -> N
     service.systemctl("stop")
     code, checks = examine(service)
     assert code == 1
-    assert checks["service"] == [["failure", "installed, masked, inactive (dead), runs as root", way_out]]
+    assert checks["service"] == [["error", "installed, masked, inactive (dead), runs as root", way_out]]
     assert checks["agent"][0][2] == way_out
 
     service.systemctl("unmask")
@@ -119,9 +119,7 @@ def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: 
     make_strict(machine)
     code, checks = examine(service)
     assert checks["service"][0][1] == "installed, enabled, active (running), runs as scheduled-events-agent"
-    assert checks["hooks"] == [
-        ["failure", f"hooks.drain.run: scheduled-events-agent cannot execute {HOOK}", ADVICE]
-    ]
+    assert checks["hooks"] == [["error", f"hooks.drain.run: scheduled-events-agent cannot execute {HOOK}", ADVICE]]
     assert checks["state"] == [["ok", f"{STATE} is there, for scheduled-events-agent alone, and writable", ""]]
     assert code == 1
 
@@ -179,18 +177,18 @@ def test_a_state_directory_in_memory_and_a_pacemaker_that_acts_are_failures(serv
     machine.run("cp", "/bin/sleep", "/root/pacemakerd")
     machine.run("systemd-run", "--unit=pacemaker-like", "/root/pacemakerd", "1000")
     _, checks = examine(service)
-    assert checks["disk"][0][:2] == ["failure", "/run/somewhere is in memory (tmpfs), and gone after a reboot"]
+    assert checks["disk"][0][:2] == ["error", "/run/somewhere is in memory (tmpfs), and gone after a reboot"]
     assert checks["agent"][0][0] == "warning"  # the service runs with another one
     assert checks["agent"][0][1].startswith("the service runs (pid ")
     (agent, (state, finding, _)) = checks["others"]
     assert agent[:2] == ["warning", f"another agent acts on this machine, process {service.pid()}: {OF_SERVICE}"]
-    assert state == "failure"
+    assert state == "error"
     assert finding.startswith(
         "Pacemaker's azure-events-az approves events too, perhaps before the hooks have run ("
     )
 
 
-def test_an_ordinary_account_is_told_what_it_may_not_see(service: Service) -> None:
+def test_an_ordinary_account_learns_which_checks_it_may_not_run(service: Service) -> None:
     command = (
         "setpriv",
         "--reuid=nobody",

@@ -84,12 +84,12 @@ class Runner:
     def let_end(self, job: str) -> None:
         (self.place / f"{job} is done").touch()
 
-    def notes(self) -> list[str]:
+    def records(self) -> list[str]:
         file = self.place / "notes"
         return file.read_text().splitlines() if file.exists() else []
 
     def wait_note(self, note: str) -> None:
-        self.wait(lambda: note in self.notes(), f"it had noted {note!r}")
+        self.wait(lambda: note in self.records(), f"it had noted {note!r}")
 
     def wait_asked(self, what: str) -> None:
         """Wait until a hook has asked for its start, or its stop."""
@@ -147,10 +147,10 @@ def test_a_job_ends_before_the_approval_and_the_next_begins_after_the_reboot(
     busy.give("two")
     sim.wait_polls(3)
     assert sim.approvals() == ()
-    assert busy.notes() == ["one begins"]
+    assert busy.records() == ["one begins"]
     busy.let_end("one")
     sim.wait_approved(event, PATIENCE)
-    assert busy.notes() == ["one begins", "one is done", "ends"]
+    assert busy.records() == ["one begins", "one is done", "ends"]
     busy.wait_asked("stopped")
     agent.wait_log("started", event_id=event)
 
@@ -178,7 +178,7 @@ def test_when_the_event_is_canceled_the_runner_ends_its_job_and_is_started_anew(
     busy.wait_asked("started")
     busy.start()
     agent.wait_log("closed", event_id=event)
-    assert busy.notes() == ["one begins", "one is done", "ends"]
+    assert busy.records() == ["one begins", "one is done", "ends"]
     lines = [line["line"] for line in agent.log("hook output", hook="take-jobs", event_id=event)]
     assert lines == [
         f"{RECOVER}the runner ({pid}) is finishing its jobs; waiting for its end",
@@ -186,13 +186,13 @@ def test_when_the_event_is_canceled_the_runner_ends_its_job_and_is_started_anew(
     ]
 
 
-def test_a_job_that_takes_too_long_has_the_event_held_and_goes_on(
+def test_a_job_that_takes_too_long_has_the_event_held_and_continues(
     busy: Runner, agent: Agent, sim: Simulator
 ) -> None:
     event = sim.schedule("Reboot", notice_seconds=8, lasts_seconds=None)
     held = agent.wait_log("held", event_id=event)
     assert held["reason"].startswith("held, Azure starts it at ")
-    assert busy.notes() == ["one begins"]
+    assert busy.records() == ["one begins"]
     assert sim.approvals() == ()
 
 
@@ -247,7 +247,7 @@ def test_a_runner_that_did_not_run_before_the_event_is_not_started_after_it(runn
     assert not (runner.place / "to be started").exists()
 
 
-def test_a_runner_is_told_once_to_finish_whatever_hooks_wait_for_it(runner: Runner) -> None:
+def test_a_runner_is_asked_once_to_finish_however_many_hooks_wait_for_it(runner: Runner) -> None:
     runner.start()
     runner.give("one")
     runner.wait_note("one begins")
@@ -260,11 +260,11 @@ def test_a_runner_is_told_once_to_finish_whatever_hooks_wait_for_it(runner: Runn
             first.terminate()  # one of the two events is canceled
             runner.let_end("one")
             assert second.wait(PATIENCE) == 0
-    assert runner.notes() == ["one begins", "one is done", "ends"]
+    assert runner.records() == ["one begins", "one is done", "ends"]
     assert run_hook(runner, "ci-runner-recover") == (0, f"{RECOVER}the runner was started\n")
 
 
-def test_a_mark_that_is_older_than_the_boot_is_of_no_runner_that_finishes(runner: Runner) -> None:
+def test_a_mark_older_than_the_boot_is_ignored(runner: Runner) -> None:
     runner.start()
     mark = runner.place / "mark"
     mark.write_text(f"A\n\n{runner.pid()} the-boot-before\n")
@@ -275,7 +275,7 @@ def test_a_mark_that_is_older_than_the_boot_is_of_no_runner_that_finishes(runner
     assert not mark.exists()
 
 
-def test_without_a_place_for_the_mark_no_runner_is_stopped(runner: Runner) -> None:
+def test_without_a_directory_for_the_mark_no_runner_is_stopped(runner: Runner) -> None:
     runner.start()
     code, output = run_hook(runner, "ci-runner-prepare", CI_RUNNER_MARK="/nowhere/mark")
     assert code == 1
@@ -284,7 +284,7 @@ def test_without_a_place_for_the_mark_no_runner_is_stopped(runner: Runner) -> No
     runner.wait_note("one begins")
 
 
-def test_a_runner_that_is_started_again_at_once_is_told(runner: Runner) -> None:
+def test_a_runner_that_is_restarted_at_once_is_asked_to_finish(runner: Runner) -> None:
     runner.start()
     runner_file = runner.place / "pid"
     with subprocess.Popen(["sleep", "600"]) as another:
@@ -304,7 +304,7 @@ def zombie() -> Iterator[int]:
         yield process.pid
 
 
-def test_a_runner_that_has_ended_unnoticed_does_not_run(runner: Runner, zombie: int) -> None:
+def test_a_runner_that_exited_unseen_is_not_running(runner: Runner, zombie: int) -> None:
     (runner.place / "pid").write_text(str(zombie))
     assert run_hook(runner, "ci-runner-prepare") == (0, f"{PREPARE}the runner does not run\n")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -313,9 +313,7 @@ def test_a_runner_that_has_ended_unnoticed_does_not_run(runner: Runner, zombie: 
 
 
 @pytest.mark.parametrize("hook", ["ci-runner-prepare", "ci-runner-recover"])
-def test_a_runner_whose_end_is_noticed_during_a_look_at_it_does_not_run(
-    runner: Runner, tmp_path: Path, hook: str
-) -> None:
+def test_a_runner_that_exits_during_a_check_is_not_running(runner: Runner, tmp_path: Path, hook: str) -> None:
     with subprocess.Popen(["true"]) as process:
         (runner.place / "pid").write_text(str(process.pid))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -342,7 +340,7 @@ def test_a_runner_whose_end_is_noticed_during_a_look_at_it_does_not_run(
 
 
 @pytest.mark.parametrize("hook", ["ci-runner-prepare", "ci-runner-recover"])
-def test_a_runner_that_ends_unnoticed_is_not_waited_for_any_longer(runner: Runner, hook: str) -> None:
+def test_a_hook_stops_waiting_for_a_runner_that_exited_unseen(runner: Runner, hook: str) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:  # it is not waited for before this block ends
         (runner.place / "pid").write_text(str(process.pid))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -134,7 +134,7 @@ def test_a_paused_runner_is_given_no_job_and_the_hook_ends_when_it_is_idle(
 
 
 @both_products
-def test_a_runner_that_was_paused_before_stays_so(service: Service, tmp_path: Path, product: str) -> None:
+def test_a_runner_that_was_paused_before_stays_paused(service: Service, tmp_path: Path, product: str) -> None:
     service.labels.remove("azure-vm")
     service.is_enabled = False
     assert service.run_hook(tmp_path, product, "pause") == (0, PAUSED_BEFORE)
@@ -143,7 +143,7 @@ def test_a_runner_that_was_paused_before_stays_so(service: Service, tmp_path: Pa
 
 
 @both_products
-def test_a_question_that_is_not_answered_is_asked_again(service: Service, tmp_path: Path, product: str) -> None:
+def test_a_request_without_a_response_is_repeated(service: Service, tmp_path: Path, product: str) -> None:
     service.faults = [
         service.say(503, {"message": "Sorry"}),
         Answer(200, b"<html>"),
@@ -158,7 +158,9 @@ def test_a_question_that_is_not_answered_is_asked_again(service: Service, tmp_pa
     assert '503 Service Unavailable: {"message": "Sorry"}; asking again in 0.05 s\n' in output
 
 
-def test_one_that_is_never_answered_fails_the_hook_after_so_many_tries(service: Service, tmp_path: Path) -> None:
+def test_a_request_that_is_never_answered_fails_the_hook_after_its_attempts(
+    service: Service, tmp_path: Path
+) -> None:
     service.faults = [Answer(500)] * 9
     code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_TRIES="3")
     assert code == 1
@@ -224,7 +226,7 @@ def test_the_runner_of_github_is_started_after_an_event_unless_it_was_stopped(
     assert service.labels == {"self-hosted", "azure-vm"}
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(service: Service, tmp_path: Path) -> None:
+def test_an_endless_response_is_not_read_completely(service: Service, tmp_path: Path) -> None:
     service.faults = [Answer(200, b" " * (5 << 20))]
     code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_TRIES="1")
     assert (code, output.partition(": ")[2]) == (1, "more than 4194304 bytes; asked 1 times\n")
@@ -248,7 +250,7 @@ def test_the_token_is_not_sent_without_tls(service: Service, tmp_path: Path, url
     assert (code, output) == (2, expected)
 
 
-def test_a_token_that_is_none_is_not_shown(service: Service, tmp_path: Path) -> None:
+def test_an_invalid_token_is_not_shown(service: Service, tmp_path: Path) -> None:
     file = tmp_path / "two words"
     for text, words in (("half a token\nand the rest", 6), ("", 0)):
         file.write_text(text)
@@ -266,7 +268,7 @@ def test_the_hook_ends_by_itself_when_the_event_leaves_no_more_time(service: Ser
 
 
 @pytest.mark.parametrize("content", [None, [], {}, {"labels": [7]}])
-def test_what_is_no_runner_is_told(service: Service, tmp_path: Path, content: Any) -> None:
+def test_a_program_that_is_no_runner_is_reported(service: Service, tmp_path: Path, content: Any) -> None:
     service.faults = [service.say(200, content)]
     code, output = service.run_hook(tmp_path, "github", "pause")
     assert code == 1
@@ -275,7 +277,7 @@ def test_what_is_no_runner_is_told(service: Service, tmp_path: Path, content: An
 
 
 @pytest.mark.parametrize("status", [203, 401, 403])
-def test_a_service_that_refuses_fails_the_hook_at_once_and_the_token_is_not_shown(
+def test_a_service_that_rejects_fails_the_hook_at_once_and_the_token_is_not_shown(
     service: Service, tmp_path: Path, status: int
 ) -> None:
     service.faults = [service.say(status, {"message": f"Bad credentials {TOKEN}"})]
@@ -286,14 +288,14 @@ def test_a_service_that_refuses_fails_the_hook_at_once_and_the_token_is_not_show
     assert TOKEN not in output
 
 
-def test_a_runner_that_does_not_exist_is_told(service: Service, tmp_path: Path) -> None:
+def test_a_missing_runner_is_reported(service: Service, tmp_path: Path) -> None:
     url = f"{service.url}/runners/24"
     code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_URL=url)
     assert code == 1
     assert output.splitlines()[-1] == f'GET {url}: 404 Not Found: {{"message": "Not Found"}}'
 
 
-def test_what_is_missing_or_wrong_in_its_settings_is_told(service: Service, tmp_path: Path) -> None:
+def test_missing_or_wrong_runner_settings_are_reported(service: Service, tmp_path: Path) -> None:
     def said(*arguments: str, **environment: str) -> str:
         code, output = service.run_hook(tmp_path, *(arguments or ("github", "pause")), **environment)
         assert code == 2
@@ -315,7 +317,7 @@ def test_what_is_missing_or_wrong_in_its_settings_is_told(service: Service, tmp_
     assert service.asked == []
 
 
-def test_without_a_place_for_the_mark_the_runner_is_not_paused(service: Service, tmp_path: Path) -> None:
+def test_without_a_directory_for_the_mark_the_runner_is_not_paused(service: Service, tmp_path: Path) -> None:
     code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_MARK="/nowhere/mark")
     assert code == 2
     assert output.endswith("'/nowhere/mark'; see CI_RUNNER_MARK\n")

@@ -263,7 +263,7 @@ def test_a_node_is_cordoned_drained_approved_and_uncordoned(
     )
 
 
-def test_an_eviction_gives_pods_what_the_notice_leaves(cluster: Cluster, sim: Simulator, agent: Agent) -> None:
+def test_an_eviction_gives_pods_the_time_that_is_left(cluster: Cluster, sim: Simulator, agent: Agent) -> None:
     event = sim.schedule("Preempt", notice_seconds=30, lasts_seconds=None)
     agent.wait_log("hook finished", reason="hook drain: exit code 0 (succeeded)")
     assert sim.event(event).status == "Scheduled"
@@ -273,7 +273,7 @@ def test_an_eviction_gives_pods_what_the_notice_leaves(cluster: Cluster, sim: Si
     assert 1 <= eviction["deleteOptions"]["gracePeriodSeconds"] <= 10
 
 
-def test_a_node_that_somebody_else_has_cordoned_stays_cordoned(cluster: Cluster, node: Node) -> None:
+def test_a_node_cordoned_by_another_tool_stays_cordoned(cluster: Cluster, node: Node) -> None:
     cluster.node["spec"]["unschedulable"] = True
     done = node.run_hook("kubernetes-prepare")
     assert done.returncode == 0, done.stderr
@@ -294,7 +294,7 @@ def test_a_budget_that_forbids_the_eviction_is_a_failure_in_time(cluster: Cluste
     assert cluster.mark == "ABC-1"  # so that the recovery uncordons it
 
 
-def test_a_pod_that_nobody_would_start_again_is_only_evicted_when_told_to(cluster: Cluster, node: Node) -> None:
+def test_an_unmanaged_pod_is_evicted_only_on_request(cluster: Cluster, node: Node) -> None:
     cluster.add_pod("lonely")
     done = node.run_hook("kubernetes-prepare")
     assert done.returncode == 1
@@ -328,14 +328,14 @@ def test_a_request_that_fails_before_the_drain_is_sent_again(cluster: Cluster, n
     assert list(cluster.pods) == ["logs"]
 
 
-def test_the_drain_ends_in_its_own_time_and_names_what_is_left(cluster: Cluster, node: Node) -> None:
+def test_the_drain_ends_in_time_and_names_the_remaining_pods(cluster: Cluster, node: Node) -> None:
     cluster.budgets_allow = False
     done = node.run_hook("kubernetes-prepare", KUBERNETES_WAIT="5")
     assert done.returncode == 1
     assert "daemon sets' included: default/web default/logs" in done.stderr
 
 
-def test_what_a_budget_keeps_is_named_and_the_rest_evicted(cluster: Cluster, node: Node) -> None:
+def test_pods_kept_by_a_budget_are_named_and_the_rest_is_evicted(cluster: Cluster, node: Node) -> None:
     cluster.add_pod("guarded", "ReplicaSet")
     cluster.budgets_keep = {"guarded"}
     done = node.run_hook("kubernetes-prepare", SCHEDULED_EVENT_TYPE="Preempt", SCHEDULED_EVENT_SECONDS_LEFT="40")

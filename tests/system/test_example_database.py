@@ -11,14 +11,14 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-import database_stage
-from database_stage import BIN, UNIT, USER, Writer, staged
+import database_environment
+from database_environment import BIN, UNIT, USER, Writer, staged
 from harness import PATIENCE, Simulator
 
 
 @pytest.fixture(scope="module", autouse=True)
 def postgresql() -> None:
-    database_stage.need()
+    database_environment.need()
 
 
 def test_a_reboot_waits_for_a_checkpoint_and_a_clean_stop_and_loses_no_row(sim: Simulator) -> None:
@@ -160,7 +160,7 @@ def test_a_server_that_is_found_stopped_for_another_event_is_started_after_it(si
         assert done.stdout == "postgresql-recover: accepts connections, as primary\n"
 
 
-def test_a_server_that_has_not_answered_yet_is_still_the_agents_to_start(sim: Simulator) -> None:
+def test_a_server_that_has_not_answered_yet_is_started_by_the_next_run(sim: Simulator) -> None:
     with staged(sim) as stage:
         assert stage.run_hook("postgresql-prepare").returncode == 0
         stage.environment |= {"PGHOST": str(stage.server / "nowhere"), "POSTGRESQL_START_LIMIT": "0"}
@@ -200,7 +200,7 @@ def test_both_hooks_may_run_again(sim: Simulator) -> None:
         assert runs[3].stdout == "postgresql-recover: not stopped by postgresql-prepare: left as it is\n"
 
 
-def test_a_standby_takes_over_with_every_row_and_the_old_primary_follows(sim: Simulator) -> None:
+def test_a_standby_is_promoted_with_every_row_and_the_old_primary_follows(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage, closing(Writer(stage.primary)) as writer:
         stage.start_standby()
         agent = stage.agent
@@ -222,7 +222,7 @@ def test_a_standby_takes_over_with_every_row_and_the_old_primary_follows(sim: Si
         agent.wait_until(lambda: -1 in stage.rows(), "the old primary followed the new one")
 
 
-def test_without_a_standby_to_take_over_nothing_is_stopped_and_the_event_is_held(sim: Simulator) -> None:
+def test_without_a_standby_nothing_is_stopped_and_the_event_is_held(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.agent.start()
         event = sim.schedule("Reboot", lasts_seconds=None)
@@ -269,7 +269,7 @@ def test_a_standby_that_lags_after_the_stop_is_not_promoted(sim: Simulator) -> N
         assert [stage.ask("SELECT pg_is_in_recovery()", port) for port in (5432, 5433)] == ["f", "t"]
 
 
-def test_pg_receivewal_is_no_standby_that_could_take_over(sim: Simulator) -> None:
+def test_pg_receivewal_does_not_count_as_a_standby(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.start_standby()
         stage.ask("ALTER SYSTEM SET primary_conninfo = 'host=/nowhere'", 5433)
@@ -312,7 +312,7 @@ def test_a_standby_that_would_wait_for_this_server_is_promoted_only_if_allowed(s
         assert stage.ask("SELECT pg_is_in_recovery()", 5433) == "f"
 
 
-def test_a_server_that_does_not_say_whether_it_is_the_primary_is_not_handed_over(sim: Simulator) -> None:
+def test_a_server_of_unknown_role_is_not_handed_over(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.start_standby()
         stage.environment["PGDATABASE"] = "missing"

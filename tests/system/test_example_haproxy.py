@@ -72,7 +72,7 @@ def test_the_other_one_has_the_address_before_the_event_and_gives_it_back(
     assert len(load.faults) <= 3 * 10, load.faults
 
 
-def test_for_a_freeze_it_runs_on_and_has_the_address_again_only_when_it_is_healthy(pair: Pair) -> None:
+def test_during_a_freeze_haproxy_runs_on_and_gets_the_address_back_once_healthy(pair: Pair) -> None:
     pair.wait_answered("a")
     assert run_hook(pair, "haproxy-prepare", HAPROXY_STOP="no") == (0, ["another machine has 10.0.0.100"])
     assert (pair.node_at(), pair.manager.runs(pair.unit())) == ("b", True)
@@ -109,7 +109,7 @@ def test_one_that_fails_after_the_hooks_own_start_is_started_again(pair: Pair) -
     pair.wait_answered("a")
 
 
-def test_one_that_an_administrator_has_stopped_stays_so_and_the_other_one_has_the_address(pair: Pair) -> None:
+def test_a_node_stopped_by_an_administrator_stays_stopped(pair: Pair) -> None:
     pair.wait_answered("a")
     wait(lambda: pair.node_at("10.0.0.5") == "b", "b was up")
     assert run_hook(pair, "haproxy-prepare")[0] == 0

@@ -15,7 +15,7 @@ if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
 import patroni_cluster
-from database_stage import BIN, USER, Writer, as_user, wait_until
+from database_environment import BIN, USER, Writer, as_user, wait_until
 from examples import ServiceManager, copy_hooks
 from harness import PATIENCE, Agent, Simulator
 from patroni_cluster import MEMBERS, PatroniCluster
@@ -75,7 +75,7 @@ def agent(stage: Stage, sim: Simulator) -> Iterator[Agent]:
         yield agent
 
 
-def test_the_other_member_leads_with_every_row_and_this_one_becomes_its_standby(
+def test_the_other_member_leads_with_every_row_and_this_one_becomes_a_standby(
     sim: Simulator, stage: Stage, agent: Agent
 ) -> None:
     cluster = stage.cluster

@@ -15,17 +15,17 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-import database_stage
-from database_stage import UNIT, USER, Servers, wait_until
+import database_environment
+from database_environment import UNIT, USER, Servers, wait_until
 from harness import PATIENCE, Agent, Simulator
-from pgbouncer_stage import Bouncer
+from pgbouncer_environment import Bouncer
 
 pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
 
 
 @contextmanager
 def staged(*, has_standby: bool = False) -> Iterator[tuple[Servers, Bouncer]]:
-    database_stage.need()
+    database_environment.need()
     directory = Path(tempfile.mkdtemp(prefix="pgbouncer-", dir="/tmp"))  # PostgreSQL's account may enter
     directory.chmod(0o755)
     servers = Servers(directory, has_standby=has_standby)
@@ -135,7 +135,7 @@ def test_a_hook_whose_time_is_over_lets_clients_go_on(bouncer: Bouncer) -> None:
         assert not bouncer.is_paused()
 
 
-def test_what_an_administrator_has_paused_stays_so(bouncer: Bouncer) -> None:
+def test_a_database_paused_by_an_administrator_stays_paused(bouncer: Bouncer) -> None:
     bouncer.admin("PAUSE app")
     code, said = bouncer.run_hook("pause", "true")
     assert (code, said) == (1, ["pgbouncer: an administrator has paused app; nothing was done"])

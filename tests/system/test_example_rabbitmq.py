@@ -84,7 +84,7 @@ def test_for_a_freeze_it_is_drained_and_runs_on_and_is_revived(cluster: Cluster)
     cluster.run("rabbitmq-upgrade", "revive")
 
 
-def test_a_drain_that_fails_is_taken_back_and_nothing_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_drain_that_fails_is_reverted_and_nothing_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     program = tmp_path / "rabbitmq-upgrade"
     program.write_text(f'#!/bin/sh\necho "$*" >>{calls}\n[ "$2" = revive ]\n')
@@ -97,7 +97,7 @@ def test_a_drain_that_fails_is_taken_back_and_nothing_is_stopped(cluster: Cluste
     assert not Path(cluster.environment["RABBITMQ_MARK"]).exists()
 
 
-def test_a_drain_that_cannot_be_taken_back_is_left_to_the_recover_hook(tmp_path: Path) -> None:
+def test_a_drain_that_cannot_be_reverted_is_left_to_the_recover_hook(tmp_path: Path) -> None:
     unit, place, mark = "rabbitmq-server.service", tmp_path / "bin", tmp_path / "mark"
     with ServiceManager(place, {unit: Unit(("sleep", "600"))}) as manager:
         manager.start(unit)

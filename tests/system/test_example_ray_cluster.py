@@ -43,9 +43,7 @@ def test_a_node_leaves_before_a_redeployment_and_joins_again(sim: Simulator, age
         assert work.lost == 0  # no task was cut off
 
 
-def test_a_drain_that_was_called_off_ends_with_a_node_that_takes_work(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
+def test_a_canceled_drain_ends_with_a_node_that_accepts_work(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
     with cluster(tmp_path) as ray:
         ray.start_work()
         agent.config.write_text(ray.policy(sim.endpoint()), encoding="utf-8")

@@ -111,7 +111,7 @@ def test_a_primary_hands_over_loses_no_write_and_comes_back_as_a_replica(
 
 
 @pytest.mark.nightly
-def test_after_sentinels_own_failover_the_old_primary_confirms_what_is_lost(servers: RedisSet) -> None:
+def test_after_a_failover_by_sentinel_the_old_primary_confirms_the_losses(servers: RedisSet) -> None:
     def has_confirmed_what_is_lost() -> bool:
         old = servers.primary()
         ask(servers.sentinels[0], "SENTINEL", "FAILOVER", NAME)
@@ -170,7 +170,7 @@ def test_a_hand_over_that_ends_after_the_promotion_loses_no_write(
     assert writer.lost() == set()
 
 
-def test_a_hand_over_that_is_killed_after_the_promotion_goes_on_and_loses_no_write(
+def test_a_hand_over_killed_after_the_promotion_continues_without_a_lost_write(
     servers: RedisSet, writer: Writer, tmp_path: Path
 ) -> None:
     code, _ = hand_over_with(TELLS_OF_THE_PROMOTION_AT_THE_END, servers, tmp_path, "KILL")
@@ -190,7 +190,7 @@ def test_a_hand_over_that_is_killed_after_the_promotion_goes_on_and_loses_no_wri
 
 
 @pytest.mark.parametrize("stop", ["yes", "no"])
-def test_a_hand_over_that_is_ended_before_the_promotion_waits_for_it_and_loses_no_write(
+def test_a_hand_over_ended_before_the_promotion_waits_for_it_without_a_lost_write(
     servers: RedisSet, writer: Writer, tmp_path: Path, stop: str
 ) -> None:
     code, said = hand_over_with(ENDS_THE_HOOK_AMID_THE_HAND_OVER, servers, tmp_path, REDIS_STOP=stop)
@@ -199,7 +199,7 @@ def test_a_hand_over_that_is_ended_before_the_promotion_waits_for_it_and_loses_n
 
 
 @soon_down
-def test_without_word_of_another_primary_it_stops_for_writes_would_be_lost(
+def test_without_another_primary_it_stops_the_server_to_lose_no_write(
     servers: RedisSet, writer: Writer, tmp_path: Path
 ) -> None:
     code, said = hand_over_with(TELLS_OF_NO_PROMOTION, servers, tmp_path, SCHEDULED_EVENT_SECONDS_LEFT="9")
@@ -215,7 +215,7 @@ def test_without_word_of_another_primary_it_stops_for_writes_would_be_lost(
 
 
 @soon_down
-def test_without_word_of_another_primary_and_no_stop_writes_wait_until_the_pause_ends(
+def test_without_another_primary_or_a_stop_writes_wait_until_the_pause_ends(
     servers: RedisSet, writer: Writer, tmp_path: Path
 ) -> None:
     code, said = hand_over_with(
@@ -236,7 +236,7 @@ PAUSE_IS_OVER_SECONDS = 40
 
 @pytest.mark.parametrize("stop", ["yes", "no"])
 @pytest.mark.parametrize("seconds_left", ["9", *at_night("5", "8", "10", "11", "12")])
-def test_with_little_notice_a_hand_over_succeeds_and_loses_no_write(
+def test_with_a_short_lead_time_a_hand_over_succeeds_and_loses_no_write(
     servers: RedisSet, writer: Writer, seconds_left: str, stop: str
 ) -> None:
     code, said = run_hook(servers, "redis-prepare", SCHEDULED_EVENT_SECONDS_LEFT=seconds_left, REDIS_STOP=stop)
@@ -265,7 +265,7 @@ def test_a_hand_over_that_is_ended_at_any_time_loses_no_write(
 
 
 @soon_down
-def test_an_eviction_with_the_shortest_notice_loses_no_write(
+def test_an_eviction_with_the_shortest_lead_time_loses_no_write(
     servers: RedisSet, writer: Writer, agent: Agent, sim: Simulator
 ) -> None:
     agent.start()
@@ -341,7 +341,7 @@ def test_without_a_replica_nothing_is_stopped_and_writes_go_on(servers: RedisSet
     writer.wait_written()
 
 
-def test_when_sentinel_refuses_writes_go_on(servers: RedisSet, writer: Writer) -> None:
+def test_when_sentinel_rejects_the_failover_writes_continue(servers: RedisSet, writer: Writer) -> None:
     for port in servers.replicas:  # which Sentinel then promotes none of
         ask(port, "CONFIG", "SET", "replica-priority", "0")
     wait(lambda: _priorities(servers) == {"0"}, "Sentinel knew it")

@@ -195,7 +195,7 @@ def test_an_eviction_stops_it_and_is_not_approved(agent: Agent, sim: Simulator, 
     assert sim.approvals() == ()
 
 
-def test_the_hook_may_run_again_and_starts_only_what_it_has_stopped(manager: ServiceManager) -> None:
+def test_the_hook_may_run_again_and_starts_only_units_it_stopped(manager: ServiceManager) -> None:
     place = manager.directory
     unit = {"SERVICE_UNIT": UNIT}
     left = (0, f"service: {UNIT} was not stopped by this hook: left as it is\n")
@@ -225,7 +225,7 @@ def test_a_drain_that_fails_stops_nothing(manager: ServiceManager) -> None:
 
 
 @pytest.mark.parametrize("seconds_left", ["", "600", "20"])
-def test_what_was_drained_takes_work_again_also_when_its_time_is_over(
+def test_a_drained_server_accepts_work_again_even_after_a_timeout(
     manager: ServiceManager, tmp_path: Path, seconds_left: str
 ) -> None:
     manager.start(UNIT)
@@ -251,7 +251,7 @@ def test_what_was_drained_takes_work_again_also_when_its_time_is_over(
     assert not (place / "mark").exists()
 
 
-def test_a_service_whose_start_failed_is_still_the_hooks_to_start(manager: ServiceManager) -> None:
+def test_a_service_whose_start_failed_is_started_by_the_next_run(manager: ServiceManager) -> None:
     manager.start(UNIT)
     place, unit = manager.directory, {"SERVICE_UNIT": UNIT}
     run(place, "stop", **unit)
@@ -261,14 +261,14 @@ def test_a_service_whose_start_failed_is_still_the_hooks_to_start(manager: Servi
 
 
 @pytest.mark.parametrize("name", ["wbe.service", r"w\nbe.service"])
-def test_a_unit_that_does_not_exist_is_not_taken_for_a_stopped_one(manager: ServiceManager, name: str) -> None:
+def test_a_missing_unit_does_not_count_as_stopped(manager: ServiceManager, name: str) -> None:
     code, said = run(manager.directory, "stop", SERVICE_UNIT=name)
     assert code == 1
     assert said == f"service: systemd does not know {name}: set SERVICE_UNIT\n"
 
 
 @pytest.mark.parametrize("check", ["http://127.0.0.1:{}/none", "tcp:127.0.0.1:{}", "command"])
-def test_what_runs_and_is_not_healthy_fails_the_recovery_and_the_next_try_goes_on(
+def test_an_unhealthy_unit_fails_the_recovery_and_the_next_attempt_continues(
     manager: ServiceManager, port: int, check: str
 ) -> None:
     manager.start(UNIT)
@@ -308,7 +308,7 @@ def test_a_container_is_stopped_and_started(docker: Docker) -> None:
     assert (code, said.splitlines()[-1]) == (*(1, "service: the state of none is not known"),)
 
 
-def test_of_a_project_those_services_are_started_that_ran(docker: Docker) -> None:
+def test_only_services_of_a_project_that_ran_are_started(docker: Docker) -> None:
     place, project = docker.directory, {"SERVICE_COMPOSE": "shop"}
     assert run(place, "stop", **project) == (0, "service: shop has stopped\n")
     assert docker.running == set()

@@ -116,7 +116,7 @@ def is_active(machine: Container, unit: str) -> str:
     return machine.run("systemctl", "is-active", unit, check=False).stdout.strip()
 
 
-def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_systemd(machine: Container) -> None:
+def test_nginx_finishes_its_requests_before_systemd_stops_and_starts_it(machine: Container) -> None:
     port = free_port()
     machine.write("/var/www/slow", SLOW.decode("latin-1"))
     size = len(SLOW.decode("latin-1").encode())
@@ -153,7 +153,7 @@ def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_syst
     connection.close()
 
 
-def test_an_nginx_that_systemd_starts_again_at_once_is_stopped_all_the_same(simple: Container) -> None:
+def test_an_nginx_that_systemd_restarts_at_once_is_still_stopped(simple: Container) -> None:
     restart = "[Service]\nRestart=always\nRestartSec=0\n"
     simple.write("/etc/systemd/system/nginx.service.d/restart.conf", restart)
     simple.run("systemctl", "daemon-reload")
@@ -194,7 +194,9 @@ services = pytest.mark.parametrize(("unit", "name"), [("nginx", "nginx"), ("gitl
 
 
 @services
-def test_a_service_that_an_administrator_has_stopped_stays_so(simple: Container, unit: str, name: str) -> None:
+def test_a_service_that_an_administrator_has_stopped_stays_stopped(
+    simple: Container, unit: str, name: str
+) -> None:
     simple.run("systemctl", "enable", "--now", unit)
     simple.run("systemctl", "stop", unit)
     prepare(simple, name)
@@ -240,7 +242,7 @@ def test_a_service_started_and_stopped_since_is_not_started_for_an_old_event(
 
 
 @services
-def test_a_service_that_waits_to_be_started_again_is_started_when_the_event_is_over(
+def test_a_service_that_waits_for_its_restart_is_started_when_the_event_is_over(
     simple: Container, unit: str, name: str
 ) -> None:
     restart = "[Service]\nRestart=always\nRestartSec=600\n"

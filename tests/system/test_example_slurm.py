@@ -32,7 +32,7 @@ def slurm(tmp_path: Path, sim: Simulator, agent: Agent) -> Iterator[Slurm]:
             sys.stdout.write(f"--- {name}\n{(tmp_path / name).read_text()}")
 
 
-def test_a_node_is_drained_approved_after_its_job_and_takes_jobs_again(
+def test_a_node_is_drained_approved_after_its_job_and_accepts_jobs_again(
     slurm: Slurm, sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     agent.start()
@@ -106,7 +106,7 @@ def start_hook(slurm: Slurm, name: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_job_that_cannot_be_requeued_is_said_so_from_time_to_time_and_waited_for(
+def test_a_job_that_cannot_be_requeued_is_reported_regularly_and_waited_for(
     slurm: Slurm, agent: Agent, tmp_path: Path
 ) -> None:
     job = slurm.submit(f"until [ -e {tmp_path}/finish ]; do sleep 0.1; done", "--no-requeue")
@@ -186,7 +186,7 @@ def test_a_node_that_does_not_respond_is_drained_and_one_taken_down_is_not(slurm
         assert ("DOWN" in slurm.node("State")) != is_drained
 
 
-def test_a_refusal_is_asked_again_unless_the_node_is_unknown(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_rejected_request_is_repeated_unless_the_node_is_unknown(slurm: Slurm, tmp_path: Path) -> None:
     real = shutil.which("scontrol")
     refusing = tmp_path / "bin" / "scontrol"
     refusing.parent.mkdir()
@@ -210,7 +210,7 @@ def test_a_freeze_of_unknown_length_that_is_announced_days_ahead_drains_nothing(
 ) -> None:
     agent.start()
     event = sim.schedule("Freeze", notice_seconds=3 * 86400, duration_seconds=-1, lasts_seconds=None)
-    sim.wait_seen(event)
+    sim.wait_polled(event)
     sim.wait_polls(5)
     assert not slurm.is_drained()
     sim.start_event(event)

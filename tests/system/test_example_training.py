@@ -33,7 +33,7 @@ while not disk.joinpath("end").exists():
 """
 
 
-def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on(
+def test_an_eviction_leaves_a_complete_checkpoint_for_the_next_vm(
     sim: Simulator, make_agent: MakeAgent, tmp_path: Path
 ) -> None:
     with a_job(tmp_path) as job:
@@ -202,7 +202,7 @@ def test_the_wait_for_a_checkpoint_ends_before_the_event(agent: Agent, tmp_path:
         assert "no new checkpoint is complete: " in done.stderr
 
 
-def test_a_job_that_does_not_handle_the_signal_is_a_failure_and_lives_on(tmp_path: Path) -> None:
+def test_a_job_that_does_not_handle_the_signal_fails_the_hook_and_keeps_running(tmp_path: Path) -> None:
     with a_job(tmp_path, run=("sleep", "300")) as job:
         job.manager.start(UNIT)
         done = job.run_hook("training-checkpoint", TRAINING_WAIT="1")
@@ -254,7 +254,9 @@ def test_both_hooks_may_run_again(agent: Agent, tmp_path: Path) -> None:
         assert job.manager.runs(UNIT)
 
 
-def test_a_job_that_an_administrator_has_stopped_stays_so(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
+def test_a_job_that_an_administrator_has_stopped_stays_stopped(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
     with a_job(tmp_path) as job:
         job.boot(agent)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
@@ -286,7 +288,7 @@ def test_a_job_started_and_stopped_since_is_not_started_for_an_old_event(agent: 
         assert not job.manager.runs(UNIT)
 
 
-def test_a_job_whose_start_failed_is_still_the_hooks_to_start(agent: Agent, tmp_path: Path) -> None:
+def test_a_job_whose_start_failed_is_started_by_the_next_run(agent: Agent, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     broken = disk / "broken"
     run = ("/bin/sh", "-c", f"[ ! -e {broken} ] || exit 1; exec {shlex.join(trainer(disk))}")
@@ -302,7 +304,7 @@ def test_a_job_whose_start_failed_is_still_the_hooks_to_start(agent: Agent, tmp_
         assert job.manager.runs(UNIT)
 
 
-def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(agent: Agent, tmp_path: Path) -> None:
+def test_a_job_whose_event_is_canceled_before_its_checkpoint_keeps_running(agent: Agent, tmp_path: Path) -> None:
     with a_job(tmp_path, run=launched(tmp_path, "deaf")) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: "deaf" in job.manager.log.read_text("utf-8"), "the job was deaf")
@@ -314,7 +316,7 @@ def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(agent: A
 
 
 @pytest.mark.parametrize("stop", ["yes", "no"])
-def test_a_job_that_systemd_takes_for_starting_is_a_failure_and_lives_on(
+def test_a_job_that_systemd_sees_as_starting_fails_the_hook_and_keeps_running(
     agent: Agent, tmp_path: Path, stop: str
 ) -> None:
     with a_job(tmp_path) as job:
@@ -328,9 +330,7 @@ def test_a_job_that_systemd_takes_for_starting_is_a_failure_and_lives_on(
         assert job.manager.runs(UNIT)
 
 
-def test_a_disk_without_room_for_a_file_of_the_hook_gets_a_checkpoint_all_the_same(
-    agent: Agent, tmp_path: Path
-) -> None:
+def test_a_hook_without_disk_space_for_its_file_still_gets_a_checkpoint(agent: Agent, tmp_path: Path) -> None:
     with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
@@ -342,9 +342,7 @@ def test_a_disk_without_room_for_a_file_of_the_hook_gets_a_checkpoint_all_the_sa
         assert job.manager.runs(UNIT)
 
 
-def test_a_hook_ended_while_it_stops_the_job_says_that_the_checkpoint_is_complete(
-    agent: Agent, tmp_path: Path
-) -> None:
+def test_a_hook_stopped_while_it_stops_the_job_reports_a_complete_checkpoint(agent: Agent, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with a_job(tmp_path, run=(sys.executable, "-ISc", SLOW_TO_END, str(disk))) as job:
         job.manager.start(UNIT)

@@ -212,14 +212,14 @@ def test_two_events_may_have_the_same_hooks_at_a_time(web: Web, nginx: Nginx) ->
     assert (code, output) == (0, f"{RECOVER}nginx ({master(nginx)}) takes requests\n")
 
 
-def test_without_a_place_for_the_mark_nothing_is_stopped(nginx: Nginx) -> None:
+def test_without_a_directory_for_the_mark_nothing_is_stopped(nginx: Nginx) -> None:
     code, output = nginx.run_hook("nginx-prepare", NGINX_MARK="/nowhere/mark")
     assert code == 1
     assert output.splitlines()[-1] == f"{PREPARE}the mark cannot be written: /nowhere/mark"
     wait_answered(nginx.port)
 
 
-def test_an_nginx_that_somebody_starts_again_at_once_is_told(nginx: Nginx) -> None:
+def test_an_nginx_that_another_program_restarts_at_once_is_reported(nginx: Nginx) -> None:
     start = f"{nginx.environment['NGINX_START']}; until [ -s '{nginx.pid_file}' ]; do sleep 0.1; done"
     code, output = nginx.run_hook("nginx-prepare", NGINX_STOP=start)
     assert (code, output.splitlines()[-1]) == (
@@ -228,7 +228,7 @@ def test_an_nginx_that_somebody_starts_again_at_once_is_told(nginx: Nginx) -> No
     )
 
 
-def test_a_request_that_takes_too_long_is_cut_off_and_that_is_said(web: Web, nginx: Nginx) -> None:
+def test_a_request_that_takes_too_long_is_cut_off_and_reported(web: Web, nginx: Nginx) -> None:
     thread, downloads = long_download(web, "/endless")
     pid = master(nginx)
     code, output = nginx.run_hook("nginx-prepare", NGINX_FINISH="1")
@@ -261,7 +261,7 @@ def titles(pid: int) -> list[str]:
     return [title for title in found if title]
 
 
-def test_an_nginx_that_is_finishing_is_awaited_and_started_anew(web: Web, nginx: Nginx) -> None:
+def test_an_nginx_that_is_finishing_is_waited_for_and_restarted(web: Web, nginx: Nginx) -> None:
     thread, downloads = long_download(web)
     pid = master(nginx)
     with nginx.hook("nginx-prepare") as stop:
@@ -278,7 +278,7 @@ def test_an_nginx_that_is_finishing_is_awaited_and_started_anew(web: Web, nginx:
     assert downloads == [SLOW]
 
 
-def test_a_stale_pid_file_that_names_a_stranger_harms_nobody(nginx: Nginx) -> None:
+def test_a_stale_pid_file_that_names_another_process_is_ignored(nginx: Nginx) -> None:
     nginx.run_hook("nginx-prepare")
     wait_gone(nginx)
     with subprocess.Popen(["sleep", "600"]) as stranger:
@@ -290,7 +290,7 @@ def test_a_stale_pid_file_that_names_a_stranger_harms_nobody(nginx: Nginx) -> No
         stranger.kill()
 
 
-def test_an_nginx_that_does_not_start_is_told_and_the_next_attempt_starts_it(nginx: Nginx) -> None:
+def test_an_nginx_that_does_not_start_is_reported_and_started_by_the_next_attempt(nginx: Nginx) -> None:
     nginx.run_hook("nginx-prepare")
     wait_gone(nginx)
     code, output = nginx.run_hook("nginx-recover", NGINX_START="echo trying", NGINX_WAIT="1")

@@ -14,7 +14,7 @@ from scheduled_events_agent import cli
 from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.table import TableBackend, connect
-from scheduled_events_agent.http.transport import trusting
+from scheduled_events_agent.http.transport import tls_context
 from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings
 from scheduled_events_agent.simulator import Simulator
 
@@ -97,7 +97,7 @@ def test_only_a_record_with_the_etag_that_was_seen_is_deleted(table: TableBacken
     assert contents(table) == {}
 
 
-def test_of_many_who_create_the_same_record_one_does(url: str, azure: Simulator) -> None:
+def test_only_one_of_many_concurrent_creates_succeeds(url: str, azure: Simulator) -> None:
     tables = [connect(FleetSettings(table=url), "web", azure.endpoint()) for _ in range(8)]
     for table in tables:
         table.list()  # with a token, so that all begin at the same time
@@ -140,7 +140,7 @@ def test_a_token_is_asked_for_once_with_the_client_id(url: str, azure: Simulator
     assert abs(table.clock_skew_seconds) < 60
 
 
-def test_an_identity_that_this_vm_has_not_is_told(url: str, azure: Simulator) -> None:
+def test_a_missing_managed_identity_is_reported(url: str, azure: Simulator) -> None:
     other = "00000000-0000-0000-0000-000000000001"
     settings = FleetSettings(table=url, credential=FleetCredential(client_id=other))
     with pytest.raises(
@@ -190,14 +190,14 @@ def test_a_certificate_that_is_not_trusted_ends_the_exchange(
     azurite: Azurite, url: str, azure: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
-    trusting.cache_clear()
+    tls_context.cache_clear()
     try:
         with pytest.raises(BackendError, match="its certificate is not trusted: self-signed") as caught:
             connect(FleetSettings(table=url), "web", azure.endpoint()).list()
         assert caught.value.kind == "unreachable"
     finally:
         monkeypatch.setenv("SSL_CERT_FILE", str(azurite.certificate))
-        trusting.cache_clear()
+        tls_context.cache_clear()
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_two_events_are_prepared_for_at_a_time_and_one_more_at_its_limit(fleet: 
     fleet.judge(events, late=[late])
 
 
-def test_an_agent_that_stands_still_is_waited_for(fleet: JudgedFleet) -> None:
+def test_a_paused_agent_is_waited_for(fleet: JudgedFleet) -> None:
     *others, still = fleet.vms
     fleet.agents[still].freeze()
     try:
@@ -110,7 +110,7 @@ def test_an_agent_that_stands_still_is_waited_for(fleet: JudgedFleet) -> None:
     fleet.judge([event])
 
 
-def test_while_the_table_stands_still_no_event_begins_and_none_is_approved(fleet: JudgedFleet) -> None:
+def test_while_the_table_hangs_no_event_begins_and_none_is_approved(fleet: JudgedFleet) -> None:
     shared = fleet.schedule(fleet.vms, "Redeploy")
     fleet.wait_each(lambda vm: fleet.runs(vm, shared), fleet.vms, "had begun")
     outage_ends_at = time.monotonic() + (60.0 if len(fleet.vms) > 10 else 0.0)

@@ -27,7 +27,7 @@ def azure() -> Iterator[Simulator]:
         yield simulator
 
 
-class Machine(Agent):
+class Host(Agent):
     """An agent and its way to the table."""
 
     def __init__(self, directory: Path, endpoint: str, proxy: FlakyProxy) -> None:
@@ -57,19 +57,19 @@ class Machine(Agent):
         self.wait_until(lambda: self.lists() >= before + count, f"it had asked {count} times")
 
     def began_at(self, event: str) -> float:
-        runs = [note for note in self.notes("start") if note["hook"] == "drain" and note["given"]["ID"] == event]
+        runs = [note for note in self.records("start") if note["hook"] == "drain" and note["given"]["ID"] == event]
         return float(runs[0]["monotonic"])
 
 
 @pytest.fixture
-def machines(azurite: Azurite, azure: Simulator, tmp_path: Path) -> Iterator[list[Machine]]:
+def machines(azurite: Azurite, azure: Simulator, tmp_path: Path) -> Iterator[list[Host]]:
     """One for each VM, not started; their hooks wait for ``let_go``."""
     key = azurite.certificate.with_suffix(".key")
     with ExitStack() as stack:
         made = []
         for vm in VMS:
             proxy = stack.enter_context(FlakyProxy(azurite.account_url, azurite.certificate, key))
-            made.append(stack.enter_context(closing(Machine(tmp_path / vm, azure.endpoint(vm), proxy))))
+            made.append(stack.enter_context(closing(Host(tmp_path / vm, azure.endpoint(vm), proxy))))
         yield made
         for machine in made:  # pytest shows it on failure only
             sys.stdout.write(f"=== {machine.directory.name}\n{''.join(machine.history)}")
@@ -85,7 +85,7 @@ def schedule(azure: Simulator, *vms: str, notice_seconds: int = 3 * HOUR) -> str
 
 
 def test_requests_are_lost_delayed_doubled_and_reordered(
-    azure: Simulator, machines: list[Machine], table: str
+    azure: Simulator, machines: list[Host], table: str
 ) -> None:
     for machine in machines:
         machine.start_in(table)
@@ -97,14 +97,14 @@ def test_requests_are_lost_delayed_doubled_and_reordered(
         for event in (events[0], single):
             machine.wait_log("closed", event_id=event, timeout=300)
         assert machine.metric("fleet_begun_without_slot_total") == 0
-    ends = {note["pid"]: note["monotonic"] for machine in machines for note in machine.notes("end")}
+    ends = {note["pid"]: note["monotonic"] for machine in machines for note in machine.records("end")}
     shared = azure.approvals(events[0])[0].monotonic
     for machine in machines:
-        first = next(note for note in machine.notes("start") if note["given"]["ID"] == events[0])
+        first = next(note for note in machine.records("start") if note["given"]["ID"] == events[0])
         assert ends[first["pid"]] < shared
     spans = []
     for event in events:
-        runs = [note for machine in machines for note in machine.notes("start") if note["given"]["ID"] == event]
+        runs = [note for machine in machines for note in machine.records("start") if note["given"]["ID"] == event]
         spans.append((min(note["monotonic"] for note in runs), max(ends[note["pid"]] for note in runs)))
     spans.sort()
     assert all(one[1] <= other[0] for one, other in pairwise(spans)), spans
@@ -112,7 +112,7 @@ def test_requests_are_lost_delayed_doubled_and_reordered(
 
 @pytest.mark.parametrize("seconds", [HOUR, -HOUR], ids=["ahead", "behind"])
 def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(
-    seconds: int, azure: Simulator, machines: list[Machine], table: str, library: Path
+    seconds: int, azure: Simulator, machines: list[Host], table: str, library: Path
 ) -> None:
     wrong = machines[2]
     clock = Clock(wrong.directory, library)
@@ -127,7 +127,7 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(
         waiting.wait_words(second, f"1st in line, behind event {first[:8]}")
         waiting.wait_lists(2)
         assert azure.approvals(second) == ()
-        assert not [note for note in waiting.notes("start") if note["given"]["ID"] == second]
+        assert not [note for note in waiting.records("start") if note["given"]["ID"] == second]
         for machine, event in ((holder, first), (waiting, second)):
             machine.let_go("go")
             machine.wait_log("closed", event_id=event)
@@ -145,7 +145,7 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(
 
 
 def test_a_ready_that_arrives_late_does_not_undo_a_hold(
-    azure: Simulator, machines: list[Machine], table: str, azurite: Azurite
+    azure: Simulator, machines: list[Host], table: str, azurite: Azurite
 ) -> None:
     first, second, _ = machines
     for machine in (first, second):
@@ -174,7 +174,7 @@ def test_a_ready_that_arrives_late_does_not_undo_a_hold(
 
 
 def test_a_vm_that_is_cut_off_approves_nothing_for_the_others(
-    azure: Simulator, machines: list[Machine], table: str
+    azure: Simulator, machines: list[Host], table: str
 ) -> None:
     cut_off, *others = machines
     for machine in machines:
@@ -195,9 +195,7 @@ def test_a_vm_that_is_cut_off_approves_nothing_for_the_others(
         machine.wait_log("closed", event_id=event)
 
 
-def test_a_vm_without_the_agent_does_not_keep_the_slot(
-    azure: Simulator, machines: list[Machine], table: str
-) -> None:
+def test_a_vm_without_the_agent_does_not_keep_the_slot(azure: Simulator, machines: list[Host], table: str) -> None:
     first, second, _ = machines
     for machine in (first, second):
         machine.start_in(table, members=["web_*"])
@@ -209,15 +207,13 @@ def test_a_vm_without_the_agent_does_not_keep_the_slot(
     second.wait_words(waiting, f"1st in line, behind event {shared[:8]}")
     first.let_go("go")
     first.wait_log("closed", event_id=shared)
-    recovered = next(note["monotonic"] for note in first.notes("end") if note["hook"] == "resume")
+    recovered = next(note["monotonic"] for note in first.records("end") if note["hook"] == "resume")
     second.wait_log("closed", event_id=waiting)
     # It asks every 8 to 10 seconds. A busy machine may take some more; it was 30 minutes once.
     assert 0.0 < second.began_at(waiting) - recovered < 60.0
 
 
-def test_the_slot_of_a_vm_that_lives_cannot_be_released(
-    azure: Simulator, machines: list[Machine], table: str
-) -> None:
+def test_the_slot_of_a_running_vm_cannot_be_released(azure: Simulator, machines: list[Host], table: str) -> None:
     first, second, _ = machines
     for machine in (first, second):
         machine.start_in(table)

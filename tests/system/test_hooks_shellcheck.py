@@ -45,11 +45,11 @@ def complaints(program: str, script: str) -> str:
 
 
 @pytest.mark.parametrize("place", sorted(SCRIPTS))
-def test_shellcheck_has_nothing_to_say(shellcheck: str, place: str) -> None:
+def test_shellcheck_reports_nothing(shellcheck: str, place: str) -> None:
     assert complaints(shellcheck, SCRIPTS[place]) == ""
 
 
-def test_it_would_speak_of_a_variable_without_quotes(shellcheck: str) -> None:
+def test_shellcheck_would_report_a_variable_without_quotes(shellcheck: str) -> None:
     assert "[SC2086]" in complaints(shellcheck, "#!/bin/sh\nset -eu\nrm -rf $1\n")
 
 
@@ -58,7 +58,7 @@ def test_the_hooks_of_the_examples_are_among_them() -> None:
     assert {*hooks, "systemd/run-hook", "systemd/run-as-root"} <= set(SCRIPTS)
 
 
-def test_a_hook_without_what_it_shares_with_others_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_hook_without_its_shared_files_names_the_missing_one(tmp_path: Path) -> None:
     alone = shutil.copy(ROOT / "config/hooks/nginx-prepare", tmp_path)
     done = subprocess.run([alone], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0

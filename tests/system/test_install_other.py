@@ -196,7 +196,7 @@ def doctor(machine: Container, check: str) -> list[tuple[str, str]]:
     return [(one["state"], one["finding"]) for one in found]
 
 
-def test_without_a_policy_it_goes_by_the_default_one(supplied: Container) -> None:
+def test_without_a_policy_the_agent_uses_the_default_one(supplied: Container) -> None:
     # In a network of its own: the default policy asks Azure's endpoint and serves its pages at the usual port.
     with Container(supplied, private_network=True) as machine:
         carry_out(machine, PIP)
@@ -287,7 +287,7 @@ def test_cloud_init_installs_the_package_with_its_policy_at_the_first_boot(
         assert is_approved(sim)
 
 
-def test_cloud_init_tells_of_a_bad_policy_and_the_agent_goes_on(supplied: Container, deb: Path) -> None:
+def test_cloud_init_reports_an_invalid_policy_and_the_agent_continues(supplied: Container, deb: Path) -> None:
     # In a network of its own: the default policy asks Azure's endpoint and serves its pages at the usual port.
     with Container(supplied, boots=False, private_network=True) as machine:
         assert "status: error" in start_with_cloud_init(machine, deb, "rulez: []\n")
@@ -298,9 +298,7 @@ def test_cloud_init_tells_of_a_bad_policy_and_the_agent_goes_on(supplied: Contai
         assert (started["rules"], started["listen"]) == ("user-initiated, short-freeze", "127.0.0.1:9769")
 
 
-def test_the_extension_command_installs_what_its_settings_download(
-    service: Service, sim: Simulator, deb: Path
-) -> None:
+def test_the_extension_command_installs_its_downloads(service: Service, sim: Simulator, deb: Path) -> None:
     settings = json.loads((PACKAGING / "cloud-init" / "extension-settings.json").read_text(encoding="utf-8"))
     machine, folder = service.machine, "/var/lib/waagent/custom-script/download/0"
     names = [address.rpartition("/")[2] for address in settings["fileUris"]]
@@ -446,7 +444,7 @@ def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
         assert is_approved(sim)
 
 
-def test_the_ansible_role_takes_a_package_from_an_address_with_a_token(
+def test_the_ansible_role_downloads_a_package_from_an_address_with_a_token(
     managed: Container, sim: Simulator, deb: Path
 ) -> None:
     with Container(managed) as machine, served(deb.parent) as address:
@@ -520,7 +518,7 @@ def images(supplied: Container, wheels: Path, tmp_path_factory: pytest.TempPathF
     shutil.rmtree(store)
 
 
-def test_the_image_runs_without_privileges_approves_is_healthy_and_stops_when_told(
+def test_the_image_runs_unprivileged_approves_is_healthy_and_stops_on_request(
     images: Images, sim: Simulator, tmp_path: Path
 ) -> None:
     config = json.loads(images("inspect", "--type=image", "scheduled-events-agent"))["Docker"]["config"]

@@ -212,14 +212,14 @@ def test_the_event_source_and_the_path_go_with_the_product(msi: Path) -> None:
     assert (path["Name"], path["Value"]) == ("=-*PATH", f"[~];[{folder['Directory']}]")
 
 
-def test_older_versions_and_other_builds_are_replaced_and_newer_ones_refuse(msi: Path) -> None:
+def test_older_versions_and_other_builds_are_replaced_and_newer_ones_are_kept(msi: Path) -> None:
     facts = [(row["VersionMin"], row["VersionMax"], row["Attributes"]) for row in table(msi, "Upgrade")]
     assert facts == [("", __version__, "512"), (__version__, "", "2")]
     refusals = {row["Condition"]: row["Description"] for row in table(msi, "LaunchCondition")}
     assert refusals["NOT NEWER_FOUND"] == f"A newer version of {HOME} is installed: remove it first."
 
 
-def test_a_windows_that_its_python_does_not_know_is_refused_whoever_installs_it(msi: Path) -> None:
+def test_a_windows_unknown_to_its_python_is_rejected_for_every_installer(msi: Path) -> None:
     refusals = {row["Condition"]: row["Description"] for row in table(msi, "LaunchCondition")}
     assert refusals["Installed OR WINDOWS_MAJOR"] == (
         f"{HOME} needs Windows Server 2016, Windows 10, or a later one."
@@ -244,7 +244,7 @@ def test_an_installation_restarts_neither_the_machine_nor_what_uses_its_files(ms
     assert properties["MSIRESTARTMANAGERCONTROL"] == "Disable"
 
 
-def test_what_may_be_said_on_the_command_line_reaches_the_part_that_is_elevated(msi: Path) -> None:
+def test_command_line_properties_reach_the_elevated_part(msi: Path) -> None:
     properties = {row["Property"]: row["Value"] for row in table(msi, "Property")}
     secure = properties["SecureCustomProperties"].split(";")
     assert {"INSTALLDIR", "POLICY", "PURGE", "START"} <= set(secure)
@@ -264,7 +264,7 @@ def test_another_build_is_another_product_but_the_same_to_upgrades(msi: Path, ne
     assert len(set(components[0].values())) == len(components[0])
 
 
-def test_what_is_ours_is_done_between_the_service_s_registration_and_its_start(msi: Path) -> None:
+def test_our_actions_run_between_registration_and_start_of_the_service(msi: Path) -> None:
     order = sequence(msi, "InstallExecuteSequence")
     ours = ["Shell", "Check", "InstallInitialize", "RemoveExistingProducts"]
     ours += ["Return", "Halt", "Leave", "InstallExecute", "StopServices", "DeleteServices", "RemoveFiles"]
@@ -332,9 +332,7 @@ def run_sequence(msi: Path, given: dict[str, str]) -> tuple[dict[str, str], dict
 
 
 @pytest.mark.parametrize("run", [{"REINSTALL": "ALL"}, {}, {"REMOVE": "ALL"}], ids=["repair", "again", "removal"])
-def test_what_any_user_may_give_an_installed_product_reaches_nothing_that_runs_as_the_system(
-    msi: Path, run: dict[str, str]
-) -> None:
+def test_user_properties_reach_no_action_that_runs_as_the_system(msi: Path, run: dict[str, str]) -> None:
     (listed,) = (row["Value"] for row in table(msi, "Property") if row["Property"] == "SecureCustomProperties")
     given = {**dict.fromkeys(listed.split(";"), "GIVEN"), "START": "0", "PURGE": "1"}
     commands, properties = run_sequence(msi, {**given, **run, "Installed": "1", "(where it is)": "FOUND"})
@@ -345,7 +343,7 @@ def test_what_any_user_may_give_an_installed_product_reaches_nothing_that_runs_a
     assert purges == (["Leave"] if "REMOVE" in run else [])
 
 
-def test_a_first_installation_and_an_upgrade_take_what_they_are_given(msi: Path) -> None:
+def test_a_first_installation_and_an_upgrade_use_the_given_properties(msi: Path) -> None:
     given = {"POLICY": "GIVEN", "INSTALLDIR": "ELSEWHERE", "START": "0"}
     for found in ({}, {"(where it is)": "FOUND", "OLDER_FOUND": "{...}"}):
         commands, properties = run_sequence(msi, {**given, **found})
@@ -372,7 +370,7 @@ def test_every_file_has_a_short_name_that_no_other_file_in_its_folder_has(msi: P
     assert len(set(names)) == len(names)
 
 
-def test_what_is_shipped_comes_with_its_licence(tree: Path) -> None:
+def test_shipped_components_come_with_their_licence(tree: Path) -> None:
     shipped = {path.name.partition("-")[0].lower() for path in (tree / "lib").glob("*.dist-info")}
     assert shipped == {
         *(
@@ -426,7 +424,7 @@ def test_the_agent_in_it_is_this_one_with_its_status_page(tree: Path) -> None:
     assert {f"web/status.{kind}" for kind in ("html", "css", "js")} <= packed
 
 
-def test_nothing_is_in_it_that_is_not_needed(tree: Path) -> None:
+def test_the_package_has_no_unneeded_file(tree: Path) -> None:
     names = [path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()]
     unneeded = re.compile(r"__pycache__|\.py[ci]$|py\.typed$|/tests?/|RECORD$|\.(pyx|c|h|chm|pth)$|/\.|\.egg-info")
     assert [name for name in names if unneeded.search(name)] == []
@@ -458,7 +456,7 @@ def test_a_build_in_another_zone_and_umask_gives_the_same_bytes_and_is_signed(
     assert hashlib.sha256(unsigned).hexdigest() == hashlib.sha256(msi.read_bytes()).hexdigest()
 
 
-def test_any_python_but_the_pinned_one_is_refused(tmp_path: Path) -> None:
+def test_any_python_but_the_pinned_one_is_rejected(tmp_path: Path) -> None:
     pins = (CHECKOUT / "packaging/windows/python.toml").read_text("utf-8")
     (url,), (pinned,) = (re.findall(rf'^{name} = "(.+)"$', pins, re.MULTILINE) for name in ("url", "sha256"))
     other = tmp_path / "python.zip"
@@ -475,7 +473,7 @@ def test_any_python_but_the_pinned_one_is_refused(tmp_path: Path) -> None:
     assert refusal(done) == expected
 
 
-def test_a_python_of_another_line_is_refused(tmp_path: Path) -> None:
+def test_a_python_of_another_minor_version_is_rejected(tmp_path: Path) -> None:
     other = tmp_path / "python.zip"
     with zipfile.ZipFile(other, "w") as archive:
         for name in ("python.exe", "LICENSE.txt", "python314.zip", "python314._pth"):
@@ -485,7 +483,7 @@ def test_a_python_of_another_line_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.2", "256.0.0", "1.2.3.4"])
-def test_a_version_that_windows_installer_cannot_compare_is_refused(tmp_path: Path, version: str) -> None:
+def test_a_version_that_windows_installer_cannot_compare_is_rejected(tmp_path: Path, version: str) -> None:
     done = build(None, tmp_path, "--version", version)
     expected = (
         f"version {version}: expected three numbers, the first at most 255, since Windows Installer compares no "
@@ -588,7 +586,7 @@ class Windows:
         """The values of a key; empty if there is no such key."""
         return dict(re.findall(r"^ {4}(\w+) +REG_\w+ +(.*)$", self.run("reg", "query", key)[1], re.MULTILINE))
 
-    def notes(self) -> list[str]:
+    def records(self) -> list[str]:
         path = self.drive / "notes.txt"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -667,8 +665,8 @@ def test_the_installed_service_drains_approves_reboots_and_recovers_a_machine(
     event = sim.schedule("Reboot", vms=["vm-1"], notice_seconds=600, lasts_seconds=None, start_delay_seconds=0.5)
     windows.wait_log("started")
     sim.end(event)
-    wait_for(lambda: len(windows.notes()) == 3, "the hooks had run")
-    assert windows.notes() == ["drain for Reboot", "drained", "resume, completed"]
+    wait_for(lambda: len(windows.records()) == 3, "the hooks had run")
+    assert windows.records() == ["drain for Reboot", "drained", "resume, completed"]
     assert len(sim.approvals(event)) == 1
     assert windows.run("sc", "stop", SERVICE)[0] == 0
     wait_for(lambda: windows.state() == "STOPPED", "the service had stopped")
@@ -727,9 +725,7 @@ def check_what_operators_have(windows: Windows) -> None:
     assert lines == list(itertools.chain.from_iterable(("seen", log_id.meaning) for log_id in LogId))
 
 
-def test_a_policy_that_the_agent_would_refuse_is_not_installed_nor_anything_else(
-    windows: Windows, msi: Path
-) -> None:
+def test_a_policy_that_the_agent_would_reject_blocks_the_installation(windows: Windows, msi: Path) -> None:
     (windows.drive / "policy.yaml").write_text("rules:\n  - name: x\n    approve: yes please\n")
     assert windows.install(msi, r"POLICY=C:\policy.yaml") != 0
     assert windows.state() == ""
@@ -781,7 +777,7 @@ def test_an_upgrade_with_a_bad_policy_leaves_the_old_version_running(
     assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")
 
 
-def test_the_policy_is_judged_by_the_code_of_the_version_to_come(
+def test_the_policy_is_checked_by_the_code_of_the_new_version(
     windows: Windows, msi: Path, newer: Path, policy: str
 ) -> None:
     assert windows.install(msi, f"POLICY={policy}") == 0
@@ -800,7 +796,9 @@ def test_a_policy_s_path_may_contain_spaces(windows: Windows, msi: Path) -> None
     assert (windows.data / "policy.yaml").read_text() == "rules: []\n"
 
 
-def test_what_an_installer_takes_back_is_as_it_was_and_says_why(windows: Windows, msi: Path, policy: str) -> None:
+def test_a_rolled_back_installation_restores_everything_and_reports_the_reason(
+    windows: Windows, msi: Path, policy: str
+) -> None:
     # Step by step, as Windows Installer does it; Wine undoes in another order.
     assert windows.install(msi, f"POLICY={policy}") == 0
     wait_for(lambda: windows.state() == "RUNNING", "the service had started")
@@ -834,7 +832,7 @@ def test_what_an_installer_takes_back_is_as_it_was_and_says_why(windows: Windows
     assert windows.state() == "STOPPED"
 
 
-def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_leaves_nothing(
+def test_the_msi_uses_its_directory_keeps_it_in_upgrades_and_leaves_nothing(
     windows: Windows, msi: Path, newer: Path
 ) -> None:
     home = windows.drive / "Program Files" / "Other Place"
@@ -850,7 +848,7 @@ def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_leaves_nothing(
     assert windows.registry(rf"HKLM\SOFTWARE\{SERVICE}") == {}
 
 
-def test_an_installed_product_keeps_its_policy_and_its_place_whatever_a_repair_is_given(
+def test_an_installed_product_keeps_policy_and_directory_in_every_repair(
     windows: Windows, msi: Path, policy: str
 ) -> None:
     windows.data.mkdir()
@@ -881,13 +879,13 @@ def test_an_upgrade_replaces_the_policy_by_the_one_that_it_is_given(
     assert windows.state() == "STOPPED"
 
 
-def test_an_upgrade_amid_an_event_loses_nothing(
+def test_an_upgrade_during_an_event_loses_nothing(
     windows: Windows, msi: Path, newer: Path, sim: Simulator, policy: str
 ) -> None:
     assert windows.install(msi, f"POLICY={policy}") == 0
     (windows.drive / "wait").touch()
     event = sim.schedule("Reboot", vms=["vm-1"], notice_seconds=600, lasts_seconds=None, start_delay_seconds=0.5)
-    wait_for(lambda: windows.notes() == ["drain for Reboot"], "the hook ran")
+    wait_for(lambda: windows.records() == ["drain for Reboot"], "the hook ran")
     upgrade = windows.launch(*windows.msiexec("/i", newer))
     wait_for(lambda: windows.state() == "STOP_PENDING", "the old service stops, and waits for its hook")
     assert sim.approvals(event) == ()
@@ -898,8 +896,8 @@ def test_an_upgrade_amid_an_event_loses_nothing(
     assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")
     windows.wait_log("started")
     sim.end(event)
-    wait_for(lambda: len(windows.notes()) >= 3, "the hooks had run")
-    assert windows.notes() == ["drain for Reboot", "drained", "resume, completed"]
+    wait_for(lambda: len(windows.records()) >= 3, "the hooks had run")
+    assert windows.records() == ["drain for Reboot", "drained", "resume, completed"]
     assert len(sim.approvals(event)) == 1
     assert (windows.data / "policy.yaml").read_bytes() == (windows.drive / "policy.yaml").read_bytes()
     starts = re.findall(

@@ -88,7 +88,7 @@ def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(
     service.write_policy(rules=[{**RULE, "approve": "manual", "lead": "1h"}], hooks=hooks)
     service.systemctl("restart")
     event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=1)
-    machine.wait_for(lambda: service.notes() == ["drain"], "it was drained")
+    machine.wait_for(lambda: service.records() == ["drain"], "it was drained")
     before = service.pid()
 
     machine.copy_in(build_deb(tmp_path, "--version", NEWER), "/root/agent.deb")
@@ -99,7 +99,7 @@ def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(
     assert machine.run(NAME, "--version").stdout == f"{NAME} {NEWER}\n"
     machine.run(NAME, "approve", event)
     sim.wait_gone(event)
-    machine.wait_for(lambda: service.notes() == ["drain", "resume"], "it was resumed")
+    machine.wait_for(lambda: service.records() == ["drain", "resume"], "it was resumed")
     done = machine.run(NAME, "doctor", "--json", check=False)
     found = json.loads(done.stdout)["checks"]
     assert [one for one in found if one["state"] == "failure"] == []
@@ -123,7 +123,7 @@ def test_hooks_read_their_secrets(service: Service, sim: Simulator, is_strict: b
     assert lines == [NAME if is_strict else "root", "s3cret"]
 
 
-def test_polkit_does_not_let_the_strict_account_start_hooks_of_root_and_doctor_says_so(
+def test_polkit_keeps_the_strict_account_from_root_hooks_and_doctor_reports_it(
     service: Service, sim: Simulator
 ) -> None:
     make_strict(service.machine)

@@ -179,7 +179,7 @@ def check_installed(machine: Container) -> None:
     assert told.startswith(
         f"{POLICY}: valid\n\nThe first rule that matches an event applies:\n"
         "\nuser-initiated\n  when     Any event from User\n  approve  at once\n"
-        "\nshort-freeze\n  when     Freeze lasting less than 9s\n  approve  at once\n"
+        "\nshort-freeze\n  when     Freeze duration_text less than 9s\n  approve  at once\n"
         "\nAny other event is only observed: logged and counted.\n"
     )
     (started,) = Service(machine, "").log("policy")
@@ -215,7 +215,7 @@ def test_on_the_next_debian_it_is_installed_and_runs_as_well(debian_13: Path, de
         assert machine.run("dpkg", "--audit").stdout == ""
 
 
-def test_the_cookbook_tells_how_to_install_an_example_over_a_policy_which_it_keeps(installed: Container) -> None:
+def test_the_cookbook_installs_an_example_over_a_policy_and_keeps_it(installed: Container) -> None:
     with Container(installed, private_network=True) as machine:
         (commands,) = shown_commands("docs/cookbook/README.md", "## Install")
         script = "\n".join(command for command in commands if not command.startswith("sudoedit "))
@@ -234,7 +234,7 @@ def test_the_cookbook_tells_how_to_install_an_example_over_a_policy_which_it_kee
         machine.wait_for(lambda: service.log("the policy file was read again"), "it was read again")
 
 
-def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Simulator) -> None:
+def test_the_package_drains_approves_and_writes_to_the_journal(installed: Container, sim: Simulator) -> None:
     with Container(installed) as machine:
         service = Service(machine, sim.endpoint())
         rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "recover": ["resume"]}
@@ -244,7 +244,7 @@ def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Sim
         event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=None)
         service.wait_log("started", event_id=event)
         sim.end(event)
-        machine.wait_for(lambda: service.notes() == ["drain", "resume"], "it was drained and resumed")
+        machine.wait_for(lambda: service.records() == ["drain", "resume"], "it was drained and resumed")
         assert sim.event(event).approved_at is not None
         service.wait_log("closed", event_id=event)
         chapters = ("seen", "preparing", "approved", "started", "closed")
@@ -252,7 +252,7 @@ def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Sim
         assert [message for message in story if message in chapters] == list(chapters)
 
 
-def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service(
+def test_an_upgrade_during_an_event_keeps_policy_and_state_and_restarts_the_agent(
     service: Service, package: Format, sim: Simulator
 ) -> None:
     machine = service.machine
@@ -261,7 +261,7 @@ def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service
     machine.start()
     assert {entry["endpoint"] for entry in service.log("agent started")} == {sim.endpoint()}
     event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
-    machine.wait_for(lambda: service.notes() == ["drain"], "it was drained")
+    machine.wait_for(lambda: service.records() == ["drain"], "it was drained")
     policy, before = machine.path(POLICY).read_text(), service.pid()
 
     package.upgrade(machine)
@@ -277,7 +277,7 @@ def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service
     service.wait_log("restarted", event_id=event)
     machine.run(NAME, "approve", event)
     sim.wait_gone(event)
-    assert service.notes() == ["drain"]
+    assert service.records() == ["drain"]
     # The old version worked on until the new one was in place: the unit was down for a restart, no longer.
     said = [entry for entry in machine.journal(UNIT) if entry.get("_PID") == "1"]
     (stopped, *_) = [entry for entry in said[::-1] if str(entry["MESSAGE"]).startswith("Stopping")]
@@ -297,7 +297,7 @@ def test_an_upgrade_while_a_hook_runs_restarts_the_service_when_it_has_ended(
 
 
 @deb_only
-def test_an_operator_who_stops_the_service_while_it_waits_for_its_restart_finds_it_stopped(
+def test_a_service_stopped_by_an_operator_before_its_restart_stays_stopped(
     service: Service, package: Format, sim: Simulator
 ) -> None:
     machine = service.machine
@@ -326,7 +326,7 @@ def test_an_operator_who_stops_the_service_while_it_waits_for_its_restart_finds_
         (["stop", "mask"], ("masked", "inactive")),
     ],
 )
-def test_what_the_operator_decided_about_the_service_survives_an_upgrade(
+def test_service_settings_of_the_operator_survive_an_upgrade(
     machine: Container, package: Format, commands: list[str], expected: tuple[str, str]
 ) -> None:
     for command in commands:
@@ -338,7 +338,9 @@ def test_what_the_operator_decided_about_the_service_survives_an_upgrade(
 
 
 @deb_only
-def test_what_was_disabled_stays_so_even_if_the_package_comes_back(machine: Container, package: Format) -> None:
+def test_a_disabled_service_stays_disabled_when_the_package_is_reinstalled(
+    machine: Container, package: Format
+) -> None:
     machine.run("systemctl", "disable", "--now", UNIT)
     package.remove(machine)
     package.upgrade(machine)
@@ -346,7 +348,7 @@ def test_what_was_disabled_stays_so_even_if_the_package_comes_back(machine: Cont
 
 
 @deb_only
-def test_removing_it_stops_it_and_keeps_what_is_the_operators(machine: Container, package: Format) -> None:
+def test_removing_the_package_stops_it_and_keeps_operator_files(machine: Container, package: Format) -> None:
     machine.write(f"/etc/{NAME}/hooks/drain", "#!/bin/sh\n", 0o755)
     policy = machine.path(POLICY).read_text()
     package.remove(machine)
@@ -416,9 +418,7 @@ def test_purging_it_empties_a_state_directory_that_is_a_file_system_of_its_own(
 
 
 @deb_only
-def test_purging_it_takes_nothing_from_an_agent_of_pip_that_has_taken_its_place(
-    machine: Container, package: Format
-) -> None:
+def test_purging_the_package_leaves_a_replacement_by_pip_alone(machine: Container, package: Format) -> None:
     machine.write(f"/etc/{NAME}/credentials/token", "secret\n", 0o600)
     package.remove(machine)
     machine.write(f"/usr/local/bin/{NAME}", "#!/bin/sh\nsystemd-notify --ready\nexec sleep infinity\n", 0o755)
@@ -435,7 +435,7 @@ def test_purging_it_takes_nothing_from_an_agent_of_pip_that_has_taken_its_place(
 
 
 @deb_only
-def test_a_policy_that_is_a_link_stays_one_until_it_is_purged_with_what_it_leads_to(
+def test_a_linked_policy_stays_a_link_until_it_is_purged_with_its_target(
     machine: Container, package: Format
 ) -> None:
     machine.run("mv", POLICY, "/etc/linked.yaml")
@@ -451,7 +451,7 @@ def test_a_policy_that_is_a_link_stays_one_until_it_is_purged_with_what_it_leads
 
 
 @deb_only
-def test_removing_and_purging_it_do_not_mind_what_is_gone_already(machine: Container, package: Format) -> None:
+def test_removing_and_purging_the_package_ignore_missing_files(machine: Container, package: Format) -> None:
     machine.run("systemctl", "disable", "--now", UNIT)
     machine.run("userdel", NAME)
     machine.run("rm", "-rf", f"/etc/{NAME}", f"/var/lib/{NAME}", f"/usr/lib/{NAME}", "/usr/bin/python3.11")
@@ -549,7 +549,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_account_is_gone(machine: Contain
 
 
 @deb_only
-def test_an_upgrade_restarts_a_strict_agent_with_a_hook_that_its_account_may_change(
+def test_an_upgrade_restarts_a_strict_agent_with_a_hook_its_account_may_change(
     machine: Container, package: Format
 ) -> None:
     service = Service(machine, "")
@@ -728,7 +728,7 @@ def packages_of(machine: Container) -> set[str]:
 
 @rpm_only
 @pytest.mark.parametrize("distribution", [RHEL_9, SLES_15, AZURE_LINUX_3], ids=["rhel", "sles", "azure"])
-def test_a_package_manager_installs_it_with_a_new_python_upgrades_and_removes_it(
+def test_a_package_manager_installs_upgrades_and_removes_it_with_a_new_python(
     bare: Container, distribution: Distribution
 ) -> None:
     with managed(bare, distribution) as machine:

@@ -133,7 +133,7 @@ def text_of(entries: Mapping[str, Entry], name: str) -> str:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_deb_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
+def test_a_deb_has_its_metadata_and_dependencies(dist: Path, machine: str) -> None:
     path = deb_path(dist, machine)
     fields = ("Package", "Version", "Architecture", "Section", "Priority", "Depends", "Recommends", "Suggests")
     found = {field: output_of("dpkg-deb", "--field", str(path), field).strip() for field in fields}
@@ -189,7 +189,7 @@ def test_the_same_tree_is_in_the_deb_and_in_the_rpm(dist: Path, debs: Mapping[st
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_compiled_is_for_the_processor_of_the_package_and_for_every_python(
+def test_compiled_code_fits_the_processor_of_the_package_and_every_python(
     debs: Mapping[str, Mapping[str, Entry]], machine: str
 ) -> None:
     found = {name: entry.content for name, entry in debs[machine].items() if name.endswith(".so")}
@@ -231,7 +231,7 @@ def test_compiled_modules_fit_old_systems_and_large_pages_and_ask_for_libraries(
     assert {debian[library] for library in others} - set(depends) == set()
 
 
-def test_nothing_is_in_it_that_is_not_needed(debs: Mapping[str, Mapping[str, Entry]]) -> None:
+def test_the_package_has_no_unneeded_file(debs: Mapping[str, Mapping[str, Entry]]) -> None:
     unneeded = re.compile(r"__pycache__|\.py[cio]$|py\.typed$|/tests?/|RECORD$|\.(pyx|pxd|c|h)$|/\.|\.egg-info")
     assert [name for name in debs["x86_64"] if unneeded.search(name)] == []
 
@@ -249,7 +249,7 @@ def test_the_agent_in_it_is_this_one(debs: Mapping[str, Mapping[str, Entry]]) ->
     assert {name for name in packed if debs["x86_64"][place + name].content is not None} == sources
 
 
-def test_what_operators_edit_is_kept_by_an_upgrade(dist: Path, tmp_path: Path) -> None:
+def test_files_that_operators_edit_are_kept_by_an_upgrade(dist: Path, tmp_path: Path) -> None:
     for machine in MACHINES:
         output_of("dpkg-deb", "--control", str(deb_path(dist, machine)), str(tmp_path / machine))
         conffiles = (tmp_path / machine / "conffiles").read_text().splitlines()
@@ -307,7 +307,7 @@ def test_examples_hooks_and_rules_are_there_and_the_texts_name_their_places(
     assert sorted(name for name in named if not any(known.startswith(name) for known in debs["x86_64"])) == []
 
 
-def test_all_for_systemd_is_there_and_its_units_differ_from_the_wheels_in_the_path_of_the_program(
+def test_units_in_the_package_differ_from_the_wheels_only_in_the_program_path(
     debs: Mapping[str, Mapping[str, Entry]],
 ) -> None:
     share, entries = f"usr/share/{NAME}/systemd", debs["x86_64"]
@@ -332,7 +332,7 @@ def test_all_for_systemd_is_there_and_its_units_differ_from_the_wheels_in_the_pa
         assert differing == wanted, place
 
 
-def test_what_the_documents_say_is_in_the_package_is(debs: Mapping[str, Mapping[str, Entry]]) -> None:
+def test_files_that_the_documents_name_are_in_the_package(debs: Mapping[str, Mapping[str, Entry]]) -> None:
     text = (CHECKOUT / "docs/install-linux.md").read_text()
     places = [place.strip("/") for place in re.findall(r"^\| `(/[^`]+)` \|", text, re.MULTILINE)]
     assert len(places) == 12
@@ -439,14 +439,14 @@ def test_other_shells_completions_know_every_command(tree: Path, place: str) -> 
 # --- judged by others
 
 
-def test_lintian_has_nothing_to_say(dist: Path) -> None:
+def test_lintian_reports_nothing(dist: Path) -> None:
     apt.need("lintian", "lintian")
     for machine in MACHINES:
         said = output_of("lintian", "--allow-root", "--fail-on", "none", str(deb_path(dist, machine)))
         assert said == ""
 
 
-def test_rpmlint_has_nothing_to_say(dist: Path) -> None:
+def test_rpmlint_reports_nothing(dist: Path) -> None:
     apt.need("rpmlint", "rpmlint")
     config = CHECKOUT / "packaging/rpm/rpmlint.toml"
     # Debian's program runs with Debian's Python, whatever else is in PATH.
@@ -455,7 +455,7 @@ def test_rpmlint_has_nothing_to_say(dist: Path) -> None:
     assert re.search(r"2 packages and 0 specfiles checked; 0 errors, 0 warnings", said), said
 
 
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_reports_nothing() -> None:
     apt.need("shellcheck", "shellcheck")
     scripts = [*(CHECKOUT / "packaging").glob("*.sh"), *(CHECKOUT / "packaging/deb").glob("p*")]
     assert len(scripts) == 7
@@ -478,7 +478,7 @@ def test_the_scripts_of_the_rpm_are_clean_shell(dist: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_an_rpm_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
+def test_an_rpm_has_its_metadata_and_dependencies(dist: Path, machine: str) -> None:
     apt.need("rpm", "rpm")
     path = str(rpm_path(dist, machine))
     glibc = {"x86_64": "2.14", "aarch64": "2.17"}[machine]
@@ -570,7 +570,7 @@ def test_another_version_can_be_built_without_editing_a_file(tmp_path: Path) -> 
     assert f"{NAME} 9.8.7" in text_of(entries, f"usr/share/man/man8/{NAME}.8.gz")
 
 
-def test_a_version_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_version_is_rejected(tmp_path: Path) -> None:
     done = build("deb", "--version", "next", "--output", str(tmp_path))
     expected = "packaging/build.py: --version: expected numbers and dots, such as 0.2.0; got 'next'\n"
     assert (done.returncode, done.stderr) == (1, expected)
@@ -589,7 +589,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_who_cannot_install_what_packs_is_told_what_to_install(
+def test_missing_build_tools_are_named_with_their_packages(
     module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -622,7 +622,7 @@ def test_a_build_waits_for_another_apt(
     assert (tmp_path / "calls").read_text().splitlines() == [update, update, update, install]
 
 
-def test_a_tree_without_a_date_and_a_wheel_that_is_not_the_pinned_one_are_refused(tmp_path: Path) -> None:
+def test_a_tree_without_a_date_and_a_wheel_that_is_not_pinned_are_rejected(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(CHECKOUT / "packaging", sources / "packaging", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("agent", "config", "docs", "systemd", "CHANGELOG.md", "README.md"):
@@ -734,7 +734,7 @@ def test_the_modules_of_the_other_processor_run(tmp_path: Path) -> None:
 # --- the launcher
 
 
-class Machine:
+class Host:
     """The launcher and the tree it starts, with directories of the test's own for /usr/bin and /usr/local/bin."""
 
     def __init__(self, tree: Path, root: Path) -> None:
@@ -774,8 +774,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tree: Path, tmp_path: Path) -> Machine:
-    return Machine(tree, tmp_path)
+def machine(tree: Path, tmp_path: Path) -> Host:
+    return Host(tree, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -791,9 +791,7 @@ def machine(tree: Path, tmp_path: Path) -> Machine:
         ({"python3": "pypy 3.11", "python3.11": "3.11"}, "python3.11"),
     ],
 )
-def test_the_launcher_takes_the_first_python_that_is_supported(
-    machine: Machine, there: dict[str, str], taken: str
-) -> None:
+def test_the_launcher_uses_the_first_supported_python(machine: Host, there: dict[str, str], taken: str) -> None:
     for name, version in there.items():
         machine.add(name, version)
     done = machine.run("status", "--json", "an argument")
@@ -802,14 +800,14 @@ def test_the_launcher_takes_the_first_python_that_is_supported(
     assert done.stdout == f"{there[taken]} {machine.bin}/{taken} {options}\n"
 
 
-def test_the_launcher_believes_the_name_of_the_file_that_python3_stands_for(machine: Machine) -> None:
+def test_the_launcher_reads_the_version_from_the_target_of_python3(machine: Host) -> None:
     machine.add("python3.12", "3.12")
     (machine.bin / "python3").symlink_to("python3.12")
     done = machine.run()
     assert done.stdout == f"3.12 {machine.bin}/python3 -I -S -B {machine.home}/start.py\n"
 
 
-def test_the_launcher_looks_in_usr_local_too_but_not_in_the_users_path(machine: Machine, tmp_path: Path) -> None:
+def test_the_launcher_looks_in_usr_local_too_but_not_in_the_users_path(machine: Host, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     machine.add("python3", "3.11", elsewhere)
@@ -819,8 +817,8 @@ def test_the_launcher_looks_in_usr_local_too_but_not_in_the_users_path(machine: 
     assert machine.run(PATH=path).stdout.startswith(f"3.12 {machine.local}/python3 ")
 
 
-def test_the_launcher_takes_the_distributions_python_before_a_newer_local_one(
-    machine: Machine,
+def test_the_launcher_prefers_the_distributions_python_to_a_newer_local_one(
+    machine: Host,
 ) -> None:
     # The package depends on the one in /usr/bin; the other may lack sqlite3, or be the work of others than root.
     machine.add("python3", "3.9")
@@ -830,7 +828,7 @@ def test_the_launcher_takes_the_distributions_python_before_a_newer_local_one(
     assert machine.run().stdout.startswith(f"3.11 {machine.bin}/python3.11 ")
 
 
-def test_without_a_usable_python_the_launcher_says_what_it_found_and_the_way_out(machine: Machine) -> None:
+def test_without_a_usable_python_the_launcher_reports_its_findings_and_a_hint(machine: Host) -> None:
     message = (
         "scheduled-events-agent: needs Python 3.11, 3.12, 3.13 or 3.14 in /usr/bin or /usr/local/bin; found {}. "
         "Install one beside it (python3.11, say): the system's own python3 can stay\n"
@@ -846,7 +844,7 @@ def test_without_a_usable_python_the_launcher_says_what_it_found_and_the_way_out
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message.format(found))
 
 
-def real_python(machine: Machine) -> str:
+def real_python(machine: Host) -> str:
     """Put a real interpreter into the machine; returns its version."""
     version, path = next(iter(pythons().items()))
     (machine.bin / f"python{version}").write_text(f'#!/bin/sh\nexec {path} "$@"\n')
@@ -855,7 +853,7 @@ def real_python(machine: Machine) -> str:
     return version
 
 
-def test_the_environment_cannot_slip_other_modules_in(machine: Machine, tmp_path: Path) -> None:
+def test_the_environment_cannot_inject_modules(machine: Host, tmp_path: Path) -> None:
     real_python(machine)
     for name in ("scheduled_events_agent", "msgspec", "yaml", "sitecustomize", "usercustomize"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('slipped in')\n")
@@ -866,13 +864,13 @@ def test_the_environment_cannot_slip_other_modules_in(machine: Machine, tmp_path
     assert "valid" in done.stdout
 
 
-def test_running_it_writes_nothing_beside_the_modules(machine: Machine) -> None:
+def test_running_it_writes_nothing_beside_the_modules(machine: Host) -> None:
     real_python(machine)
     assert machine.run("check").returncode == 0
     assert list(machine.home.rglob("__pycache__")) == []
 
 
-def test_bytecode_is_made_for_the_python_that_will_run_and_removed_without_trace(machine: Machine) -> None:
+def test_bytecode_is_compiled_for_the_running_python_and_removed_completely(machine: Host) -> None:
     before = sorted(machine.home.rglob("*"))
     version = real_python(machine)
     tag = f"cpython-{version.replace('.', '')}"

@@ -468,10 +468,10 @@ def live_unnotified(directory: Path) -> list[Timeline]:
     ):
         idle = expose(agent)
         event = sim.schedule("Freeze", notice_seconds=900)
-        wait_count(agent, 1, "notices_dropped_total", reason="refused")
+        wait_count(agent, 1, "notifications_dropped_total", reason="refused")
         sim.cancel(event)
         wait_count(agent, 1, "closed_total")
-        wait_count(agent, 2, "notices_dropped_total", reason="refused")
+        wait_count(agent, 2, "notifications_dropped_total", reason="refused")
         wait_attention(agent, "notifications_failing")
         refused = expose(agent)
     timeline = Timeline("notices that are refused")
@@ -588,7 +588,7 @@ def live_with_a_bug(directory: Path) -> list[Timeline]:
         agent.wait_log("on_clear hook ended")
         cleared = expose(agent)
         event = sim.schedule("Freeze", notice_seconds=900)
-        wait_count(agent, 1, "faults_total")
+        wait_count(agent, 1, "bugs_total")
         wait_attention(agent, "unhealthy")
         met = expose(agent)
         sim.cancel(event)
@@ -719,7 +719,7 @@ class Prometheus:
 # --- The tests
 
 
-def test_promtool_accepts_what_the_readme_has_it_check(programs: Path) -> None:
+def test_promtool_accepts_the_files_named_in_the_readme(programs: Path) -> None:
     commands = re.findall(r"^\$ promtool (.+)$", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     said = [promtool(programs, *command.split()) for command in commands]
     assert [command.split()[0] for command in commands] == ["check", "test", "check"]
@@ -761,9 +761,7 @@ def test_promtool_parses_every_query_of_the_dashboard(programs: Path, tmp_path: 
     assert f"SUCCESS: {len(queries)} rules found" in said
 
 
-def test_alerts_fire_on_what_troubled_agents_expose_and_not_on_what_healthy_ones_do(
-    programs: Path, tmp_path: Path
-) -> None:
+def test_alerts_fire_on_metrics_of_troubled_agents_only(programs: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(LIVES)) as pool:
         lives = [pool.submit(live, tmp_path / live.__name__) for live in LIVES]
         timelines = [timeline for life in lives for timeline in life.result()] + [nobody()]
@@ -779,7 +777,7 @@ def test_alerts_fire_on_what_troubled_agents_expose_and_not_on_what_healthy_ones
     assert "SUCCESS" in promtool(programs, "test", "rules", "tests.yaml", cwd=tmp_path)
 
 
-def test_a_prometheus_raises_the_alerts_and_answers_the_dashboard(programs: Path, tmp_path: Path) -> None:
+def test_prometheus_raises_the_alerts_and_serves_the_dashboard(programs: Path, tmp_path: Path) -> None:
     away = {"name": "away", "to": "http://127.0.0.1:1"}  # what waits for it is on the dashboard
     with (
         living(tmp_path / "well", notify=[away]) as (well, healthy),

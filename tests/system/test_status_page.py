@@ -27,25 +27,25 @@ from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.status import (
+    ActivePolicy,
     FleetState,
     History,
     HistoryItem,
     Journal,
-    JournalEntry,
+    JournalRecord,
     NotifiedTarget,
-    PolicyInForce,
     RunningHook,
-    ShownWorkflow,
     Status,
     SuggestedCommand,
     TargetFailure,
     Vm,
+    WorkflowView,
 )
-from scheduled_events_agent.status.messages import as_shown
-from scheduled_events_agent.status.summaries import with_words
-from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.status.messages import to_view
+from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.web.server import Response, WebServer
 from scheduled_events_agent.web.static import FILES
-from scheduled_events_agent.workflow import Approval, Context, Phase, Progress, Waits, proceed
+from scheduled_events_agent.workflow import Approval, Context, Phase, StageStatus, WaitReason, advance
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
@@ -74,7 +74,7 @@ def event(number: int = 1, **changes: Any) -> ScheduledEvent:
 
 def workflow(
     one: ScheduledEvent, phase: Phase = "waiting", rule: Rule | None = RULE, **changes: Any
-) -> ShownWorkflow:
+) -> WorkflowView:
     context = Context(
         now=NOW - timedelta(minutes=3),
         names=("web_3",),
@@ -85,17 +85,17 @@ def workflow(
         document_at=NOW,
         is_acting=False,
     )
-    (first,) = proceed({}, [Seen(one)], context).board.values()
-    plain = {"phase": phase, "waits": None, "waits_for": "", "prepare": Progress(), **changes}
-    return replace(as_shown(first), **plain)
+    (first,) = advance({}, [Seen(one)], context).workflows.values()
+    plain = {"phase": phase, "wait_reason": None, "wait_message": "", "prepare": StageStatus(), **changes}
+    return replace(to_view(first), **plain)
 
 
-def entry(seconds: float, kind: str, text: str, **fields: str) -> JournalEntry:
+def entry(seconds: float, kind: str, text: str, **fields: str) -> JournalRecord:
     empty = {"workflow_id": "w", "event_id": "e", "stage": "", "hook": "", "outcome": "", "detail": ""}
-    return JournalEntry(at=NOW - timedelta(seconds=seconds), kind=kind, text=text, **{**empty, **fields})
+    return JournalRecord(at=NOW - timedelta(seconds=seconds), kind=kind, text=text, **{**empty, **fields})
 
 
-def status(*pending: ShownWorkflow, **changes: Any) -> Status:
+def status(*pending: WorkflowView, **changes: Any) -> Status:
     plain = Status(
         at=NOW,
         version="0.1.0",
@@ -104,7 +104,7 @@ def status(*pending: ShownWorkflow, **changes: Any) -> Status:
         mode="act",
         ready=not any(one.is_prepared_for for one in pending),
         health="ok",
-        policy=PolicyInForce(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3)),
+        policy=ActivePolicy(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3)),
         rules=("user-initiated", "short-freeze", "impactful"),
         endpoint="http://169.254.169.254",
         last_poll_at=NOW - timedelta(seconds=1),
@@ -140,14 +140,17 @@ def past(count: int) -> list[History]:
         workflow(event(number, type=kind), "closed", outcome="completed", id=f"past {number}", is_over=True)
         for number, kind in zip(range(count), ("Freeze", "Redeploy", "Freeze", "Terminate"), strict=False)
     ]
-    return [History(workflow=one, entries=PAST) for one in ended]
+    return [History(workflow=one, records=PAST) for one in ended]
 
 
-PAUSES = [entry(90_000, "pause", "was paused for 6.2s"), entry(7_000, "pause", "was paused for 28.9s")]
+PAUSES = [
+    entry(90_000, "machine_paused", "was paused for 6.2s"),
+    entry(7_000, "machine_paused", "was paused for 28.9s"),
+]
 PREPARING = workflow(
     event(),
     "preparing",
-    prepare=Progress(state="running", done=("drain",), current="checkpoint", run=2),
+    prepare=StageStatus(state="running", done=("drain",), current="checkpoint", run=2),
     id="Preparing",
 )
 RUNNING = RunningHook(
@@ -156,9 +159,9 @@ RUNNING = RunningHook(
 HELD = workflow(
     event(2, type="Redeploy", not_before=NOW + timedelta(minutes=4, seconds=8)),
     "held",
-    prepare=Progress(state="failed", done=("drain",), run=2, failure="hook checkpoint failed: exit code 3"),
-    waits=Waits(kind="prepare_failed"),
-    waits_for="hook checkpoint failed: exit code 3",
+    prepare=StageStatus(state="failed", done=("drain",), run=2, failure="hook checkpoint failed: exit code 3"),
+    wait_reason=WaitReason(kind="prepare_failed"),
+    wait_message="hook checkpoint failed: exit code 3",
     id="Held",
 )
 FAILED = workflow(
@@ -166,23 +169,23 @@ FAILED = workflow(
     "recovery_failed",
     is_over=True,
     was_started=True,
-    prepare=Progress(state="succeeded", done=("drain", "checkpoint"), run=2),
-    recover=Progress(state="failed", failed_hook="resume", failure="hook resume: exit code 3"),
-    waits_for="hook resume: exit code 3",
+    prepare=StageStatus(state="succeeded", done=("drain", "checkpoint"), run=2),
+    recover=StageStatus(state="failed", failed_hook="resume", failure="hook resume: exit code 3"),
+    wait_message="hook resume: exit code 3",
     id="Failed",
 )
 MANUAL = workflow(
     event(4, type="Redeploy", not_before=NOW + timedelta(minutes=8, seconds=57)),
     rule=replace(RULE, approve="manual"),
     approval_needed_since=NOW,
-    waits_for="an operator must approve it",
+    wait_message="an operator must approve it",
     id="Manual",
 )
 MANY = (
     workflow(event(0, type="Freeze"), "approved", approval=Approval(state="confirmed"), id="many 0"),
     workflow(event(1, type="Preempt", status="Started"), "started", was_started=True, id="many 1"),
     workflow(
-        event(2, type="Terminate"), "recovering", is_over=True, recover=Progress(state="running"), id="many 2"
+        event(2, type="Terminate"), "recovering", is_over=True, recover=StageStatus(state="running"), id="many 2"
     ),
     workflow(
         event(3, not_before=NOW - timedelta(seconds=3)), "prepared", approval=Approval(failures=3), id="many 3"
@@ -194,13 +197,13 @@ MONSTER = event(
     7, description=HOSTILE, resources=("web_3", *(f"a-very-long-name-of-a-machine_{n:06}" for n in range(100)))
 )
 BAD = workflow(
-    MONSTER, "preparing", id='"><script>window.ran=5</script>', prepare=Progress(state="running", run=1)
+    MONSTER, "preparing", id='"><script>window.ran=5</script>', prepare=StageStatus(state="running", run=1)
 )
 REFUSED = (
     'policy.yaml:14: rules[2].approve: expected one of immediately, when-prepared, manual, never; got "yes"\n'
 )
 REFUSED += 'policy.yaml:15: rules[2]: unknown key "recovr"; did you mean "recover"?'
-POLICY = PolicyInForce(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3))
+POLICY = ActivePolicy(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3))
 TARGETS = (
     NotifiedTarget(name="ops", waiting=0, oldest_at=None, failure=None),
     NotifiedTarget(
@@ -221,7 +224,7 @@ FLEET = FleetState(
     warnings=("members does not match this VM, web_3: all VMs are waited for",),
 )
 
-Scene = tuple[Status, list[History], list[JournalEntry]]
+Scene = tuple[Status, list[History], list[JournalRecord]]
 SCENES: dict[str, Scene] = {
     "idle": (status(), past(4), PAUSES),
     "fresh": (
@@ -231,13 +234,13 @@ SCENES: dict[str, Scene] = {
     ),
     "preparing": (
         status(PREPARING, running=(RUNNING,)),
-        [*past(2), History(workflow=PREPARING, entries=PAST[:5])],
+        [*past(2), History(workflow=PREPARING, records=PAST[:5])],
         PAUSES,
     ),
     "fleet": (status(PREPARING, fleet=FLEET), [], []),
-    "held": (status(HELD), [History(workflow=HELD, entries=PAST[:7]), *past(1)], PAUSES),
-    "manual": (status(MANUAL), [History(workflow=MANUAL, entries=PAST[:2])], PAUSES),
-    "failed": (status(FAILED), [History(workflow=FAILED, entries=PAST)], PAUSES),
+    "held": (status(HELD), [History(workflow=HELD, records=PAST[:7]), *past(1)], PAUSES),
+    "manual": (status(MANUAL), [History(workflow=MANUAL, records=PAST[:2])], PAUSES),
+    "failed": (status(FAILED), [History(workflow=FAILED, records=PAST)], PAUSES),
     "many": (status(*MANY), past(4), PAUSES),
     "hostile": (
         status(
@@ -255,10 +258,10 @@ SCENES: dict[str, Scene] = {
         [
             History(
                 workflow=BAD,
-                entries=(entry(9, "hook_finished", HOSTILE, outcome="failed", detail=HOSTILE[:4096]),),
+                records=(entry(9, "hook_finished", HOSTILE, outcome="failed", detail=HOSTILE[:4096]),),
             )
         ],
-        [entry(1, "pause", HOSTILE)],
+        [entry(1, "machine_paused", HOSTILE)],
     ),
     "failing": (
         status(
@@ -287,7 +290,7 @@ def chromium() -> Iterator[Browser]:
         yield one
 
 
-def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[[], Page]]:
+def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[[], Response]]:
     """The agent's answer at each path when things are as in the scene; its clock starts when it is asked."""
     began: list[float] = []
 
@@ -295,18 +298,18 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
         began.append(time.monotonic())
         return replace(scene()[0], at=NOW + timedelta(seconds=began[-1] - began[0]))
 
-    def as_json(answer: Status | Journal) -> Page:
-        return Page(HTTPStatus.OK, msgspec.json.encode(answer), "application/json")
+    def as_json(answer: Status | Journal) -> Response:
+        return Response(HTTPStatus.OK, msgspec.json.encode(answer), "application/json")
 
-    def history() -> Page:
+    def history() -> Response:
         _, recent, pauses = scene()
-        events = [HistoryItem(workflow=as_shown(one.workflow), entries=one.entries) for one in recent]
-        notes = [HistoryItem(workflow=None, entries=(pause,)) for pause in pauses]
+        events = [HistoryItem(workflow=to_view(one.workflow), records=one.records) for one in recent]
+        notes = [HistoryItem(workflow=None, records=(pause,)) for pause in pauses]
         return as_json(Journal(at=NOW, histories=(*events, *notes)))
 
     files = {f"{place}{path}": make for path, make in FILES.items()}
     answers = {
-        f"{place}/status": lambda: as_json(with_words(status_now())),
+        f"{place}/status": lambda: as_json(with_summaries(status_now())),
         f"{place}/history": history,
     }
     return {**files, **answers}
@@ -314,7 +317,7 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[WebServer]:
-    pages: dict[str, Callable[[], Page]] = {}
+    pages: dict[str, Callable[[], Response]] = {}
     for name in SCENES:
         pages |= pages_of(partial(SCENES.__getitem__, name), f"/{name}")
     one = WebServer("127.0.0.1:0", pages)
@@ -360,7 +363,7 @@ def open_scene(tab: Tab, server: WebServer, name: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_nothing_overflows_is_too_faint_or_runs_that_should_not(
+def test_the_page_has_no_overflow_weak_contrast_or_unwanted_script(
     tab: Tab, server: WebServer, name: str, tmp_path: Path
 ) -> None:
     for width, is_dark in ((PHONE, False), (PHONE, True), (DESKTOP, False), (DESKTOP, True)):
@@ -378,7 +381,7 @@ def test_nothing_overflows_is_too_faint_or_runs_that_should_not(
     assert tab.complaints == []
 
 
-def test_what_is_hostile_is_shown_as_the_text_that_it_is(tab: Tab, server: WebServer) -> None:
+def test_hostile_text_is_shown_as_text(tab: Tab, server: WebServer) -> None:
     tab.look(PHONE)
     open_scene(tab, server, "hostile/")
     assert tab.ask("document.querySelector('q').textContent").startswith(HOSTILE[:400])
@@ -389,7 +392,7 @@ def test_what_is_hostile_is_shown_as_the_text_that_it_is(tab: Tab, server: WebSe
                    " [...one.childNodes].some((child) => /\u202e/.test(child.data))).length") == 0  # fmt: skip
 
 
-def test_the_policy_of_the_page_keeps_out_what_would_slip_in(tab: Tab, server: WebServer) -> None:
+def test_the_content_security_policy_blocks_injected_content(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     open_scene(tab, server, "idle/")
     tab.ask("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.ran=1><p style=color:red>')")
@@ -414,7 +417,7 @@ def test_without_a_script_the_page_names_the_command_that_shows_the_same(tab: Ta
     assert tab.complaints == []
 
 
-def test_the_idle_page_leads_with_the_last_good_poll(tab: Tab, server: WebServer) -> None:
+def test_the_idle_page_starts_with_the_last_successful_poll(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     open_scene(tab, server, "idle/")
     assert tab.ask("document.querySelector('.headline').innerText").split("\n")[0] == "✓ Nothing is pending"
@@ -427,7 +430,7 @@ PAIRS = "[...document.querySelectorAll('dl > div')].map((row) => [...row.childre
 FACTS = f"Object.fromEntries({PAIRS})"
 
 
-def test_what_is_broken_but_needs_no_operator_is_told_of_quietly(tab: Tab, server: WebServer) -> None:
+def test_a_harmless_failure_is_shown_without_a_warning(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     open_scene(tab, server, "fleet/")
     error = "the table cannot be used: acme answers 503: it is busy"
@@ -455,7 +458,7 @@ TOP = (
 )
 
 
-def test_the_first_that_is_seen_is_what_an_operator_must_do(tab: Tab, server: WebServer) -> None:
+def test_the_page_starts_with_what_an_operator_must_do(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     open_scene(tab, server, "held/")
     header, block = tab.ask(TOP)
@@ -491,7 +494,7 @@ def test_an_event_that_may_start_now_has_no_countdown(tab: Tab, server: WebServe
     assert tab.ask("document.querySelector('.deadline').innerText") == "It may start at any moment"
 
 
-def test_tabs_are_told_apart_by_sign_and_shape(tab: Tab, server: WebServer) -> None:
+def test_tabs_differ_by_sign_and_shape(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     titles = {
         "idle": "✓ web_3",
@@ -531,7 +534,7 @@ def test_a_command_is_copied_by_its_button(tab: Tab, server: WebServer) -> None:
     assert tab.complaints == []
 
 
-def test_times_are_utc_and_tell_the_readers_own(tab: Tab, server: WebServer) -> None:
+def test_times_are_utc_with_the_readers_local_time(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     tab.call("Emulation.setTimezoneOverride", timezoneId="Asia/Tokyo")
     open_scene(tab, server, "held/")
@@ -595,7 +598,7 @@ GOOD = "[...document.querySelectorAll('.good')].filter((one) => one.getClientRec
 
 
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_page_without_its_agent_does_not_look_well(tab: Tab, tmp_path: Path, trouble: signal.Signals) -> None:
+def test_a_page_without_its_agent_shows_an_error(tab: Tab, tmp_path: Path, trouble: signal.Signals) -> None:
     with (
         Simulator(vms=("vm-1",), rate_limit=None) as azure,
         Agent(tmp_path / "agent", azure.endpoint()) as agent,
@@ -637,7 +640,7 @@ def test_a_page_without_its_agent_does_not_look_well(tab: Tab, tmp_path: Path, t
         assert tab.ask("document.querySelectorAll('#lost, .stale').length") == 0
 
 
-def test_what_is_old_can_still_be_read(tab: Tab, tmp_path: Path) -> None:
+def test_outdated_content_can_still_be_read(tab: Tab, tmp_path: Path) -> None:
     for is_dark in (False, True):
         server = WebServer("127.0.0.1:0", pages_of(lambda: SCENES["held"]))
         tab.look(PHONE, is_dark=is_dark)
@@ -654,11 +657,11 @@ def test_a_hidden_page_asks_rarely_and_a_shown_one_at_once(tab: Tab) -> None:
     is_refusing = threading.Event()
     refused = threading.Semaphore(0)
 
-    def status_page() -> Page:
+    def status_page() -> Response:
         if not is_refusing.is_set():
             return answer()
         refused.release()
-        return Page(HTTPStatus.SERVICE_UNAVAILABLE, b"this takes long to read\n")
+        return Response(HTTPStatus.SERVICE_UNAVAILABLE, b"this takes long to read\n")
 
     server = WebServer("127.0.0.1:0", {**pages, "/status": status_page})
     tab.look(DESKTOP)
@@ -678,9 +681,9 @@ def test_a_hidden_page_asks_rarely_and_a_shown_one_at_once(tab: Tab) -> None:
     server.close()
 
 
-def test_a_past_that_cannot_be_read_leaves_the_present_on_the_page(tab: Tab) -> None:
+def test_an_unreadable_history_keeps_the_status_on_the_page(tab: Tab) -> None:
     pages = pages_of(lambda: SCENES["held"])
-    pages["/history"] = lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, b"the state file is <locked>\n")
+    pages["/history"] = lambda: Response(HTTPStatus.SERVICE_UNAVAILABLE, b"the state file is <locked>\n")
     server = WebServer("127.0.0.1:0", pages)
     tab.look(DESKTOP)
     tab.open(f"http://127.0.0.1:{server.port}/")
@@ -695,7 +698,7 @@ def test_the_page_of_an_agent_that_was_upgraded_is_loaded_again(tab: Tab) -> Non
     loaded = threading.Semaphore(0)
     pages = pages_of(lambda: scene[0])
 
-    def script() -> Page:
+    def script() -> Response:
         loaded.release()
         return FILES["/status.js"]()
 
@@ -709,14 +712,14 @@ def test_the_page_of_an_agent_that_was_upgraded_is_loaded_again(tab: Tab) -> Non
     server.close()
 
 
-def test_of_very_much_the_page_shows_a_part_and_says_so(tab: Tab) -> None:
+def test_the_page_truncates_long_lists_and_reports_it(tab: Tab) -> None:
     names = tuple(f"a-machine-with-a-long-name-{number:05}" for number in range(100))
     many = [
         workflow(event(id=f"{number:08}-E", resources=("web_3", *names), description="<" * 4096), id=f"w{number}")
         for number in range(1000)
     ]
     output = entry(1, "hook_finished", "hook drain succeeded", outcome="succeeded", detail="a" * 4000 + "z")
-    past = [History(workflow=replace(many[0], id="past"), entries=(output,) * 41)]
+    past = [History(workflow=replace(many[0], id="past"), records=(output,) * 41)]
     scene: Scene = (status(*many), past, [])
     server = WebServer("127.0.0.1:0", pages_of(lambda: scene))
     tab.look(DESKTOP)
@@ -735,7 +738,7 @@ def test_of_very_much_the_page_shows_a_part_and_says_so(tab: Tab) -> None:
     server.close()
 
 
-def test_status_metric_exit_code_and_title_of_a_tab_tell_the_same_of_one_agent(tab: Tab, tmp_path: Path) -> None:
+def test_status_metric_exit_code_and_tab_title_agree_about_one_agent(tab: Tab, tmp_path: Path) -> None:
     manual = {"name": "manual", "when": {"type": "Redeploy"}, "approve": "manual"}
     drain = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
     with (

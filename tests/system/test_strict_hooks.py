@@ -84,23 +84,23 @@ def test_a_prepare_hook_does_as_root_what_the_agent_may_not_and_knows_its_event(
     assert "it is drained\n" in said
 
 
-def test_a_hook_of_root_finds_its_secrets_where_others_do_or_in_its_own_credentials(
+def test_a_hook_of_root_finds_its_secrets_in_the_shared_or_its_own_credentials(
     strict: Service, sim: Simulator
 ) -> None:
     machine, secret = strict.machine, "/etc/scheduled-events-agent/credentials/token"
     machine.write(secret, "s3cret\n", 0o600)
     drain(strict, "cat $CREDENTIALS_DIRECTORY/token >>/root/notes; echo $CREDENTIALS_DIRECTORY >>/root/notes")
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
-    assert strict.notes() == ["s3cret", "/etc/scheduled-events-agent/credentials"]
+    assert strict.records() == ["s3cret", "/etc/scheduled-events-agent/credentials"]
     machine.write(
         f"/etc/systemd/system/{unit_of('drain')}.d/own.conf", f"[Service]\nLoadCredential=token:{secret}\n"
     )
     machine.run("systemctl", "daemon-reload")
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
-    assert strict.notes()[2:] == ["s3cret", f"/run/credentials/{unit_of('drain')}"]
+    assert strict.records()[2:] == ["s3cret", f"/run/credentials/{unit_of('drain')}"]
 
 
-def test_what_a_hook_is_told_is_for_the_agents_account_alone(strict: Service, sim: Simulator) -> None:
+def test_hook_input_is_readable_by_the_agents_account_alone(strict: Service, sim: Simulator) -> None:
     drain(strict, f"stat -c '%a %U %n' {PLACE} {PLACE}/hook-drain.* >/root/modes")
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     assert strict.machine.path("/root/modes").read_text().splitlines() == [
@@ -110,7 +110,7 @@ def test_what_a_hook_is_told_is_for_the_agents_account_alone(strict: Service, si
     ]
 
 
-def test_a_text_of_azure_arrives_as_it_is_and_as_nothing_else(strict: Service, sim: Simulator) -> None:
+def test_a_text_from_azure_arrives_unchanged_and_is_not_executed(strict: Service, sim: Simulator) -> None:
     text = "\"$(touch /root/owned)\" `touch /root/owned` 'it' \\n %n ${HOME} \u00e4\u20ac = # ;"
     drain(strict, 'printf %s "$SCHEDULED_EVENT_DESCRIPTION" >/root/said\nenv >/root/variables')
     forged = "\nLD_PRELOAD=/tmp/x.so\nSCHEDULED_EVENT_FORGED=1\nend"
@@ -121,7 +121,7 @@ def test_a_text_of_azure_arrives_as_it_is_and_as_nothing_else(strict: Service, s
     assert not strict.machine.path("/root/owned").exists()
 
 
-def test_of_a_file_that_the_account_wrote_itself_only_variables_of_an_event_are_exported(strict: Service) -> None:
+def test_from_a_file_of_the_account_only_event_variables_are_exported(strict: Service) -> None:
     write_hook(strict, "drain", "tr '\\000' '\\n' </proc/$$/environ >/root/variables")
     strict.machine.write(f"{PLACE}/hook-drain.json", "{}")
     environment = "SCHEDULED_EVENT_ID=A", "SCHEDULED_EVENT_RESOURCES=$(touch /root/owned)=\\x `id`"
@@ -170,10 +170,10 @@ def test_one_that_sleeps_is_stopped_at_its_limit_with_all_its_processes(
     assert strict.machine.run("pgrep", "-f", "sleep 111", check=False).stdout == ""
 
 
-def test_a_start_that_finds_the_run_of_a_killed_agent_waits_for_its_end(strict: Service, sim: Simulator) -> None:
+def test_a_start_during_the_run_of_a_killed_agent_waits_for_its_end(strict: Service, sim: Simulator) -> None:
     drain(strict, "echo begins >>/root/notes; until [ -e /root/go ]; do sleep 0.1; done; echo ends >>/root/notes")
     event = sim.schedule("Reboot", notice_seconds=600)
-    strict.machine.wait_for(lambda: strict.notes() == ["begins"], "the hook ran")
+    strict.machine.wait_for(lambda: strict.records() == ["begins"], "the hook ran")
     first = strict.pid()
     strict.machine.run("systemctl", "kill", "--signal=KILL", UNIT)
     strict.machine.wait_for(lambda: strict.pid() not in ("0", first), "the agent was started again")
@@ -181,7 +181,7 @@ def test_a_start_that_finds_the_run_of_a_killed_agent_waits_for_its_end(strict: 
     assert is_active(strict, unit_of("drain")) == "activating"
     strict.machine.write("/root/go", "")
     sim.wait_approved(event)
-    assert strict.notes()[:2] == ["begins", "ends"]
+    assert strict.records()[:2] == ["begins", "ends"]
 
 
 SERVER = """#!/bin/sh
@@ -196,7 +196,7 @@ esac
 """
 
 
-def test_the_hook_of_redis_with_15_seconds_left_ends_by_itself_before_the_deadline(
+def test_the_redis_hook_with_15_seconds_left_ends_itself_before_the_deadline(
     strict: Service, sim: Simulator
 ) -> None:
     machine = strict.machine
@@ -222,7 +222,9 @@ def test_the_hook_of_redis_with_15_seconds_left_ends_by_itself_before_the_deadli
     assert is_active(strict, "redis-server.service") == "inactive"
 
 
-def test_strict_can_tell_a_failed_hook_from_one_that_the_shutdown_ended(strict: Service, sim: Simulator) -> None:
+def test_strict_distinguishes_a_failed_hook_from_one_that_the_shutdown_ended(
+    strict: Service, sim: Simulator
+) -> None:
     write_hook(strict, "drain", "true")
     write_hook(strict, "resume", "while [ -e /root/wait ]; do sleep 0.1; done; touch /etc/resumed")
     # While this takes its time to stop, the agent is still up, and so has to see how its hook ends.
@@ -292,7 +294,7 @@ def test_the_account_makes_no_unit_of_its_own_under_the_name_of_a_hook(strict: S
 
 
 @pytest.mark.parametrize("name", ["", "../x", "..", ".hidden", "a/b", "a\\x2fb", "a b", "-a", "a\nb"])
-def test_run_as_root_refuses_what_is_no_name_of_a_hook(tmp_path: Path, name: str) -> None:
+def test_run_as_root_rejects_an_invalid_hook_name(tmp_path: Path, name: str) -> None:
     command = [str(CHECKOUT / "systemd/run-as-root"), *([name] if name else [])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, input="{}", check=False)
     assert done.returncode == 2

@@ -19,9 +19,9 @@ if sys.platform == "win32":
 
 import apt
 from container import CHECKOUT, Container
+from hanging import hanging_thread, outer_pid, wait_killed
 from ports import free_port
 from service import DROP_INS, UNIT, Service, make_root, make_strict, shown_commands
-from stuck import hanging_thread, outer_pid, wait_killed
 
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.telemetry.log_ids import LogId
@@ -44,7 +44,7 @@ def drain_with(shell: str, **settings: object) -> dict[str, object]:
 # --- the file
 
 
-def test_systemd_understands_every_line_of_the_unit_and_of_strict(service: Service) -> None:
+def test_systemd_accepts_every_line_of_the_unit_and_of_strict(service: Service) -> None:
     assert service.machine.run("systemd-analyze", "verify", "--man=no", UNIT).stderr == ""
     service.machine.run("install", "-D", "-m", "644", STRICT, f"{DROP_INS}/50-strict.conf")
     assert service.machine.run("systemd-analyze", "verify", "--man=no", UNIT).stderr == ""
@@ -127,7 +127,7 @@ def test_it_has_a_place_in_the_order_in_which_images_of_azure_boot(
 # --- ready, and what is pending
 
 
-def test_it_is_started_when_it_polls_and_says_what_is_pending(service: Service, sim: Simulator) -> None:
+def test_the_unit_is_started_when_it_polls_and_names_pending_events(service: Service, sim: Simulator) -> None:
     service.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
     service.systemctl("restart")
     assert service.show("StatusText") == "Nothing is pending"
@@ -231,7 +231,7 @@ def test_after_a_kill_it_is_back_within_seconds_and_goes_on_where_it_was(service
     service.write_policy(**drain_with("echo drained >> /root/notes; test -e /root/go || sleep 100"))
     service.reload()
     sim.schedule("Reboot", notice_seconds=600)
-    service.machine.wait_for(lambda: service.notes() == ["drained"], "the hook ran")
+    service.machine.wait_for(lambda: service.records() == ["drained"], "the hook ran")
     service.machine.write("/root/go", "")
     first = service.pid()
     service.machine.run("kill", "-KILL", first)
@@ -241,7 +241,7 @@ def test_after_a_kill_it_is_back_within_seconds_and_goes_on_where_it_was(service
     (died,) = (at for text, at in said.items() if "Main process exited, code=killed, status=9/KILL" in text)
     (restarted,) = (at for text, at in said.items() if "Scheduled restart job" in text)
     assert 4.5e6 < restarted - died < 60e6  # RestartSec=5s
-    assert service.notes() == ["drained"] * 2  # it was killed in the middle of it
+    assert service.records() == ["drained"] * 2  # it was killed in the middle of it
     assert service.show("NRestarts") == "1"
     assert "sleep" not in service.machine.run("ps", "-e", "-o", "comm").stdout  # the hook went with its agent
 
@@ -270,9 +270,7 @@ def test_the_journal_can_be_asked_for_an_event(service: Service, sim: Simulator)
     check_journal(service, sim)
 
 
-def test_the_journal_tells_an_event_in_sentences_and_has_each_fact_as_a_field(
-    service: Service, sim: Simulator
-) -> None:
+def test_the_journal_describes_an_event_in_sentences_with_fields(service: Service, sim: Simulator) -> None:
     rule = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
     hooks = {name: {"shell": f"echo {name} at work"} for name in ("drain", "resume")}
     service.write_policy(rules=[rule], hooks=hooks)
@@ -324,7 +322,7 @@ def test_why_the_agent_cannot_start_is_an_error_of_its_unit(service: Service) ->
 # --- reload and stop
 
 
-def test_a_reload_with_a_bad_policy_fails_says_why_and_leaves_the_old_one_in_force(
+def test_a_reload_with_an_invalid_policy_fails_with_a_reason_and_keeps_the_old_one(
     service: Service, sim: Simulator
 ) -> None:
     service.write_policy(rules=[{"name": "reboots", "approve": "yes"}])
@@ -351,17 +349,17 @@ def test_a_stop_lets_a_running_hook_end_and_it_is_not_run_again(service: Service
     service.write_policy(**drain_with(f"echo began >> /root/notes; {wait}; echo ended >> /root/notes"))
     service.reload()
     event = sim.schedule("Reboot", notice_seconds=600)
-    service.machine.wait_for(lambda: service.notes() == ["began"], "the hook ran")
+    service.machine.wait_for(lambda: service.records() == ["began"], "the hook ran")
     service.machine.run("systemctl", "stop", "--no-block", UNIT)
     service.wait_status("Stopping")
     service.machine.write("/root/go", "")
     service.machine.wait_for(lambda: service.show("ActiveState") == "inactive", "it had stopped")
-    assert service.notes() == ["began", "ended"]
+    assert service.records() == ["began", "ended"]
     assert service.log("stopping, once these hooks have ended: drain")
     assert service.show("Result") == "success"
     service.systemctl("start")
     sim.wait_approved(event)
-    assert service.notes() == ["began", "ended"]
+    assert service.records() == ["began", "ended"]
 
 
 def test_it_is_up_before_ordinary_servers_and_goes_down_after_them(service: Service) -> None:
@@ -400,7 +398,7 @@ def test_a_hook_of_root_changes_the_machine_and_not_a_copy_of_it(service: Servic
         assert service.machine.path(f"/{place}/drained").exists()
 
 
-def test_a_hook_of_root_starts_a_oneshot_unit_and_ends_as_it_does(service: Service, sim: Simulator) -> None:
+def test_a_hook_of_root_starts_a_oneshot_unit_and_returns_its_result(service: Service, sim: Simulator) -> None:
     machine = service.machine
     drain = "while [ -e /root/wait ]; do sleep 0.1; done; touch /root/drained; test ! -e /root/broken"
     unit = f"[Service]\nType=oneshot\nExecStart=/bin/sh -c '{drain}'\n"
@@ -424,7 +422,7 @@ def test_a_hook_of_root_starts_a_oneshot_unit_and_ends_as_it_does(service: Servi
     service.wait_log("hook finished", hook="drain", reason="hook drain: exit code 1 (failed)")
 
 
-def test_root_lacks_what_no_hook_has_a_use_for(service: Service) -> None:
+def test_root_has_no_capability_that_no_hook_needs(service: Service) -> None:
     status = service.process_status()
     names = ["sys_time", "mac_admin", "mac_override", "sys_rawio", "sys_boot", "sys_pacct", "wake_alarm"]
     bounds = service.machine.run("capsh", f"--decode={status['CapBnd']}").stdout
@@ -451,7 +449,7 @@ def test_a_hook_of_root_opens_sockets_but_none_of_dead_networks(service: Service
     service.reload()
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     # 97: the address family is not supported; of the last three, also where a kernel has them.
-    told = dict(line.split() for line in service.notes())
+    told = dict(line.split() for line in service.records())
     assert [told[family] for family in ("AF_PACKET", "AF_INET6", "AF_NETLINK")] == ["False"] * 3
     assert [told[family] for family in ("AF_BLUETOOTH", "AF_X25", "AF_CAN")] == ["True"] * 3
 
@@ -470,7 +468,7 @@ def test_secrets_reach_hooks_as_credentials_and_nothing_else(
 
 
 @pytest.mark.parametrize("is_strict", [False, True], ids=["root", "strict"])
-def test_credentials_that_systemd_loads_take_the_place_of_the_directory(
+def test_credentials_loaded_by_systemd_replace_the_directory(
     service: Service, sim: Simulator, is_strict: bool
 ) -> None:
     service.machine.write(f"{ETC}/credentials/token", "s3cret", 0o600)
@@ -504,7 +502,7 @@ def show_secret(service: Service, sim: Simulator, secret: str, directory: str) -
     assert secret not in service.machine.run("cat", f"/proc/{service.pid()}/environ").stdout
 
 
-def test_without_the_directory_of_secrets_it_starts_all_the_same(service: Service) -> None:
+def test_without_the_directory_of_secrets_it_still_starts(service: Service) -> None:
     service.machine.run("rmdir", f"{ETC}/credentials")
     service.systemctl("restart")
     assert service.show("StatusText") == "Nothing is pending"
@@ -550,7 +548,7 @@ def test_strict_reaches_the_journal_with_fields_of_its_own(strict: Service, sim:
     check_journal(strict, sim)
 
 
-def test_strict_refuses_a_hook_what_it_has_no_business_with(strict: Service, sim: Simulator) -> None:
+def test_strict_denies_a_hook_unneeded_access(strict: Service, sim: Simulator) -> None:
     tries = "".join(f"echo 'now {number}'\n{command}\n" for number, command in enumerate(REFUSED))
     strict.machine.write("/usr/local/bin/try", f"#!/bin/sh\ntouch tool\n{tries}echo now the end\nrm tool\n", 0o755)
     hook = {"run": ["/usr/local/bin/try"], "cwd": "/var/lib/scheduled-events-agent"}
@@ -599,7 +597,7 @@ def test_strict_reaches_loopback_and_the_endpoint_and_no_other_address(installed
 
 
 @pytest.mark.parametrize("key", [f"{ETC}/server.key", f"{ETC}/credentials/server.key"])
-def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
+def test_strict_serves_tls_with_a_key_that_only_its_account_can_read(
     service: Service, tmp_path: Path, key: str
 ) -> None:
     machine = service.machine
@@ -625,7 +623,7 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
     machine.wait_for(lambda: service.show("StatusText") == "Nothing is pending", "nothing was amiss")
 
 
-def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Service, sim: Simulator) -> None:
+def test_root_commands_reach_a_strict_agent_and_leave_no_root_files(strict: Service, sim: Simulator) -> None:
     machine, state = strict.machine, "/var/lib/scheduled-events-agent"
     strict.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
     strict.systemctl("restart")

@@ -69,7 +69,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(tmp_path_factory.mktemp("wheel"))
 
 
-def test_it_brings_nothing_that_is_called_agent(installed: Installed) -> None:
+def test_the_wheel_installs_no_module_called_agent(installed: Installed) -> None:
     assert [path.name for path in installed.libraries.iterdir() if path.stem == "agent"] == []
     assert (installed.libraries / "scheduled_events_agent" / "py.typed").is_file()
 

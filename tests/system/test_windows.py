@@ -26,7 +26,7 @@ _STORIES = (
     "test_an_event_that_starts_while_the_drain_runs_ends_the_drain",
     "test_an_operator_holds_an_event_and_releases_it",
     "test_after_the_reboot_it_prepared_for_the_machine_is_recovered_once",
-    "test_of_two_agents_with_one_state_directory_the_second_names_the_first_and_ends",
+    "test_a_second_agent_on_a_state_directory_names_the_first_and_exits",
 )
 # They wait more than they work; but with more of them, two processors do not keep the times that tests allow.
 _WORKERS = 2
@@ -40,7 +40,7 @@ def python() -> Iterator[WinePython]:
         yield ready
 
 
-def test_what_wine_could_not_start_is_started_again_and_what_failed_is_not(tmp_path: Path) -> None:
+def test_a_wine_launch_failure_is_retried_and_a_test_failure_is_not(tmp_path: Path) -> None:
     wine = tmp_path / "wine"  # a stand-in, for the real one fails too seldom
     wine.write_text(
         '#!/bin/sh\n[ -e "$1" ] && echo runs || { echo "ShellExecuteEx failed: $2."; : >"$1"; exit 1; }\n'
@@ -60,21 +60,21 @@ def test_the_agent_runs_on_windows(python: WinePython) -> None:
     assert done.stdout.strip() == "win32 (3, 11)"
 
 
-def test_the_demo_comes_out_right_on_windows(python: WinePython) -> None:
+def test_the_demo_succeeds_on_windows(python: WinePython) -> None:
     done = python.run("-m", "scheduled_events_agent", "demo", timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "all as expected" in done.stdout
 
 
-def test_what_differs_between_the_systems_passes_on_windows(
+def test_the_system_dependent_tests_pass_on_windows(
     python: WinePython, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = sorted(path for part in _PARTS for path in (CHECKOUT / "tests").glob(part))
     files = [path.relative_to(CHECKOUT).as_posix() for path in paths]
-    account = run_tests(python, *files, *(f"tests/e2e/test_stories.py::{story}" for story in _STORIES))
+    account = run_tests(python, *files, *(f"tests/e2e/test_lifecycle.py::{story}" for story in _STORIES))
     with capsys.disabled():
         print(f"\n{account}")
-    assert account.files == {"test_stories", *(path.stem for path in paths)}, (
+    assert account.files == {"test_lifecycle", *(path.stem for path in paths)}, (
         "a file is missing from the report, or unknown"
     )
     assert len(account.passed) > account.reasons.total(), "more was skipped than belongs to Linux alone"

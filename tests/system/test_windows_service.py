@@ -226,7 +226,7 @@ def _values(python: WinePython) -> dict[str, str]:
     return {name: value.strip() for name, value in re.findall(r"^ +(\w+) +REG_\w+ +(.*)$", text, re.MULTILINE)}
 
 
-def test_to_install_is_to_bring_up_to_date(service: Service) -> None:
+def test_a_repeated_installation_updates_the_service(service: Service) -> None:
     assert _values(service.python) == {
         "DependOnService": r"Tcpip\0Dhcp",
         "Description": "Prepares this virtual machine for Azure Scheduled Events, approves them when it is ready, "
@@ -262,7 +262,7 @@ def test_to_install_is_to_bring_up_to_date(service: Service) -> None:
     ]
 
 
-def test_to_install_leaves_the_account_as_it_is(service: Service) -> None:
+def test_a_repeated_installation_keeps_the_account(service: Service) -> None:
     account = rf"NT SERVICE\{NAME}"
     done = service.python.run("-c", _SET_ACCOUNT, account, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout
@@ -321,12 +321,12 @@ def test_it_cannot_be_paused_but_a_reload_can_have_it_only_observe(service: Serv
     assert service.state() == State("RUNNING", 0, 0, 0)
 
 
-def test_the_service_hears_of_a_reload_only_if_its_policy_is_valid(service: Service) -> None:
+def test_the_service_is_notified_of_a_reload_only_if_its_policy_is_valid(service: Service) -> None:
     service.start()
     service.write_policy(rules=[{"name": "new", "approve": "never"}])
     policy = rf"{service.folder}\policy.yaml"
-    is_told = (0, f"{policy}: valid; the service reads it again\n")
-    assert service.command("reload") == is_told
+    is_logged = (0, f"{policy}: valid; the service reads it again\n")
+    assert service.command("reload") == is_logged
     assert service.wait_log("the policy file was read again")["rules"] == ["new"]
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
     assert service.command("reload") == (
@@ -334,7 +334,7 @@ def test_the_service_hears_of_a_reload_only_if_its_policy_is_valid(service: Serv
         f'{policy}:7: rules[0].approve: expected one of immediately, when-prepared, manual, never; got "yes!"\n',
     )
     service.write_policy(rules=[{"name": "newer", "approve": "never"}])
-    assert service.command("reload") == is_told
+    assert service.command("reload") == is_logged
     assert service.wait_log("the policy file was read again", count=2)["rules"] == ["newer"]
     assert service.log("the policy file is rejected; the old policy stays in force") == [], "it got good ones"
     assert service.state() == State("RUNNING", 0, 0, 0)
@@ -385,7 +385,7 @@ def test_a_stop_during_a_slow_start_waits_for_its_end(service: Service) -> None:
     assert service.wait_log("agent stopped"), "it was there, and its end was waited for"
 
 
-def test_a_refused_policy_stops_it_with_an_exit_code_of_its_own(service: Service) -> None:
+def test_a_rejected_policy_stops_it_with_an_exit_code_of_its_own(service: Service) -> None:
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
     assert service.command("start") == (
         1,
@@ -413,7 +413,7 @@ def test_an_agent_that_is_killed_has_failed_and_its_hooks_end_with_it(service: S
     sim.wait_approved(event, timeout_seconds=PATIENCE)
 
 
-def test_an_agent_that_hangs_ends_with_a_failure_and_the_next_one_logs_its_stacks(
+def test_a_hung_agent_exits_with_a_failure_and_the_next_one_logs_its_stacks(
     service: Service, sim: Simulator
 ) -> None:
     service.start()
@@ -422,12 +422,12 @@ def test_an_agent_that_hangs_ends_with_a_failure_and_the_next_one_logs_its_stack
     assert service.end_of(service.pid(), _SUSPEND + _OPEN + _WAIT) == 1
     assert time.monotonic() - began > 40.0, "it was given a minute"
     service.start()
-    stacks = service.wait_log("the previous agent process crashed or hung")["stacks"]
+    stacks = service.wait_log("the previous agent process crashed or hung")["crash_log"]
     assert stacks.startswith("Timeout (0:01:00)!")
     assert "agent/scheduled_events_agent/daemon/inbox.py" in stacks.replace("\\", "/")
 
 
-def test_no_service_is_made_if_the_data_directory_is_not_an_administrators(python: WinePython) -> None:
+def test_no_service_is_created_if_administrators_do_not_own_the_data_directory(python: WinePython) -> None:
     service = Service(python, "planted", "http://127.0.0.1:1")
     data = python.drive / "ProgramData" / NAME
     aside = data.with_name(f"{NAME} aside")

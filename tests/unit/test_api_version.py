@@ -6,11 +6,11 @@ import pytest
 
 from scheduled_events_agent.http.errors import HttpErrorKind
 from scheduled_events_agent.imds.api_version import (
-    NONE_YET,
+    NO_FALLBACK,
     PREVIEW_TIMEOUT_SECONDS,
     VersionFallback,
-    ask_best,
-    versions_to_ask,
+    candidate_versions,
+    fetch_with_fallback,
 )
 from scheduled_events_agent.imds.client import ImdsError
 from scheduled_events_agent.imds.document import ApiVersion, ApiVersionSetting
@@ -28,9 +28,9 @@ FAILED = VersionFallback(2, 50.0, "answers 500")
 @pytest.mark.parametrize(
     ("setting", "rules", "fallback", "now", "versions"),
     [
-        ("auto", (), NONE_YET, 0.0, GENERAL),
-        ("auto", OTHERS, NONE_YET, 0.0, GENERAL),
-        ("auto", (*OTHERS, ADVISED), NONE_YET, 0.0, NEWEST),
+        ("auto", (), NO_FALLBACK, 0.0, GENERAL),
+        ("auto", OTHERS, NO_FALLBACK, 0.0, GENERAL),
+        ("auto", (*OTHERS, ADVISED), NO_FALLBACK, 0.0, NEWEST),
         ("auto", (ADVISED,), VersionFallback(1, 50.0), 50.0, NEWEST),
         ("auto", (ADVISED,), REFUSED, 50.0, GENERAL),
         ("auto", (ADVISED,), REFUSED, 49.0 + DAY, GENERAL),
@@ -38,7 +38,7 @@ FAILED = VersionFallback(2, 50.0, "answers 500")
         ("auto", (ADVISED,), FAILED, 649.0, GENERAL),
         ("auto", (ADVISED,), FAILED, 650.0, NEWEST),
         ("auto", OTHERS, REFUSED, 50.0 + DAY, GENERAL),
-        ("2019-01-01", (ADVISED,), NONE_YET, 0.0, ("2019-01-01",)),
+        ("2019-01-01", (ADVISED,), NO_FALLBACK, 0.0, ("2019-01-01",)),
         ("2024-07-09", (), REFUSED, 50.0, ("2024-07-09",)),
     ],
 )
@@ -49,16 +49,16 @@ def test_the_newest_version_is_asked_for_only_where_a_rule_needs_it(
     now: float,
     versions: tuple[str, ...],
 ) -> None:
-    is_wanted = names_recommendations(rules)
-    found = versions_to_ask(setting, has_recommendations=is_wanted, fallback=fallback, now=now)
+    matches = names_recommendations(rules)
+    found = candidate_versions(setting, has_recommendations=matches, fallback=fallback, now=now)
     assert found == versions
 
 
-def test_failures_count_in_a_row_and_only_if_the_other_version_is_answered() -> None:
+def test_failures_count_in_a_row_and_only_if_the_other_version_works() -> None:
     down = ImdsError("no", kind="server_error", status=500)
-    once = NONE_YET.after(NEWEST, down, 1.0)
+    once = NO_FALLBACK.after(NEWEST, down, 1.0)
     assert (once.count, once.is_settled, once.failure) == (1, False, "")
-    assert once.after(NEWEST, None, 2.0) == NONE_YET
+    assert once.after(NEWEST, None, 2.0) == NO_FALLBACK
     twice = once.after(NEWEST, down, 2.0)
     assert (twice.count, twice.last, twice.is_settled, twice.ask_again_seconds) == (2, 2.0, True, 600.0)
     told = "SpotRebalanceRecommendation events are not available: api-version 2024-07-09 answers 500"
@@ -75,10 +75,10 @@ def test_failures_count_in_a_row_and_only_if_the_other_version_is_answered() -> 
         (("timeout", "timeout"), 600.0),
     ],
 )
-def test_only_refusals_keep_it_from_being_asked_for_a_day(
+def test_only_rejections_skip_the_newest_version_for_a_day(
     kinds: tuple[HttpErrorKind, HttpErrorKind], seconds: float
 ) -> None:
-    fallback = NONE_YET
+    fallback = NO_FALLBACK
     for kind in kinds:
         fallback = fallback.after(NEWEST, ImdsError("no", kind=kind), 1.0)
     assert fallback.ask_again_seconds == seconds
@@ -93,7 +93,7 @@ def test_only_refusals_keep_it_from_being_asked_for_a_day(
     ],
 )
 def test_the_reason_says_what_the_service_does(error: ImdsError, reason: str) -> None:
-    assert NONE_YET.after(NEWEST, error, 1.0).reason == reason
+    assert NO_FALLBACK.after(NEWEST, error, 1.0).reason == reason
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_any_failure_but_a_throttled_request_leads_to_the_other_version(
 
     if result not in NEWEST:
         with pytest.raises(ImdsError) as caught:
-            ask_best(NEWEST, ask)
+            fetch_with_fallback(NEWEST, ask)
         assert caught.value.kind == result
     else:
-        answer = ask_best(NEWEST, ask)
+        answer = fetch_with_fallback(NEWEST, ask)
         assert (answer.content, answer.version) == (result, result)
         assert (answer.error is None) == (not failures)
     assert tried == asked

@@ -6,46 +6,46 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from shown import NOW, a_status, a_workflow
+from status_samples import NOW, a_status, a_workflow
 
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.status import (
+    ActivePolicy,
     Attention,
     CommandOptions,
     FleetState,
     NotifiedTarget,
-    PolicyInForce,
-    ShownWorkflow,
     Status,
     SuggestedCommand,
     TargetFailure,
     Vm,
     WebConfigRejected,
+    WorkflowView,
 )
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE, attention, exit_code
-from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import Approval, Progress, Waits
+from scheduled_events_agent.workflow import Approval, StageStatus, WaitReason
 
-POLICY = PolicyInForce(file="/etc/policy.yaml", read_at=NOW - timedelta(hours=1))
-FAILED = Progress(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 7")
-UNDONE = Progress(state="succeeded", done=("drain",), run=1)
+POLICY = ActivePolicy(file="/etc/policy.yaml", read_at=NOW - timedelta(hours=1))
+FAILED = StageStatus(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 7")
+UNDONE = StageStatus(state="succeeded", done=("drain",), run=1)
 RECOVERY = {"recover": ("resume",)}
 LOG = SuggestedCommand(command="journalctl -u scheduled-events-agent -n 50", effect="show the end of its log")
 
 
-def held(**fields: Any) -> ShownWorkflow:
+def held(**fields: Any) -> WorkflowView:
     """Its preparation has failed."""
-    told = {"waits": Waits(kind="prepare_failed"), "waits_for": "hook drain: exit code 7"}
+    told = {"wait_reason": WaitReason(kind="prepare_failed"), "wait_message": "hook drain: exit code 7"}
     return a_workflow(**{"phase": "held", "prepare": FAILED, **told, **fields})
 
 
-def recovering(**fields: Any) -> ShownWorkflow:
-    told: dict[str, Any] = {"phase": "recovering", "is_over": True, "prepare": UNDONE, "begun_at": NOW}
+def recovering(**fields: Any) -> WorkflowView:
+    told: dict[str, Any] = {"phase": "recovering", "is_over": True, "prepare": UNDONE, "handling_since": NOW}
     return a_workflow(decision=RECOVERY, **{**told, **fields})
 
 
-def of_event(workflow: ShownWorkflow, **fields: Any) -> Status:
+def of_event(workflow: WorkflowView, **fields: Any) -> Status:
     return a_status(pending=(workflow,), ready=False, **fields)
 
 
@@ -53,12 +53,12 @@ def target(**fields: Any) -> NotifiedTarget:
     return NotifiedTarget(**{"name": "ops", "waiting": 0, "oldest_at": None, "failure": None, **fields})
 
 
-LOST_HOOK = {"waits": Waits(kind="lost_hook", detail="resume")}
+LOST_HOOK = {"wait_reason": WaitReason(kind="lost_hook", detail="resume")}
 MANUAL = a_workflow(decision={"approve": "manual"}, phase="prepared", approval_needed_since=NOW)
 UNRECOVERED = recovering(
     phase="recovery_failed",
     recover=replace(FAILED, failed_hook="resume", failure="hook resume: exit code 1"),
-    waits_for="hook resume: exit code 1",
+    wait_message="hook resume: exit code 1",
 )
 # Kind, severity, message, the first command and whether it has a deadline; of the table in docs/operations.md.
 NEEDED: dict[str, tuple[Status, str, str, str]] = {
@@ -156,9 +156,8 @@ def test_each_kind_has_a_message_a_command_and_an_exit_code(kind: str) -> None:
     assert found.commands[0].command == first
     assert (found.deadline is not None) == (kind in WITH_DEADLINE)
     assert found.since is not None or kind == "unhealthy"
-    shown = with_words(status)
+    shown = with_summaries(status)
     assert shown.headline == message
-    assert shown.tone == {"act": "bad", "fix": "busy"}[severity]
     is_of_event = bool(found.event_id)
     assert exit_code(shown) == {"unhealthy": 1}.get(kind, 3 if is_of_event else 0)
 
@@ -187,43 +186,45 @@ def test_an_event_that_may_start_at_any_moment_has_the_deadline_0() -> None:
 
 
 WANTED = {
-    "an operator's own hold": a_workflow(phase="held", operator_action="hold", waits=Waits(kind="held")),
+    "an operator's own hold": a_workflow(
+        phase="held", operator_action="hold", wait_reason=WaitReason(kind="held")
+    ),
     "a hold of what failed": held(operator_action="hold"),
-    "never": a_workflow(decision={"approve": "never"}, phase="held", waits=Waits(kind="never")),
-    "shared": a_workflow(decision={"affects": "shared"}, phase="held", waits=Waits(kind="shared")),
+    "never": a_workflow(decision={"approve": "never"}, phase="held", wait_reason=WaitReason(kind="never")),
+    "shared": a_workflow(decision={"affects": "shared"}, phase="held", wait_reason=WaitReason(kind="shared")),
     "of another VM": a_workflow(decision={"affects": "others"}),
-    "an id that cannot be sent back": a_workflow(phase="held", waits=Waits(kind="id")),
+    "an id that cannot be sent back": a_workflow(phase="held", wait_reason=WaitReason(kind="id")),
     "two failed approvals": a_workflow(phase="prepared", approval=Approval(failures=2)),
     "approvals that failed before a hold": a_workflow(
-        phase="held", operator_action="hold", waits=Waits(kind="held"), approval=Approval(failures=3)
+        phase="held", operator_action="hold", wait_reason=WaitReason(kind="held"), approval=Approval(failures=3)
     ),
     "under way": a_workflow(phase="started", event={"status": "Started"}, was_started=True),
     "recovers": recovering(),
-    "waits for another event": recovering(waits=Waits(kind="other_event", detail="B")),
+    "waits for another event": recovering(wait_reason=WaitReason(kind="other_event", detail="B")),
 }
 
 
 @pytest.mark.parametrize("workflow", WANTED.values(), ids=WANTED.keys())
-def test_what_a_rule_or_an_operator_wants_so_needs_no_person(workflow: ShownWorkflow) -> None:
+def test_an_event_that_a_rule_or_an_operator_holds_needs_no_attention(workflow: WorkflowView) -> None:
     assert attention(of_event(workflow)) == ()
-    assert exit_code(with_words(of_event(workflow))) == 0
+    assert exit_code(with_summaries(of_event(workflow))) == 0
 
 
-def test_an_agent_that_only_observes_needs_nobody_before_an_event() -> None:
+def test_an_agent_that_only_observes_needs_no_attention_before_an_event() -> None:
     for workflow in (MANUAL, held(), a_workflow()):
         assert attention(of_event(workflow, mode="observe")) == ()
 
 
-def test_a_recommendation_gives_only_what_is_to_be_repaired() -> None:
+def test_a_recommendation_needs_attention_only_for_repairs() -> None:
     warning = {"type": "SpotRebalanceRecommendation"}
     found = one_of(of_event(held(event=warning)))
     assert (found.kind, found.severity, found.deadline) == ("prepare_failed", "fix", None)
-    assert exit_code(with_words(of_event(held(event=warning)))) == 0
+    assert exit_code(with_summaries(of_event(held(event=warning)))) == 0
     over = replace(UNRECOVERED, event=a_workflow(event=warning).event)
-    assert exit_code(with_words(of_event(over))) == 3
+    assert exit_code(with_summaries(of_event(over))) == 3
 
 
-def test_the_worst_comes_first_and_that_no_agent_runs_before_all_else() -> None:
+def test_the_worst_comes_first_and_a_missing_agent_before_all() -> None:
     later = held(event={"id": "later", "not_before": NOW + timedelta(days=1)})
     status = a_status(
         pending=(MANUAL, later, held(), UNRECOVERED),
@@ -239,11 +240,11 @@ def test_the_worst_comes_first_and_that_no_agent_runs_before_all_else() -> None:
     first, *rest = attention(absent)
     assert (first.message, first.commands) == ("No agent runs.", (LOG,))
     assert rest[0].kind == "recovery_failed"
-    assert exit_code(with_words(absent)) == 3
+    assert exit_code(with_summaries(absent)) == 3
 
 
-def test_a_failed_preparation_needs_a_person_also_while_one_document_lacks_the_event() -> None:
-    missing = held(waits=Waits(kind="missing"), waits_for="it is not in the last document")
+def test_a_failed_preparation_needs_attention_while_one_document_lacks_the_event() -> None:
+    missing = held(wait_reason=WaitReason(kind="missing"), wait_message="it is not in the last document")
     assert one_of(of_event(missing)).message == "The Reboot of web-1 is held: hook drain: exit code 7."
 
 
@@ -295,7 +296,7 @@ def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> No
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_each_command_that_is_shown_is_about_the_same_agent(kind: str) -> None:
     options = CommandOptions(state="--state-dir '/my state'", policy="--config '/my policy.yaml'")
-    status = with_words(replace(NEEDED[kind][0], command_options=options))
+    status = with_summaries(replace(NEEDED[kind][0], command_options=options))
     lines = [one.command for found in status.attention for one in found.commands]
     lines += [line for summary in status.summaries for line in summary.commands]
     for line in lines:
@@ -308,7 +309,7 @@ def test_each_command_that_is_shown_is_about_the_same_agent(kind: str) -> None:
         assert arguments.config == ("/my policy.yaml" if reads_policy else None)
 
 
-def test_what_ends_by_itself_soon_needs_nobody_yet() -> None:
+def test_a_state_that_ends_by_itself_soon_needs_no_attention_yet() -> None:
     recent = TargetFailure(since=NOW - timedelta(minutes=4), reason="it answers 503")
     long = replace(recent, since=NOW - timedelta(minutes=5))
     assert attention(a_status(notify=(target(failure=recent),))) == ()

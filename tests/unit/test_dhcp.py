@@ -49,7 +49,7 @@ def test_dhclients_names_of_the_option_are_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["unknown-24", "unknown-2450", "vendor.unknown-245", "other"])
-def test_other_options_are_not_taken_for_it(name: str) -> None:
+def test_other_dhcp_options_are_ignored(name: str) -> None:
     assert parse_lease(lease(f"option {name} a:0:0:5;")) is None
 
 
@@ -137,7 +137,7 @@ def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
         ("var/lib/dhclient/dhclient.leases", lease("option unknown-245 a:0:0:5;")),
     ],
 )
-def test_every_usual_place_is_looked_at(tmp_path: Path, place: str, text: str) -> None:
+def test_every_usual_directory_is_searched(tmp_path: Path, place: str, text: str) -> None:
     from scheduled_events_agent.host.linux import service_manager as service
 
     (tmp_path / place).parent.mkdir(parents=True)

@@ -23,7 +23,7 @@ from scheduled_events_agent.cli.simulate import (
     SimulatorRecord,
     SimulatorStart,
 )
-from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorAnswer, Status
+from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorResult, Status
 from scheduled_events_agent.telemetry.log import JOURNAL_FIELDS
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import Phase
@@ -69,7 +69,7 @@ def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
 
 def test_the_page_about_json_has_every_field_that_is_shown_and_no_other() -> None:
     answers = (
-        Status, Explanations, Journal, NotifyTest, OperatorAnswer, FleetStatus,
+        Status, Explanations, Journal, NotifyTest, OperatorResult, FleetStatus,
         FleetRelease, PolicyCheck, Diagnosis, ServiceStatus, ScenarioList, ScenarioCheck,
         SimulatorEndpoint, SimulatorStart, SimulatorRecord,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
-def test_what_a_page_says_of_operators_commands_is_what_the_help_says(page: str) -> None:
+def test_documented_operator_commands_match_the_help(page: str) -> None:
     (commands,) = (one for one in build_parser()._actions if isinstance(one, argparse._SubParsersAction))
     helps = {choice.dest: choice.help for choice in commands._choices_actions}
     shown = dict(

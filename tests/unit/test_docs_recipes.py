@@ -34,7 +34,7 @@ def test_its_page_has_its_table_and_the_command(name: str, recipe: type[Recipe])
     assert re.search(re.escape(table_head(recipe.columns)) + r"\n[|-]+\n" + rows, page)
 
 
-def test_a_table_has_a_row_for_each_way() -> None:
+def test_a_table_has_a_row_for_each_mode() -> None:
     outcomes = {way: Outcome(failed=5, total=12_345, outage_seconds=1.25, lost=3) for way in WAYS}
     columns = ("requests failed", "longest outage", "transactions lost")
     assert table(columns, outcomes).splitlines() == [
@@ -47,9 +47,7 @@ def test_a_table_has_a_row_for_each_way() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_new_tables_and_their_date_replace_the_old_ones_on_the_page_and_nothing_else(
-    name: str, tmp_path: Path
-) -> None:
+def test_new_tables_and_their_date_replace_only_the_old_ones_on_the_page(name: str, tmp_path: Path) -> None:
     results = []
     for number, recipe in enumerate(recipes_of(name)):
         outcome = Outcome(number, 12_345, *(1, 3)[: len(recipe.columns) - 1])

@@ -29,14 +29,14 @@ from scheduled_events_agent.cli.doctor_checks import (
 )
 from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.host.conflicts import ActingAgent, Approver, Life
-from scheduled_events_agent.imds.client import Answer, ImdsError
+from scheduled_events_agent.imds.client import ImdsError, RawResponse
 from scheduled_events_agent.policy.load import BUILT_IN_NAME
 from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.status import (
+    ActivePolicy,
     Attention,
     CommandOptions,
     NotifiedTarget,
-    PolicyInForce,
     Status,
     TargetFailure,
     Vm,
@@ -52,7 +52,7 @@ STATUS = Status(
     mode="act",
     ready=True,
     health="ok",
-    policy=PolicyInForce(file="p.yaml", read_at=LATER),
+    policy=ActivePolicy(file="p.yaml", read_at=LATER),
     rules=(),
     endpoint="auto",
     last_poll_at=NOON,
@@ -64,17 +64,17 @@ STATUS = Status(
 SOMETHING_ELSE = "check imds.endpoint, and what else answers there: a proxy, a portal, another service"
 
 
-def answer(status: int = 200, body: Any = b"", fault: ImdsError | None = None, **headers: str) -> Answer:
+def answer(status: int = 200, body: Any = b"", fault: ImdsError | None = None, **headers: str) -> RawResponse:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Answer(status=status, headers=fields, body=content, fault=fault)
+    return RawResponse(status=status, headers=fields, body=content, fault=fault)
 
 
-def instance(name: str) -> Answer:
+def instance(name: str) -> RawResponse:
     return answer(body={"compute": {"name": name, "vmId": "1"}})
 
 
-def events(*resources: list[str]) -> Answer:
+def events(*resources: list[str]) -> RawResponse:
     listed = [{"EventId": str(number), "Resources": names} for number, names in enumerate(resources)]
     return answer(body={"DocumentIncarnation": 1, "Events": listed})
 
@@ -97,14 +97,14 @@ def test_findings_are_an_aligned_list_with_what_to_do_below_each() -> None:
         "ok       endpoint       answers",
         "warning  clock          late",
         "                        -> set it",
-        r"failure  a              bad\x1b[2Jname",
+        r"error    a              bad\x1b[2Jname",
         "                        -> mend it",
         "skipped  name           waits for the check a",
-        "1 ok, 1 warning, 1 failure, 1 skipped",
+        "1 ok, 1 warning, 1 error, 1 skipped",
     ]
 
 
-def test_only_the_verdict_is_coloured() -> None:
+def test_only_the_result_is_coloured() -> None:
     lines = list(in_words(FINDINGS, WINDOW))
     assert lines[:2] == [
         "\x1b[32mok\x1b[0m       endpoint       answers",
@@ -112,7 +112,7 @@ def test_only_the_verdict_is_coloured() -> None:
     ]
 
 
-def test_in_a_window_findings_are_broken_to_fit_it() -> None:
+def test_findings_are_wrapped_to_the_window() -> None:
     finding = warning("clock", "two words and a lot more of them", "set it, or let another program set it")
     assert list(in_words([finding], WINDOW))[:-1] == [
         "\x1b[1;33mwarning\x1b[0m  clock          two words and a lot",
@@ -137,16 +137,16 @@ def test_in_a_window_findings_are_broken_to_fit_it() -> None:
         (answer(body=b"\r\n <!DOCTYPE html>"), "a web page"),
     ],
 )
-def test_a_proxy_in_the_way_is_a_failure(found: Answer, sign: str) -> None:
+def test_a_proxy_for_imds_is_a_failure(found: RawResponse, sign: str) -> None:
     assert judge_directness([instance("vm"), found]) == failure(
-        "direct",
+        "proxy",
         f"something other than the metadata service has answered, or changed the answer: {sign}",
         "exempt the endpoint from every proxy, also transparent ones",
     )
 
 
-def test_answers_without_a_sign_of_a_proxy_are_the_services_own() -> None:
-    assert judge_directness([instance("vm"), answer()]) == ok("direct", "no sign of a proxy")
+def test_responses_without_a_sign_of_a_proxy_are_direct() -> None:
+    assert judge_directness([instance("vm"), answer()]) == ok("proxy", "no sign of a proxy")
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_answers_without_a_sign_of_a_proxy_are_the_services_own() -> None:
         ("malformed", SOMETHING_ELSE),
     ],
 )
-def test_a_request_that_failed_is_told_with_what_helps(kind: Any, advice: str) -> None:
+def test_a_request_that_failed_is_reported_with_a_hint(kind: Any, advice: str) -> None:
     found = judge_no_answer("endpoint", ImdsError("GET: no", kind=kind))
-    assert (found.check, found.state, found.finding) == ("endpoint", "failure", "GET: no")
-    assert found.advice.startswith(advice)
+    assert (found.check, found.severity, found.message) == ("endpoint", "error", "GET: no")
+    assert found.hint.startswith(advice)
 
 
 @pytest.mark.parametrize(
@@ -202,30 +202,30 @@ def test_a_request_that_failed_is_told_with_what_helps(kind: Any, advice: str) -
         ),
     ],
 )
-def test_events_tell_whether_resources_know_this_vm_by_its_name(found: Answer, finding: Finding) -> None:
+def test_events_show_whether_resources_name_this_vm(found: RawResponse, finding: Finding) -> None:
     assert judge_document(found, ("vm",), "vm000001") == finding
 
 
-def test_what_is_no_document_is_a_failure() -> None:
+def test_an_invalid_document_is_a_failure() -> None:
     found = judge_document(answer(body=b"{]"), ("vm",), "")
-    assert (found.check, found.state, found.advice) == ("events", "failure", SOMETHING_ELSE)
+    assert (found.check, found.severity, found.hint) == ("events", "error", SOMETHING_ELSE)
 
 
 @pytest.mark.parametrize(
     ("vm", "said", "finding"),
     [
-        (VmSettings(), "vm_0", ok("name", "this VM is vm_0")),
+        (VmSettings(), "vm_0", ok("vm-name", "this VM is vm_0")),
         (
             VmSettings(name="_VM_0", aliases=("x",)),
             "vm_0",
-            ok("name", "this VM is _VM_0, also known as x"),
+            ok("vm-name", "this VM is _VM_0, also known as x"),
         ),
-        (VmSettings(name="vm_0"), "", ok("name", "this VM is vm_0")),
+        (VmSettings(name="vm_0"), "", ok("vm-name", "this VM is vm_0")),
         (
             VmSettings(name="vm_0"),
             "vm_1",
             warning(
-                "name",
+                "vm-name",
                 "the policy calls this VM vm_0, the service vm_1",
                 "remove vm.name from the policy, unless Resources use that name",
             ),
@@ -234,7 +234,7 @@ def test_what_is_no_document_is_a_failure() -> None:
             VmSettings(),
             "",
             failure(
-                "name",
+                "vm-name",
                 "the service does not know this VM's name",
                 "set vm.name in the policy to the name in Resources: without a name nothing is approved",
             ),
@@ -251,18 +251,18 @@ def clock(ahead: float, took: float = 0.1, says: str = "Sat, 11 Apr 2026 12:00:0
 
 
 @pytest.mark.parametrize("ahead", [-2.05, -0.1, 0, 0.9, 2.95])
-def test_a_clock_within_two_seconds_is_right_for_the_service_tells_whole_ones(ahead: float) -> None:
+def test_a_clock_within_two_seconds_is_right_as_the_service_sends_whole_ones(ahead: float) -> None:
     assert clock(ahead) == ok("clock", "within 2 s of the service's")
 
 
-def test_a_slow_answer_is_not_taken_for_a_wrong_clock() -> None:
-    assert clock(-60, took=61).state == "ok"
+def test_a_slow_response_does_not_count_as_a_wrong_clock() -> None:
+    assert clock(-60, took=61).severity == "ok"
 
 
 ADVICE = "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm"
 
 
-def test_a_wrong_clock_is_told_with_what_it_does_to_hooks() -> None:
+def test_a_wrong_clock_is_reported_with_its_effect_on_hooks() -> None:
     effects = {
         "ahead of": "hooks get less time than there is",
         "behind": "hooks may still run when the event starts",
@@ -277,7 +277,7 @@ def test_a_wrong_clock_is_told_with_what_it_does_to_hooks() -> None:
 
 
 @pytest.mark.parametrize("says", ["", "yesterday", "Sat, 41 Apr 2026 12:00:00 GMT"])
-def test_without_a_date_the_clock_cannot_be_judged(says: str) -> None:
+def test_without_a_date_the_clock_cannot_be_checked(says: str) -> None:
     assert clock(3600, says=says) == warning(
         "clock",
         "the answer has no Date header, so this clock cannot be compared",
@@ -327,7 +327,7 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
 @pytest.mark.parametrize(
     ("life", "is_acting", "state", "text"),
     [
-        ("active", True, "failure", "X approves events too, perhaps before the hooks have run (here)"),
+        ("active", True, "error", "X approves events too, perhaps before the hooks have run (here)"),
         ("active", False, "warning", "X approves events too (here)"),
         ("maybe", True, "warning", "X runs, and approves events too if its configuration says so (here)"),
         ("installed", True, "warning", "X is installed and does not run; it would approve events too (here)"),
@@ -337,13 +337,13 @@ def test_another_agent_is_a_failure_only_if_both_would_act(
     life: Life, is_acting: bool, state: str, text: str
 ) -> None:
     (found,) = judge_others([Approver("X", "here", life, "stop it")], [], is_acting=is_acting)
-    assert (found.state, found.finding) == (state, text)
-    assert found.advice in ("stop it", "remove it; if it is to run again: stop it")
+    assert (found.severity, found.message) == (state, text)
+    assert found.hint in ("stop it", "remove it; if it is to run again: stop it")
 
 
-def test_no_other_agent_is_well() -> None:
+def test_no_other_agent_passes() -> None:
     assert list(judge_others([], [], is_acting=True)) == [
-        ok("others", "no other agent that approves events was found")
+        ok("other-agents", "no other agent that approves events was found")
     ]
 
 
@@ -354,7 +354,7 @@ def test_another_agent_of_this_program_is_a_warning_with_its_pid_and_command() -
     ]
     advice = "stop one of the two, or start it with --observe"
     assert list(judge_others([], agents, is_acting=True)) == [
-        warning("others", f"another agent acts on this machine, process {one.pid}: {one.command}", advice)
+        warning("other-agents", f"another agent acts on this machine, process {one.pid}: {one.command}", advice)
         for one in agents
     ]
 
@@ -382,7 +382,7 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
     ]
 
 
-def test_targets_that_are_well_are_one_finding_and_so_are_none() -> None:
+def test_healthy_targets_are_one_finding_and_so_are_none() -> None:
     assert [*judge_notifications(("ops", "audit"), (), (a_target(),), CommandOptions())] == [
         ok("notifications", "2 targets: nothing is known to be wrong")
     ]
@@ -400,27 +400,27 @@ def test_targets_that_are_well_are_one_finding_and_so_are_none() -> None:
         ({"mode": "observe"}, "observe", None),
         ({"version": "0.0.9"}, "act", f"{__version__} is installed"),
         (
-            {"policy": PolicyInForce(file=BUILT_IN_NAME, read_at=LATER)},
+            {"policy": ActivePolicy(file=BUILT_IN_NAME, read_at=LATER)},
             "act",
             "with the policy built-in policy, and these checks looked at another",
         ),
         (
-            {"policy": PolicyInForce(file="p.yaml", read_at=NOON)},
+            {"policy": ActivePolicy(file="p.yaml", read_at=NOON)},
             "act",
             "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since",
         ),
         ({"mode": "observe"}, "act", "and only observes: no hook runs and nothing is approved"),
     ],
 )
-def test_an_agent_that_is_well_and_does_not_do_what_the_policy_says_is_doubted(
+def test_a_healthy_agent_that_differs_from_the_policy_is_a_warning(
     fields: dict[str, Any], mode: str, doubt: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.yaml").write_text(f"agent: {{mode: {mode}}}\n")
     found = judge_agent("17", msgspec.structs.replace(STATUS, **fields), load_policy(Path("p.yaml")))
     runs = f"runs (pid 17), version {fields.get('version', __version__)}"
-    assert found.state == ("warning" if doubt else "ok")
-    assert found.finding == (f"{runs}, {doubt}" if doubt else runs)
+    assert found.severity == ("warning" if doubt else "ok")
+    assert found.message == (f"{runs}, {doubt}" if doubt else runs)
 
 
 def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
@@ -430,15 +430,15 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
     broken = Attention(kind="policy_rejected", severity="fix", since=None, message="The policy file is rejected.")
     for attention, expected in (((held, broken), "warning"), ((broken,), "ok")):
         found = judge_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
-        assert found.state == expected
-        assert (held.message in found.finding) == (expected == "warning")
+        assert found.severity == expected
+        assert (held.message in found.message) == (expected == "warning")
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     ill = msgspec.structs.replace(STATUS, health=("no poll has succeeded for 60s", "its disk is full"))
     found = judge_agent("17", ill, None)
     told = "and is not healthy: no poll has succeeded for 60s; its disk is full"
-    assert (found.state, found.finding) == ("failure", f"runs (pid 17), version {__version__} {told}")
+    assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__} {told}")
     assert judge_agent("17", "the agent (pid 17) does not answer", None) == warning(
         "agent", "the agent (pid 17) does not answer", "see its log; if it stays, restart it"
     )

@@ -83,11 +83,11 @@ def test_check_accepts_every_policy_that_is_shown(
     file.chmod(0o664)  # as in a checkout
     code = main(["check", "--strict", "--no-files", "--json", "--config", str(file)])
     told = json.loads(capsys.readouterr().out)
-    assert (place, code, told["problems"], told["warnings"]) == (place, 0, [], [])
+    assert (place, code, told["errors"], told["warnings"]) == (place, 0, [], [])
 
 
 @by_name
-def test_an_example_names_the_schema_and_tells_where_its_story_stands(path: Path) -> None:
+def test_an_example_names_the_schema_and_its_page_of_the_documentation(path: Path) -> None:
     text = path.read_text("utf-8")
     assert text.startswith("# yaml-language-server: $schema=../policy.schema.json\n#\n# ")
     (page,) = set(re.findall(r"docs/cookbook/[\w-]+\.md", text))
@@ -113,7 +113,7 @@ def test_an_example_names_the_unit_that_a_hook_stops_or_starts(path: Path) -> No
     assert unnamed == []
 
 
-def test_no_hook_is_shipped_that_nobody_shows() -> None:
+def test_no_hook_is_shipped_without_an_example() -> None:
     shown = set[str]().union(*(hook_files(path.read_text("utf-8")) for path in EXAMPLES))
     shown |= {name for page in PAGES for policy in policies_of(page) for name in hook_files(policy)}
     assert {hook.name for hook in HOOKS} == shown
@@ -127,7 +127,7 @@ def test_the_policies_of_a_page_are_valid_and_their_hooks_shipped(page: Path) ->
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda path: path.name)
-def test_a_hook_tells_at_its_head_what_it_does_and_what_it_needs(hook: Path) -> None:
+def test_a_hook_states_its_purpose_and_its_needs_in_its_header(hook: Path) -> None:
     text = hook.read_text("utf-8")
     if hook.suffix == ".ps1":
         assert text.startswith("#Requires -Version ")

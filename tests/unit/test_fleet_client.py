@@ -120,7 +120,7 @@ class Vm:
             "stage": stage,
             "needs_slot": self._options["max_events"] is not None,
             "needs_all": len(names) > 1,
-            "awaited": names or (self.name,),
+            "requested_vms": names or (self.name,),
             "seen_at": 0.0,
         }
         self.requests[event] = FleetRequest(**{**fields, **changes})
@@ -181,7 +181,7 @@ def test_an_event_without_a_wait_costs_six_requests() -> None:
     assert vm.client.next_sync_at is None
 
 
-def test_what_does_not_wait_for_others_is_written_once_a_minute_without_a_list() -> None:
+def test_a_vm_that_waits_for_no_other_writes_once_a_minute_without_a_list() -> None:
     group = Group()
     vm = Vm(group).started()
     vm.want("not_ready")
@@ -204,7 +204,7 @@ def test_ready_is_written_before_the_list_that_counts() -> None:
     assert vms[0].client.statuses["a"].is_all_ready
 
 
-def test_a_vm_that_starts_and_is_ready_hears_at_once_that_all_are() -> None:
+def test_a_vm_that_starts_and_is_ready_learns_at_once_that_all_are() -> None:
     group = Group()
     Vm(group, "web_1", max_events=None).started().want("ready", names=BOTH)
     vm = Vm(group, max_events=None)
@@ -212,7 +212,7 @@ def test_a_vm_that_starts_and_is_ready_hears_at_once_that_all_are() -> None:
     assert vm.take_calls() == ["list", "create", "list"]
 
 
-def test_while_it_has_leave_it_asks_every_5_s() -> None:
+def test_while_it_may_act_it_lists_every_5_s() -> None:
     group = Group()
     vm = Vm(group).started()
     vm.want("requested")
@@ -268,7 +268,7 @@ def test_it_lists_four_times_at_most() -> None:
     assert group.states() == ["a web_0 ready"]
 
 
-def test_twenty_old_records_of_others_are_deleted_in_a_sync_and_after_what_is_waited_for() -> None:
+def test_twenty_old_records_of_others_are_deleted_at_the_end_of_a_sync() -> None:
     group = Group()
     other = Vm(group, "web_1").started()
     for number in range(50):
@@ -311,7 +311,7 @@ def test_of_two_claims_at_one_moment_one_begins() -> None:
 # --- statuses
 
 
-def test_a_status_loses_its_leave_when_the_stage_changes() -> None:
+def test_a_status_loses_its_permission_when_the_stage_changes() -> None:
     group = Group()
     vms = [Vm(group, name).started() for name in BOTH]
     assert vms[0].want("requested", names=BOTH).may_begin
@@ -328,7 +328,7 @@ def test_a_status_loses_its_leave_when_the_stage_changes() -> None:
     assert vms[0].client.statuses == {}
 
 
-def test_a_failure_leaves_the_list_before_it_as_old_as_it_is() -> None:
+def test_a_failure_keeps_the_age_of_the_list_before_it() -> None:
     group = Group()
     vm = Vm(group).started()
     assert vm.want("requested").may_begin
@@ -361,14 +361,14 @@ def test_after_failures_the_pause_grows_to_half_a_minute() -> None:
 
 
 @pytest.mark.parametrize(("asked", "least"), [(60.0, 60.0), (300.0, 300.0), (86_400.0, 300.0)])
-def test_the_store_may_ask_for_a_pause_of_five_minutes(asked: float, least: float) -> None:
+def test_the_backend_may_ask_for_a_pause_of_five_minutes(asked: float, least: float) -> None:
     vm = Vm(Group())
     vm.way.retry_after = asked
     (pause,) = pauses(vm, 1)
     assert least <= pause <= 1.5 * least  # not all VMs at once
 
 
-def test_in_a_pause_nothing_is_asked_whatever_changes() -> None:
+def test_nothing_is_sent_during_a_pause() -> None:
     vm = Vm(Group())
     vm.way.faults = ["unavailable"]
     vm.sync()
@@ -378,7 +378,7 @@ def test_in_a_pause_nothing_is_asked_whatever_changes() -> None:
     assert vm.client.next_sync_at == at
 
 
-def test_it_tells_since_when_the_store_is_unavailable() -> None:
+def test_it_reports_since_when_the_backend_is_unavailable() -> None:
     group = Group()
     vm = Vm(group)
     pauses(vm, 3)
@@ -437,7 +437,7 @@ def test_a_late_ready_is_written_over_when_it_comes_first() -> None:
 
 
 @pytest.mark.parametrize("fault", ["late", "doubled", "lost"])
-def test_what_late_requests_leave_is_deleted(fault: str) -> None:
+def test_records_of_late_requests_are_deleted(fault: str) -> None:
     """Also a create that comes once more after the record was deleted."""
     group = Group()
     vm = Vm(group).started()
@@ -454,7 +454,7 @@ def test_what_late_requests_leave_is_deleted(fault: str) -> None:
     assert vm.client.next_sync_at is None
 
 
-def test_a_refused_create_that_comes_once_more_is_deleted() -> None:
+def test_a_rejected_create_that_arrives_later_is_deleted() -> None:
     """It found the record of another VM of this name, which is gone when it comes again."""
     group = Group()
     other = Vm(group, "web_0", "id-0").started()
@@ -472,7 +472,7 @@ def test_a_refused_create_that_comes_once_more_is_deleted() -> None:
     assert vm.client.next_sync_at is None
 
 
-def test_a_late_delete_does_not_take_the_record_of_an_event_that_is_back() -> None:
+def test_a_late_delete_keeps_the_record_of_an_event_that_reappeared() -> None:
     group = Group()
     vm = Vm(group).started()
     vm.want("not_ready")
@@ -498,7 +498,7 @@ def test_an_own_record_that_is_gone_is_written_again(stage: str) -> None:
 # --- waits
 
 
-def test_each_wait_is_told_once_when_it_ends() -> None:
+def test_each_wait_is_reported_once_when_it_ends() -> None:
     group = Group()
     first, vm = Vm(group, "first").started(), Vm(group).started()
     first.want("requested", "b")
@@ -519,7 +519,7 @@ def test_each_wait_is_told_once_when_it_ends() -> None:
     assert 50.0 <= vm.waited[1][1] <= 70.0
 
 
-def test_an_event_that_goes_has_not_ended_its_wait() -> None:
+def test_a_wait_of_a_removed_event_is_not_reported_as_ended() -> None:
     group = Group()
     vm = Vm(group).started()
     Vm(group, "first").started().want("not_ready", "b")
@@ -528,7 +528,7 @@ def test_an_event_that_goes_has_not_ended_its_wait() -> None:
     assert vm.waited == []
 
 
-def test_a_ready_vm_says_whom_it_awaits() -> None:
+def test_a_ready_vm_names_the_vms_that_are_not_ready() -> None:
     group = Group()
     names = tuple(f"web_{number}" for number in range(6))
     vm = Vm(group, max_events=None).started()
@@ -600,7 +600,7 @@ def test_no_wall_clock_is_read(module: Any) -> None:
     assert not imported & {"time", "date"}
 
 
-def test_a_claim_that_was_allowed_to_begin_does_not_give_way_to_one_that_arrives_late() -> None:
+def test_a_claim_that_was_allowed_to_begin_ignores_a_late_one() -> None:
     """The engine acts on a list for ten seconds, and its disk may be slow."""
     group = Group()
     first, late = Vm(group, "web_0").started(), Vm(group, "web_1").started()
@@ -625,7 +625,7 @@ def test_a_claim_that_was_allowed_to_begin_does_not_give_way_to_one_that_arrives
     assert late.want("requested", "b", not_before=earlier).may_begin
 
 
-def test_a_claim_on_which_nothing_was_done_gives_way_after_a_minute() -> None:
+def test_an_unused_claim_is_given_up_after_a_minute() -> None:
     group = Group()
     first, late = Vm(group, "web_0").started(), Vm(group, "web_1").started()
     assert first.want("requested", "a").may_begin
@@ -637,7 +637,7 @@ def test_a_claim_on_which_nothing_was_done_gives_way_after_a_minute() -> None:
     assert group.states() == ["a web_0 claimed", "b web_1 requested"]
 
 
-def test_what_an_earlier_client_has_sent_is_looked_for() -> None:
+def test_late_records_of_an_earlier_client_are_found() -> None:
     group = Group()
     vm = Vm(group)
     vm.way.faults = ["", "late"]

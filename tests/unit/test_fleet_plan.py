@@ -57,7 +57,7 @@ def request(stage: str = "requested", event: str = "a", **changes: Any) -> Fleet
         "stage": stage,
         "needs_slot": True,
         "needs_all": False,
-        "awaited": ("web_0",),
+        "requested_vms": ("web_0",),
         "seen_at": NOW - 1000.0,
     }
     return FleetRequest(**{**fields, **changes})
@@ -134,7 +134,7 @@ def test_a_record_is_below_1_kib_whatever_names_there_are() -> None:
     assert sum(map(len, [*write.fields, *write.fields.values()])) + len(waits_for) < 1024
 
 
-def test_it_names_three_of_those_it_waits_for_and_how_many_more() -> None:
+def test_it_names_three_of_the_vms_it_waits_for_and_how_many_more() -> None:
     assert waits_for_text(()) == ""
     assert waits_for_text(("a", "b", "c")) == "a, b, c"
     assert waits_for_text(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
@@ -164,7 +164,7 @@ def test_a_record_is_fresh_for_three_of_its_intervals(age: float | None, renew_s
 
 @pytest.mark.parametrize("state", ["claimed", "not_ready", "ready"])
 @pytest.mark.parametrize(("age", "counts"), [(0.0, True), (1800.0, True), (1801.0, False), (None, True)])
-def test_an_event_has_a_slot_for_half_an_hour_after_it_was_heard_of(
+def test_an_event_has_a_slot_for_half_an_hour_after_its_last_record(
     state: str, age: float | None, counts: bool
 ) -> None:
     assert state_written(record("b", "web_1", state, age)) == ("requested" if counts else "claimed")
@@ -179,7 +179,7 @@ def test_other_states_have_no_slot(state: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["not_ready", "ready"])
-def test_what_has_begun_is_written_without_a_question(stage: str) -> None:
+def test_a_begun_event_writes_its_state_unconditionally(stage: str) -> None:
     others = [record(event, "web_1", "not_ready") for event in "bcd"]
     assert state_written(*others, stage=stage) == stage
 
@@ -208,7 +208,7 @@ def test_of_two_events_of_one_time_the_lower_key_claims_first() -> None:
     assert sorted([claims("a", "b"), claims("b", "a")]) == [False, True]
 
 
-def test_events_that_wait_and_events_with_a_slot_take_room_together() -> None:
+def test_waiting_events_and_events_with_a_slot_both_count() -> None:
     records = [
         record("b", "web_1", "not_ready"),
         record("c", "web_2", "requested", not_before=text_of(minutes(1))),
@@ -256,7 +256,7 @@ def test_of_two_claims_the_one_that_comes_before_stays() -> None:
     assert may_begin(claim, after, max_events=2)
 
 
-def test_a_claim_that_no_longer_counts_is_made_anew() -> None:
+def test_an_expired_claim_is_requested_again() -> None:
     claim = record("a", "web_0", "claimed", 1801.0)
     assert state_written(claim, record("b", "web_1", "claimed", not_before=text_of(minutes(30)))) == "requested"
 
@@ -270,7 +270,7 @@ def test_two_events_of_one_vm_do_not_step_back_for_each_other_for_ever(age: floa
     assert [write.fields["state"] for write in found.writes if write.fields] == ["claimed"]
 
 
-def test_it_tells_what_is_ahead() -> None:
+def test_it_lists_the_events_ahead() -> None:
     records = [
         record("b", "web_1", "not_ready", not_before=text_of(minutes(30))),
         record("c", "web_2", "requested", not_before=text_of(minutes(2))),
@@ -339,17 +339,19 @@ def replace_age(one: Record, age: float | None) -> Record:
 
 
 def ready_request(*others: str, seen_seconds: float = 1000.0) -> FleetRequest:
-    return request("ready", needs_all=True, awaited=("web_0", *others), seen_at=NOW - seen_seconds)
+    return request("ready", needs_all=True, requested_vms=("web_0", *others), seen_at=NOW - seen_seconds)
 
 
-def not_ready(*others: Record, awaited: tuple[str, ...] = ("web_1",), seen_seconds: float = 1000.0) -> list[str]:
-    asked = ready_request(*awaited, seen_seconds=seen_seconds)
+def not_ready(
+    *others: Record, requested_vms: tuple[str, ...] = ("web_1",), seen_seconds: float = 1000.0
+) -> list[str]:
+    asked = ready_request(*requested_vms, seen_seconds=seen_seconds)
     status = ask([record("a", "web_0", "ready"), *others], asked).statuses["a"]
     assert status.is_all_ready == (not status.not_ready)
     return list(status.not_ready)
 
 
-def test_all_are_ready_when_each_awaited_vm_says_so() -> None:
+def test_all_are_ready_when_each_expected_vm_is() -> None:
     assert not_ready(record("a", "web_1", "ready")) == []
     assert not_ready(record("a", "web_1", "not_ready")) == ["web_1"]
     assert not_ready(record("b", "web_1", "ready")) == ["web_1"]
@@ -368,13 +370,13 @@ def test_ready_from_before_this_appearance_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("state", ["claimed", "not_ready"])
-def test_a_vm_that_has_begun_is_awaited_though_it_is_not_named(state: str) -> None:
-    assert not_ready(record("a", "wbe_1", state), awaited=()) == ["wbe_1"]
+def test_a_vm_that_has_begun_is_expected_though_it_is_not_named(state: str) -> None:
+    assert not_ready(record("a", "wbe_1", state), requested_vms=()) == ["wbe_1"]
 
 
-def test_a_vm_that_is_not_named_and_has_not_begun_is_not_awaited() -> None:
-    assert not_ready(record("a", "web_1", "requested"), awaited=()) == []
-    assert not_ready(record("a", "web_1", "not_ready", 1801.0), awaited=()) == []
+def test_a_vm_that_is_not_named_and_has_not_begun_is_not_expected() -> None:
+    assert not_ready(record("a", "web_1", "requested"), requested_vms=()) == []
+    assert not_ready(record("a", "web_1", "not_ready", 1801.0), requested_vms=()) == []
 
 
 def test_this_vm_must_be_ready_by_the_list_too() -> None:
@@ -385,8 +387,10 @@ def test_this_vm_must_be_ready_by_the_list_too() -> None:
 
 
 def test_names_are_compared_as_keys_are() -> None:
-    assert not_ready(record("a", "Web 1", "ready"), awaited=("web 1",)) == ["web 1"]  # plain names are lower case
-    assert not_ready(record("a", "web 1", "ready"), awaited=("web 1",)) == []
+    assert not_ready(record("a", "Web 1", "ready"), requested_vms=("web 1",)) == [
+        "web 1"
+    ]  # plain names are lower case
+    assert not_ready(record("a", "web 1", "ready"), requested_vms=("web 1",)) == []
 
 
 # --- when to ask again
@@ -405,7 +409,9 @@ def test_names_are_compared_as_keys_are() -> None:
         ([], request("ready"), 60.0),
     ],
 )
-def test_when_it_asks_again(records: list[Record], asked: FleetRequest | tuple[()], seconds: float) -> None:
+def test_the_next_sync_depends_on_the_state(
+    records: list[Record], asked: FleetRequest | tuple[()], seconds: float
+) -> None:
     requests = (asked,) if isinstance(asked, FleetRequest) else ()
     found = ask(records, *requests)
     assert found.next_sync_seconds == seconds
@@ -414,7 +420,7 @@ def test_when_it_asks_again(records: list[Record], asked: FleetRequest | tuple[(
         assert write.fields["renew_seconds"] == f"{max(20.0, seconds):.0f}"
 
 
-def test_while_it_has_leave_it_asks_every_5_s() -> None:
+def test_while_it_may_act_it_lists_every_5_s() -> None:
     assert ask([record("a", "web_0", "claimed")], request()).next_sync_seconds == 5.0
     both = [record("a", "web_0", "ready"), record("a", "web_1", "ready")]
     assert ask(both, ready_request("web_1")).next_sync_seconds == 5.0
@@ -495,7 +501,7 @@ class Case:
         return [Said(one, *one.key.partition("|")[::2]) for one in self.records]
 
     def own(self, asked: FleetRequest) -> Said | None:
-        return next((one for one in self.said() if one.record.key == key_of(asked)), None)
+        return next((one for one in self.said() if one.record.key == hook_key(asked)), None)
 
     def is_taken(self, asked: FleetRequest) -> bool:
         """Another VM that may be alive has the name of this one."""
@@ -514,7 +520,7 @@ class Case:
         return {one.event for one in self.said() if one.waits and one.order < mine} - {event_of(asked)}
 
     def has_joined(self, asked: FleetRequest) -> bool:
-        others = [one for one in self.said() if one.event == event_of(asked) and one.record.key != key_of(asked)]
+        others = [one for one in self.said() if one.event == event_of(asked) and one.record.key != hook_key(asked)]
         return any(one.has_begun for one in others)
 
     def has_room(self, asked: FleetRequest) -> bool:
@@ -532,14 +538,14 @@ class Case:
 
     def are_all_ready(self, asked: FleetRequest) -> bool:
         of_event = {one.vm_key: one for one in self.said() if one.event == event_of(asked)}
-        awaited = {plain_key(name) for name in asked.awaited}
-        awaited |= {vm for vm, one in of_event.items() if one.has_slot}
+        requested_vms = {plain_key(name) for name in asked.requested_vms}
+        requested_vms |= {vm for vm, one in of_event.items() if one.has_slot}
         ready = {
             vm
             for vm, one in of_event.items()
             if one.state == "ready" and one.is_fresh and (one.record.age or 0.0) <= NOW - asked.seen_at
         }
-        return awaited <= ready
+        return requested_vms <= ready
 
     def after(self, writes: Iterable[Write]) -> "Case":
         """The store has carried them out; no time has passed."""
@@ -560,12 +566,12 @@ class Case:
         return replace(self, records=tuple(replace_age(one, None) for one in self.records))
 
 
-def key_of(asked: FleetRequest) -> str:
+def hook_key(asked: FleetRequest) -> str:
     return record_key(asked.event, asked.vm)
 
 
 def event_of(asked: FleetRequest) -> str:
-    return key_of(asked).partition("|")[0]
+    return hook_key(asked).partition("|")[0]
 
 
 TIMES = {text_of(minutes(number)): minutes(number) for number in range(0, 60, 10)}
@@ -586,7 +592,7 @@ def a_case(random: Random) -> Case:
             own = record(asked.event, asked.vm, state, random.choice(AGES[:4]), vm_id=OWN)
             records[own.key] = own
     mine = [one for one in records.values() if one.fields.get("vm_id") == OWN]
-    confirmed = {key_of(asked): "gone" for asked in requests if random.random() < 0.05}
+    confirmed = {hook_key(asked): "gone" for asked in requests if random.random() < 0.05}
     for one in mine:
         if random.random() < 0.9:
             confirmed[one.key] = one.etag if random.random() < 0.9 else "an older one"
@@ -635,7 +641,7 @@ def _some_request(random: Random, event: str, max_events: int | None) -> FleetRe
         not_before=random.choice((None, *TIMES.values())),
         needs_slot=max_events is not None and random.random() < 0.9,
         needs_all=random.random() < 0.5,
-        awaited=(own, *(name for name in VMS[1:] if random.random() < 0.3)),
+        requested_vms=(own, *(name for name in VMS[1:] if random.random() < 0.3)),
         seen_at=NOW - random.choice((0.0, 5.0, 10.0, 30.0, 100.0, 1000.0, 1e5)),
     )
 
@@ -666,7 +672,7 @@ def _is_own(case: Case, key: str) -> bool:
 
 def _faults_of_writes(case: Case, found: Plan) -> Iterator[str]:
     listed = {one.record.key: one for one in case.said()}
-    requests = {key_of(asked): asked for asked in case.requests}
+    requests = {hook_key(asked): asked for asked in case.requests}
     old = [key for key, _, fields in found.writes if fields is None and not listed[key].is_own]
     if len(old) > 20:
         yield "more than 20 old records are deleted"
@@ -719,7 +725,7 @@ def _faults_without_ages(case: Case, found: Plan) -> Iterator[str]:
 
 
 def _faults_once_settled(case: Case, found: Plan) -> Iterator[str]:
-    keys = {key_of(asked) for asked in case.requests}
+    keys = {hook_key(asked) for asked in case.requests}
     if any(one.is_own and one.record.key not in keys for one in case.said()):
         yield "a record stays without a request"
     for asked in case.requests:
@@ -758,13 +764,13 @@ def first_fault(seeds: range = CASES, only: str = "") -> str:
 
 
 @pytest.mark.parametrize("seeds", [CASES, pytest.param(range(1000, 100_000), marks=pytest.mark.nightly)])
-def test_whatever_the_list_is_no_rule_is_broken(seeds: range) -> None:
+def test_no_list_breaks_a_rule(seeds: range) -> None:
     assert first_fault(seeds) == ""
 
 
 @pytest.mark.parametrize("name", ["id", "vm", "vm_id", "not_before", "renew_seconds", "waits_for"])
 @pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
-def test_no_text_of_another_program_stops_it(name: str, text: str) -> None:
+def test_text_of_another_program_is_truncated(name: str, text: str) -> None:
     good = [record(event, "web_1", "ready") for event in "ab"]
     records = [Record(text, text, 0.0, {}), *(one._replace(fields={**one.fields, name: text}) for one in good)]
     status = ask(records, request(event="c")).statuses["c"]
@@ -785,7 +791,7 @@ def writes_always(self: Any, asked: FleetRequest, state: str, interval: float) -
 
 
 def awaits_those_that_are_named(self: Any, asked: FleetRequest) -> tuple[str, ...]:
-    return tuple(name for name in REAL_NOT_READY(self, asked) if name in asked.awaited)
+    return tuple(name for name in REAL_NOT_READY(self, asked) if name in asked.requested_vms)
 
 
 def counts_what_has_begun(one: module.VmRecord) -> bool:

@@ -45,7 +45,7 @@ def shown(*records: Record, width: int | None = None, **more: Any) -> list[str]:
     return [*in_words(status(*records, **more), Terminal(width=width, has_colors=False))]
 
 
-def test_slots_the_line_and_the_vms_of_each_event_are_shown() -> None:
+def test_slots_the_queue_and_the_vms_of_each_event_are_shown() -> None:
     records = [
         record(OTHER, "web_5", "requested", 3.0, not_before="2026-03-02T08:55:00Z"),
         record(ONE, "web_0", "ready", waits_for="web_1, web_2"),
@@ -119,7 +119,7 @@ def test_an_event_of_silent_vms_has_no_slot_and_does_not_wait() -> None:
     assert headings(record(ONE, "web_0", "ready", 1800.0)) == [(ONE, True, 0)]
 
 
-def test_a_store_without_ages_keeps_slots() -> None:
+def test_a_backend_without_ages_keeps_slots() -> None:
     records = [record(ONE, "web_0", "ready", None), record(OTHER, "web_1", "requested", None)]
     assert headings(*records) == [(ONE, True, 0), (OTHER, False, 0)]
     assert shown(*records)[2] == "    web_0  ready, not known when it was heard"
@@ -147,7 +147,7 @@ def test_a_clock_that_differs_is_shown(seconds: float | None, text: str) -> None
     assert shown(clock_skew_seconds=seconds)[1:-1] == expected
 
 
-def test_records_that_are_none_of_an_agent_do_no_harm() -> None:
+def test_foreign_records_are_ignored() -> None:
     records = [
         Record("\x1b[31m", "1", 0.0, {}),
         Record("x|y", "2", 0.0, {"id": "\x1b[31mred", "vm": "\x1b[31m", "state": "\x1b[31m"}),
@@ -205,7 +205,7 @@ def test_an_event_is_released_by_its_full_id_only() -> None:
     assert len(store.list()) == 3
 
 
-def test_an_event_of_which_a_vm_is_heard_is_not_released() -> None:
+def test_an_event_with_a_recent_record_is_not_released() -> None:
     clock = Clock()
     store = filled(clock)
     alive = record(ONE, "web_3", "ready")
@@ -216,7 +216,7 @@ def test_an_event_of_which_a_vm_is_heard_is_not_released() -> None:
     assert len(store.list()) == 4
 
 
-def test_a_vm_of_which_no_age_is_known_counts_as_heard() -> None:
+def test_a_record_without_an_age_counts_as_recent() -> None:
     store = filled(Clock(), has_ages=False)
     with pytest.raises(AgentError, match=r"^the table does not tell when web_[01] was heard: a VM that runs"):
         release(MemoryBackend(store), ONE)
@@ -319,7 +319,7 @@ def test_status_and_release_ask_the_group(
     )
 
 
-def test_a_table_that_refuses_because_of_the_clock_says_so(
+def test_a_table_that_rejects_the_clock_is_reported(
     tmp_path: Path, use: Callable[[Table], Table], capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = use(Table())
@@ -346,7 +346,7 @@ def examined(more: str = "max_events: 2") -> tuple[str, str]:
     given = settings(more)
     assert given.fleet is not None
     finding = examine(given, given.fleet, None)
-    return finding.state, finding.finding
+    return finding.severity, finding.message
 
 
 @pytest.mark.parametrize("refused", ["list", "create", "update"])
@@ -356,24 +356,24 @@ def test_doctor_tries_each_right_and_leaves_no_record(use: Callable[[Table], Tab
     assert table.given == {"group": "web", "partition": "doctor"}
     assert set(table.calls) == {"list", "put", "delete"}
     table.refused = refused
-    assert examined() == ("failure", f"no {refused}")
+    assert examined() == ("error", f"no {refused}")
     assert table.store.list() == []
 
 
 def test_doctor_needs_the_right_to_delete(use: Callable[[Table], Table]) -> None:
     table = use(Table())
     table.refused = "delete"
-    assert examined() == ("failure", "no delete")
+    assert examined() == ("error", "no delete")
 
 
-def test_doctor_takes_away_what_another_one_has_left(use: Callable[[Table], Table]) -> None:
+def test_doctor_deletes_the_records_of_another_one(use: Callable[[Table], Table]) -> None:
     table = use(Table())
     table.store.put("web_3", {"by": "doctor"}, "")
     assert examined()[0] == "ok"
     assert table.store.list() == []
 
 
-def test_doctor_tells_of_another_one_at_the_same_moment(use: Callable[[Table], Table]) -> None:
+def test_doctor_detects_another_one_at_the_same_moment(use: Callable[[Table], Table]) -> None:
     class Busy(Table):
         def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
             return None if etag else super().put(key, fields, etag)
@@ -382,25 +382,25 @@ def test_doctor_tells_of_another_one_at_the_same_moment(use: Callable[[Table], T
     assert examined() == ("warning", "another doctor that runs as this VM writes the same record")
 
 
-def test_doctor_tells_of_a_clock_that_differs(use: Callable[[Table], Table]) -> None:
+def test_doctor_reports_a_clock_that_differs(use: Callable[[Table], Table]) -> None:
     table = use(Table())
     table.clock_skew_seconds = -40.0
     assert examined() == ("warning", "this clock is 40 s behind the table's")
     table.refused = "update"
-    assert examined() == ("failure", "no update; this clock is 40 s behind the table's")
+    assert examined() == ("error", "no update; this clock is 40 s behind the table's")
 
 
-def test_doctor_tells_of_a_table_without_ages(use: Callable[[Table], Table]) -> None:
+def test_doctor_reports_a_table_without_ages(use: Callable[[Table], Table]) -> None:
     use(Table(MemoryStore(lambda: 0.0, has_ages=False)))
     state, text = examined()
     assert (state, text.partition(":")[0]) == ("warning", "the table does not tell when a record was written")
 
 
-def test_doctor_tells_of_members_that_do_not_match_this_vm(use: Callable[[Table], Table]) -> None:
+def test_doctor_reports_members_that_do_not_match_this_vm(use: Callable[[Table], Table]) -> None:
     use(Table())
     assert examined("max_events: 2, members: [db_*, web_*]")[0] == "ok"
     fault = "members does not match this VM, web_3: all VMs are waited for"
-    assert examined("max_events: 2, members: [db_*]") == ("failure", fault)
+    assert examined("max_events: 2, members: [db_*]") == ("error", fault)
 
 
 def test_doctor_warns_of_a_signature_that_expires(tmp_path: Path, use: Callable[[Table], Table]) -> None:
@@ -422,10 +422,10 @@ def test_doctor_looks_at_the_signature_as_the_services_account(
     (tmp_path / "sas").write_text("sv=1&sig=2")
     fleet = FleetSettings(group="web", table=TABLE, credential=FleetCredential(sas_file=str(tmp_path / "sas")))
     finding = examine(Settings(), fleet, "agent")
-    assert (finding.state, finding.finding) == ("failure", "agent cannot read sas")
+    assert (finding.severity, finding.message) == ("error", "agent cannot read sas")
 
 
-def test_the_page_about_metrics_has_each_way_in_which_a_request_fails() -> None:
+def test_the_metrics_page_lists_each_kind_of_request_failure() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "metrics.md").read_text(encoding="utf-8")
     (line,) = (line for line in page.splitlines() if line.startswith("- `result`: "))
     told = re.sub(r" \(.*?\)", "", line).removeprefix("- `result`: ok, or why it failed: ").split(", ")

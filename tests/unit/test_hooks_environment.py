@@ -39,7 +39,7 @@ def test_a_hook_gets_the_event_and_its_place_in_it_as_variables() -> None:
     }
 
 
-def test_what_is_unknown_is_empty_or_minus_one() -> None:
+def test_unknown_values_are_empty_or_minus_one() -> None:
     event = ScheduledEvent(id="A", type="Reboot", status="Started")
     variables = hook_environment(event, stage="recover", rule=None, vm="", outcome="completed", seconds_left=None)
     assert {name: value for name, value in variables.items() if value} == {
@@ -83,5 +83,5 @@ def test_variables_are_bounded_and_hold_no_nul() -> None:
         (None, "its exit code was lost"),
     ],
 )
-def test_the_end_of_a_program_is_told_in_words(exit_code: int | None, text: str) -> None:
-    assert hooks._ending_in_words(exit_code) == text
+def test_the_end_of_a_program_has_a_message(exit_code: int | None, text: str) -> None:
+    assert hooks._describe_exit(exit_code) == text

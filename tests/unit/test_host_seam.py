@@ -49,7 +49,7 @@ def _used(seam: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("seam", "least"), [(scheduled_events_agent.host, 16), (processes, 15)])
-def test_both_systems_have_what_is_used_with_the_same_signatures(seam: ModuleType, least: int) -> None:
+def test_both_systems_define_the_used_functions_with_equal_signatures(seam: ModuleType, least: int) -> None:
     used, linux, windows = _used(seam.__name__), _offered("linux"), _offered("windows")
     assert len(used) >= least
     assert {name: linux.get(name) for name in used} == {name: windows.get(name) for name in used}
@@ -62,12 +62,12 @@ def _file(folder: Path, name: str) -> str:
     return str(path)
 
 
-def test_a_shell_line_goes_to_cmd_as_it_stands() -> None:
+def test_a_shell_line_is_passed_to_cmd_unchanged() -> None:
     command = process._shell_command('echo "a b" & exit 3\n', _ENV)
     assert command == r'"C:\Windows\System32\cmd.exe" /d /s /c "echo "a b" & exit 3"'
 
 
-def test_a_shell_text_of_several_lines_is_refused_for_cmd_would_run_the_first_only() -> None:
+def test_a_shell_text_of_several_lines_is_rejected_as_cmd_runs_only_the_first() -> None:
     with pytest.raises(HostError) as caught:
         process._shell_command("one\ntwo", _ENV)
     assert str(caught.value) == (
@@ -93,7 +93,7 @@ def test_a_batch_file_runs_in_cmd_with_every_argument_quoted(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("argument", ["%PATH%", 'a"b', "a\nb", "a\rb", "a\0b", "a\x1ab"])
-def test_an_argument_that_cmd_would_read_otherwise_is_refused(tmp_path: Path, argument: str) -> None:
+def test_an_argument_that_cmd_would_misread_is_rejected(tmp_path: Path, argument: str) -> None:
     script = _file(tmp_path, "drain.cmd")
     with pytest.raises(HostError) as caught:
         process._program_command([script, "fine", argument], _ENV)
@@ -104,7 +104,7 @@ def test_an_argument_that_cmd_would_read_otherwise_is_refused(tmp_path: Path, ar
     )
 
 
-def test_a_batch_file_whose_path_cmd_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_batch_file_whose_path_cmd_would_misread_is_rejected(tmp_path: Path) -> None:
     script = _file(tmp_path, "drain%1.cmd")
     with pytest.raises(HostError) as caught:
         process._program_command([script], _ENV)
@@ -126,7 +126,7 @@ def test_a_relative_path_is_one_in_the_directory_that_the_hook_runs_in(tmp_path:
     assert process._program_command(["./drain.exe"], _ENV, str(tmp_path)) == program
 
 
-def test_a_program_is_never_looked_for_where_the_agent_happens_to_be(
+def test_a_program_is_never_searched_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _file(tmp_path, "drain.exe")
@@ -141,7 +141,7 @@ def test_a_program_gets_its_arguments_quoted_as_programs_expect_them(tmp_path: P
     assert process._program_command([program, "a b", 'c"d', ""], _ENV) == rf'{program} "a b" c\"d ""'
 
 
-def test_a_script_without_a_way_to_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_script_without_an_interpreter_is_rejected_with_a_hint(tmp_path: Path) -> None:
     script = _file(tmp_path, "drain.py")
     with pytest.raises(HostError) as caught:
         process._program_command([script], _ENV)
@@ -150,7 +150,7 @@ def test_a_script_without_a_way_to_run_is_refused_with_the_way_out(tmp_path: Pat
     )
 
 
-def test_boots_are_told_apart_but_a_corrected_clock_is_no_boot() -> None:
+def test_boots_are_distinguished_and_a_corrected_clock_is_no_boot() -> None:
     assert system.is_same_boot("boot-time 1700000000", "boot-time 1700000060")
     assert system.is_same_boot("boot-time 1700000060", "boot-time 1700000000")
     assert not system.is_same_boot("boot-time 1700000000", "boot-time 1700000300")

@@ -26,7 +26,7 @@ def test_only_an_answer_that_asks_for_it_makes_polling_slower(kind: HttpErrorKin
     assert pauses_after(*six) == PAUSES.get(kind, [0.0] * 6)
 
 
-def test_only_failures_of_one_kind_in_a_row_make_the_pause_grow() -> None:
+def test_only_failures_of_one_kind_in_a_row_increase_the_pause() -> None:
     fails: list[HttpErrorKind] = ["server_error"] * 10
     limited: list[HttpErrorKind] = ["throttled", "throttled", "timeout", "throttled"]
     assert pauses_after(*fails, *limited)[10:] == [2, 4, 0, 2]
@@ -87,7 +87,7 @@ def test_an_endpoint_that_is_set_is_used(setting: str, endpoint: str) -> None:
         f"http://a.{'b' * 64}",
     ],
 )
-def test_what_is_no_endpoint_is_told_with_what_would_be(setting: str) -> None:
+def test_an_invalid_endpoint_is_reported_with_a_valid_one(setting: str) -> None:
     with pytest.raises(EndpointError) as caught:
         resolve_endpoint(setting)
 
@@ -98,7 +98,7 @@ def test_what_is_no_endpoint_is_told_with_what_would_be(setting: str) -> None:
     )
 
 
-def test_the_client_refuses_what_is_no_endpoint() -> None:
+def test_the_client_rejects_an_invalid_endpoint() -> None:
     with pytest.raises(AgentError, match=r'got "auto"$'):
         ImdsClient("auto", api_version="2020-07-01", request_timeout=1.0, first_request_timeout=1.0)
 
@@ -111,7 +111,7 @@ def test_the_client_refuses_what_is_no_endpoint() -> None:
         ("168.63.129.16", "http://169.254.169.254"),  # inside a virtual network it is another service
     ],
 )
-def test_auto_takes_the_address_of_the_dhcp_lease_and_else_the_usual_one(
+def test_auto_uses_the_address_of_the_dhcp_lease_or_the_usual_one(
     monkeypatch: pytest.MonkeyPatch, option: str | None, endpoint: str
 ) -> None:
     monkeypatch.setattr(host, "dhcp_option_245", lambda: option)

@@ -213,7 +213,7 @@ def test_a_running_agent_describes_no_type_to_msgspec_at_first_use(path: Path) -
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an installer stops the agent first")
-def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> None:
+def test_a_running_agent_has_loaded_all_of_its_modules() -> None:
     program = "import sys, scheduled_events_agent.cli.run, scheduled_events_agent.daemon; print(*sys.modules)"
     command = [sys.executable, "-c", program]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -273,14 +273,14 @@ def test_only_the_main_loop_holds_the_engine(path: Path) -> None:
     assert knows_it == (name_of(path) in MAIN_LOOP)
 
 
-def test_the_store_knows_of_the_status_only_its_types() -> None:
+def test_the_store_imports_only_the_types_of_the_status() -> None:
     status = "scheduled_events_agent.status"
     known = {name for path in files("store") for name in imports(path) if is_in(name, {status})}
     assert known
     assert {name for name in known if not is_in(name, {f"{status}.status"})} == set()
 
 
-def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:
+def test_only_the_pytest_plugin_imports_pytest_and_no_module_imports_the_plugin() -> None:
     plugin = "scheduled_events_agent.simulator.testing"
     knowing = {name_of(path) for path in files() if any(is_in(name, {"pytest", plugin}) for name in imports(path))}
     assert knowing == {"scheduled_events_agent/simulator/testing.py"}
@@ -296,7 +296,7 @@ def test_no_module_imports_the_source_folder_as_a_package() -> None:
     assert [name_of(path) for path in files() if any(is_in(name, {"agent"}) for name in imports(path))] == []
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_states_its_purpose() -> None:
     assert [name_of(path) for path in files() if not ast.get_docstring(parse(path))] == []
 
 

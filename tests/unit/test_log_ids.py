@@ -13,7 +13,7 @@ import pytest
 
 import scheduled_events_agent
 from scheduled_events_agent.telemetry.log_ids import LogId, log_id_of, messages_source
-from scheduled_events_agent.workflow import NoteKind
+from scheduled_events_agent.workflow import RecordKind
 
 AGENT = Path(scheduled_events_agent.__file__).parent
 DOCUMENT = AGENT.parents[1] / "docs" / "windows.md"
@@ -60,24 +60,24 @@ def test_every_log_call_gives_an_id_or_is_for_the_file_only() -> None:
         given = [keyword.value for keyword in call.keywords if keyword.arg == "log_id"]
         if isinstance(message, ast.Constant) and message.value in FOR_THE_FILE_ONLY:
             assert not given, text
-        elif not ast.unparse(message).endswith((" fails'", " works again'")):  # whose ids FailureLog is given
+        elif not ast.unparse(message).endswith((" fails'", " works again'")):  # whose ids ChangeLogger is given
             assert given, text
 
 
 def test_every_failure_log_is_given_an_id_for_the_failure_and_one_for_its_end() -> None:
-    found = {ast.unparse(call): [*map(ids_in, call.args[1:])] for name, call in calls() if name == "FailureLog"}
+    found = {ast.unparse(call): [*map(ids_in, call.args[1:])] for name, call in calls() if name == "ChangeLogger"}
     assert len(found) > 4
     for text, given in found.items():
         # An event that could not be handled has no line of its own when that ends.
         assert len(given) == (1 if "handling an event" in text else 2), text
 
 
-def test_every_note_about_an_event_has_an_id() -> None:
-    assert [kind for kind in get_args(NoteKind) if kind.upper() not in LogId.__members__] == ["hook_finished"]
+def test_every_record_of_an_event_has_a_log_id() -> None:
+    assert [kind for kind in get_args(RecordKind) if kind.upper() not in LogId.__members__] == ["hook_finished"]
 
 
 def test_every_id_is_of_a_message_that_the_agent_logs() -> None:
-    used = OF_ANY | {LogId[kind.upper()] for kind in get_args(NoteKind) if kind != "hook_finished"}
+    used = OF_ANY | {LogId[kind.upper()] for kind in get_args(RecordKind) if kind != "hook_finished"}
     for path in AGENT.rglob("*.py"):
         if path.name != "log_ids.py":
             used |= ids_in(ast.parse(path.read_text(encoding="utf-8")))
@@ -94,9 +94,7 @@ def test_every_id_is_of_a_message_that_the_agent_logs() -> None:
         (None, "debug", None),
     ],
 )
-def test_what_has_no_id_of_its_own_is_any_other_warning_or_error(
-    given: LogId | None, level: str, expected: int | None
-) -> None:
+def test_other_warnings_and_errors_share_one_id(given: LogId | None, level: str, expected: int | None) -> None:
     assert log_id_of(given, level) == expected
 
 

@@ -41,7 +41,7 @@ def test_a_page_can_be_read_at_any_width(tmp_path: Path, page: str, section: str
     assert max(map(len, done.stdout.splitlines())) <= columns
 
 
-def test_both_pages_have_the_name_of_the_program_and_that_of_the_policy_its_file() -> None:
+def test_both_man_pages_name_the_program_and_its_policy_file() -> None:
     names = [re.findall(r"^\.SH NAME\n(.+?) \\- ", make(page), re.MULTILINE) for page, _ in PAGES]
     assert names == [[r"scheduled\-events\-agent"], [r"scheduled\-events\-agent, policy.yaml"]]
 

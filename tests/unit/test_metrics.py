@@ -13,14 +13,23 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import scheduled_events_agent.telemetry.metrics
 from scheduled_events_agent import __version__
-from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTICE_ERROR_KINDS
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTIFICATION_ERROR_KINDS
 from scheduled_events_agent.imds.document import EVENT_TYPES, Affects, ScheduledEvent
 from scheduled_events_agent.imds.text import DocumentErrorKind
 from scheduled_events_agent.policy import ApproveMode, Decision, Rule
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import Attention
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
+from scheduled_events_agent.workflow import (
+    HookOutcome,
+    Outcome,
+    Phase,
+    Record,
+    RecordKind,
+    Stage,
+    StageStatus,
+    Workflow,
+)
 
 SOURCES = ("Platform", "User", "unknown")
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
@@ -37,7 +46,7 @@ def make_workflow(name: str = "w-1", event_id: str = ID, phase: Phase = "prepari
         ),
         decision=Decision(rule="reboots", reason="", affects="self", approve="when-prepared"),
         first_seen_at=NOW,
-        noticed_at=NOW,
+        not_before_seen_at=NOW,
         boot_id="boot-1",
         phase=phase,
     )
@@ -53,9 +62,9 @@ def metrics(pending: list[Workflow]) -> Metrics:
     return Metrics(lambda: pending)
 
 
-def record(metrics: Metrics, workflow: Workflow, *kinds: NoteKind, seconds_later: float = 0.0) -> None:
+def record(metrics: Metrics, workflow: Workflow, *kinds: RecordKind, seconds_later: float = 0.0) -> None:
     for kind in kinds:
-        metrics.record_note(workflow, Note(kind=kind, text=""), NOW.timestamp() + seconds_later)
+        metrics.record_note(workflow, Record(kind=kind, text=""), NOW.timestamp() + seconds_later)
 
 
 def families(metrics: Metrics) -> dict[str, Metric]:
@@ -77,7 +86,7 @@ def counted(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
 
 def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
     """Bring every metric and every label to light."""
-    workflow = replace(make_workflow(), outcome="completed", recover=Progress(failure="exit code 1"))
+    workflow = replace(make_workflow(), outcome="completed", recover=StageStatus(failure="exit code 1"))
     pending.append(workflow)
     record(metrics, workflow, "seen", "decided", "approved", "closed")
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
@@ -109,7 +118,7 @@ def test_the_documented_table_is_what_a_scraper_gets(metrics: Metrics, pending: 
     assert documented == exposed
 
 
-def test_every_value_that_a_label_can_take_is_documented() -> None:
+def test_every_value_of_a_label_is_documented() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     rows = dict(
         line.removeprefix("- ").split(": ", 1)
@@ -126,7 +135,7 @@ def test_every_value_that_a_label_can_take_is_documented() -> None:
         "`outcome` of an approval": ("confirmed", "no_thread", "bug"),
         "`outcome` of a hook": get_args(HookOutcome),
         "`outcome` of an event": set(get_args(Outcome)) - {""},
-        "`kind` of a notification": NOTICE_ERROR_KINDS,
+        "`kind` of a notification": NOTIFICATION_ERROR_KINDS,
     }.items():
         assert set(words) <= set(re.findall(r"[\w-]+", rows[row])), row
 
@@ -172,14 +181,14 @@ def test_text_from_azure_makes_no_new_label_values(metrics: Metrics, pending: li
         assert word not in text
 
 
-def test_an_id_stands_only_in_the_gauge_of_what_is_pending(metrics: Metrics, pending: list[Workflow]) -> None:
+def test_an_id_is_only_in_the_gauge_of_pending_events(metrics: Metrics, pending: list[Workflow]) -> None:
     use_everything(metrics, pending)
     assert [line.partition("{")[0] for line in metrics.expose().decode().splitlines() if ID in line] == [PENDING]
     pending.clear()
     assert ID not in metrics.expose().decode()
 
 
-def test_what_is_pending_is_written_anew_only_when_it_has_changed(
+def test_pending_metrics_are_rendered_again_only_after_a_change(
     metrics: Metrics, pending: list[Workflow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
@@ -227,7 +236,7 @@ def test_a_recommendation_has_no_time_but_is_counted(metrics: Metrics, pending: 
     }
 
 
-def test_an_event_without_an_id_goes_by_its_key(metrics: Metrics, pending: list[Workflow]) -> None:
+def test_an_event_without_an_id_is_labeled_by_its_key(metrics: Metrics, pending: list[Workflow]) -> None:
     pending.append(make_workflow(event_id=""))
     ((labels, _),) = samples(metrics, PENDING).items()
     assert labels[1] == "no-id-reboot-vm-1"
@@ -241,7 +250,7 @@ def test_pending_events_are_counted_by_phase(metrics: Metrics, pending: list[Wor
 
 def test_hooks_that_run_are_counted(metrics: Metrics, pending: list[Workflow]) -> None:
     assert samples(metrics, "scheduled_events_hooks_running") == {(): 0}
-    running = Progress(state="running", current="drain", run=1)
+    running = StageStatus(state="running", current="drain", run=1)
     pending += [
         replace(make_workflow("w-1", "id-1"), prepare=running),
         replace(make_workflow("w-2", "id-2"), prepare=replace(running, current=None)),
@@ -264,7 +273,7 @@ def test_a_clock_that_was_set_back_makes_no_negative_delay(metrics: Metrics) -> 
     assert [sample.value for sample in family.samples if sample.name.endswith("_sum")] == [0.0]
 
 
-def test_an_event_that_no_rule_took_counts_under_none(metrics: Metrics) -> None:
+def test_an_event_without_a_matching_rule_counts_under_none(metrics: Metrics) -> None:
     workflow = make_workflow()
     record(metrics, replace(workflow, decision=replace(workflow.decision, rule=None, approve="never")), "decided")
     assert counted(metrics, "scheduled_events_decisions_total") == {("never", "none"): 1}
@@ -285,7 +294,7 @@ def test_a_failed_recovery_is_counted_and_shown_until_it_is_solved(
     assert counted(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 1}
 
 
-def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increase(metrics: Metrics) -> None:
+def test_failure_counters_start_at_0_so_that_the_first_failure_is_an_increase(metrics: Metrics) -> None:
     kinds = {(kind,) for kind in IMDS_ERROR_KINDS}
     counters: dict[str, set[tuple[str, ...]]] = {
         "scheduled_events_polls_total": {("ok",), *kinds, *((kind,) for kind in get_args(DocumentErrorKind))},
@@ -295,7 +304,7 @@ def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increas
             (kind,) for kind in ("locked", "full", "write", "read", "damaged", "removed")
         },
         "scheduled_events_recovery_failures_total": {()},
-        "scheduled_events_faults_total": {()},
+        "scheduled_events_bugs_total": {()},
     }
     for name, labels in counters.items():
         assert samples(metrics, name) == dict.fromkeys(labels, 0.0), name
@@ -355,7 +364,7 @@ def test_the_hash_is_that_of_the_policy_in_force_alone(metrics: Metrics) -> None
 def test_hooks_that_fail_are_counted_by_stage(metrics: Metrics) -> None:
     outcomes: tuple[HookOutcome, ...] = get_args(HookOutcome)
     for outcome in outcomes:
-        note = Note(kind="hook_finished", text="", stage="recover", hook="resume", outcome=outcome)
+        note = Record(kind="hook_finished", text="", stage="recover", hook="resume", outcome=outcome)
         metrics.record_note(make_workflow(), note, NOW.timestamp())
     # succeeded is none, and canceled is what the agent wanted.
     assert samples(metrics, "scheduled_events_hook_failures_total") == {

@@ -385,13 +385,13 @@ def test_a_bare_event_is_read_as_expected(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BARE_EVENTS)
-def test_a_bare_event_is_not_taken_for_a_document(name: str) -> None:
+def test_a_bare_event_is_not_accepted_as_a_document(name: str) -> None:
     with pytest.raises(DocumentError, match=r'^expected an object with a list "Events"; got '):
         parse_document(read(name))
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_is_not_a_document_is_an_error_and_never_no_events(name: str) -> None:
+def test_an_invalid_document_is_an_error_and_never_read_as_no_events(name: str) -> None:
     with pytest.raises(DocumentError) as caught:
         parse_document(read(name))
 

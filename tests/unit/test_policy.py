@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from scheduled_events_agent.imds.document import EVENT_TYPES, ScheduledEvent
 from scheduled_events_agent.policy import (
     Decision,
-    Facts,
     MaintenanceWindow,
+    MatchContext,
     Rule,
     When,
     decide,
-    mismatch,
     notice_seconds,
+    why_conditions_fail,
 )
 from scheduled_events_agent.policy.settings import DEFAULT_RULES
 
 NOW = datetime(2022, 4, 11, 22, 0, tzinfo=UTC)
-FACTS = Facts(names=("web_1",), noticed_at=NOW)
+FACTS = MatchContext(names=("web_1",), not_before_seen_at=NOW)
 
 
 def event(**fields: Any) -> ScheduledEvent:
@@ -36,11 +36,11 @@ def event(**fields: Any) -> ScheduledEvent:
     return ScheduledEvent(**defaults | fields)
 
 
-def decided(*rules: Rule, facts: Facts = FACTS, **fields: Any) -> Decision:
+def decided(*rules: Rule, facts: MatchContext = FACTS, **fields: Any) -> Decision:
     return decide(rules, {}, event(**fields), facts)
 
 
-def test_the_first_rule_that_matches_takes_the_event() -> None:
+def test_the_first_rule_that_matches_is_used() -> None:
     decision = decided(Rule(name="a", when=When(type=("Freeze",))), Rule(name="b"), Rule(name="c"))
     assert decision.rule == "b"
     assert decision.reason == "rule b matches it: affects self"
@@ -67,7 +67,7 @@ def test_without_a_matching_rule_the_event_is_observed() -> None:
     ],
 )
 def test_a_rule_that_does_not_match_says_why(when: When, reason: str) -> None:
-    assert mismatch(when, event(duration_seconds=30.0), FACTS) == reason
+    assert why_conditions_fail(when, event(duration_seconds=30.0), FACTS) == reason
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_a_rule_that_does_not_match_says_why(when: When, reason: str) -> None:
     ],
 )
 def test_conditions_hold_at_their_limits(when: When, fields: dict[str, Any]) -> None:
-    assert mismatch(when, event(**fields), FACTS) is None
+    assert why_conditions_fail(when, event(**fields), FACTS) is None
 
 
 @pytest.mark.parametrize("when", [When(duration_below=9.0), When(duration_at_least=0.0)])
 def test_an_unknown_duration_matches_no_duration_condition(when: When) -> None:
-    assert (mismatch(when, event(), FACTS) or "").startswith("duration is unknown, not ")
+    assert (why_conditions_fail(when, event(), FACTS) or "").startswith("duration is unknown, not ")
 
 
-def test_notice_is_measured_from_when_the_time_was_first_seen() -> None:
-    facts = Facts(names=("web_1",), noticed_at=NOW - timedelta(hours=1))
+def test_lead_time_is_measured_from_the_first_sight_of_not_before() -> None:
+    facts = MatchContext(names=("web_1",), not_before_seen_at=NOW - timedelta(hours=1))
     assert notice_seconds(event(), facts) == 4500.0
     assert notice_seconds(event(not_before=NOW - timedelta(hours=2)), facts) == 0.0
 
@@ -105,28 +105,28 @@ def test_notice_is_measured_from_when_the_time_was_first_seen() -> None:
 
 def test_event_for_another_vm_only_is_observed() -> None:
     decision = decided(Rule(name="a", approve="immediately"), resources=("web_2",))
-    assert (decision.rule, decision.approve, decision.may_speak) == (None, "never", False)
+    assert (decision.rule, decision.approve, decision.can_approve_for_all) == (None, "never", False)
     assert decision.reason == "it does not name this VM and no rule matches it: observe"
 
 
 def test_a_rule_for_others_never_approves() -> None:
     rule = Rule(name="a", when=When(affects=("others",)), approve="immediately", shared="any")
     decision = decided(rule, resources=("web_2",))
-    assert (decision.rule, decision.approve, decision.may_speak) == ("a", "never", False)
+    assert (decision.rule, decision.approve, decision.can_approve_for_all) == ("a", "never", False)
     assert decision.reason == (
         "rule a matches it: affects others; it does not name this VM, so this VM does not approve it"
     )
 
 
 def test_names_vm1_and_vm10_are_whole_names() -> None:
-    facts = Facts(names=("vm1",), noticed_at=NOW)
+    facts = MatchContext(names=("vm1",), not_before_seen_at=NOW)
     rule = Rule(name="a", approve="immediately")
     assert decided(rule, facts=facts, resources=("vm10",)).affects == "others"
     assert decided(rule, facts=facts, resources=("_VM1",)).affects == "self"
 
 
 def test_without_a_name_for_this_vm_nothing_is_approved() -> None:
-    facts = Facts(names=(), noticed_at=NOW)
+    facts = MatchContext(names=(), not_before_seen_at=NOW)
     decision = decided(
         Rule(name="a", when=When(affects=("self", "shared", "others")), approve="manual"), facts=facts
     )
@@ -150,7 +150,7 @@ def test_an_event_that_contradicts_itself_is_prepared_for_and_not_approved() -> 
 
 
 def test_an_id_that_cannot_be_sent_back_is_never_approved() -> None:
-    decision = decided(Rule(name="a", approve="manual"), id_fault="it is not a text")
+    decision = decided(Rule(name="a", approve="manual"), id_error="it is not a text")
     assert decision.approve == "never"
     assert decision.reason.endswith("its id cannot be sent back exactly (it is not a text)")
 
@@ -162,7 +162,7 @@ def test_an_event_without_an_id_is_never_approved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("approve", "shared", "resources", "may_speak"),
+    ("approve", "shared", "resources", "can_approve_for_all"),
     [
         ("immediately", None, ("web_1", "web_2"), True),
         ("immediately", None, ("web_2", "web_1"), True),
@@ -175,13 +175,16 @@ def test_an_event_without_an_id_is_never_approved() -> None:
         ("when-prepared", "hold", ("web_1", "_web_1"), True),
     ],
 )
-def test_event_naming_us_and_others_is_approved_per_rule_and_carefully_by_default(
-    approve: Any, shared: Any, resources: tuple[str, ...], may_speak: bool
+def test_an_event_naming_us_and_others_is_approved_per_rule_and_not_by_default(
+    approve: Any, shared: Any, resources: tuple[str, ...], can_approve_for_all: bool
 ) -> None:
-    assert decided(Rule(name="a", approve=approve, shared=shared), resources=resources).may_speak is may_speak
+    assert (
+        decided(Rule(name="a", approve=approve, shared=shared), resources=resources).can_approve_for_all
+        is can_approve_for_all
+    )
 
 
-def test_self_takes_events_that_name_others_too_and_shared_takes_only_those() -> None:
+def test_self_matches_events_that_name_others_too_and_shared_only_those() -> None:
     rules = Rule(name="shared", when=When(affects=("shared",))), Rule(name="self")
     assert decided(*rules, resources=("web_1", "web_2")).rule == "shared"
     assert decided(*rules).rule == "self"
@@ -196,7 +199,7 @@ def test_two_events_for_this_vm_are_each_on_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["web", "web_1", "a_b_c_000001", "_web_1"])
 def test_scale_set_and_plain_vm_names_are_accepted(name: str) -> None:
-    facts = Facts(names=(name,), noticed_at=NOW)
+    facts = MatchContext(names=(name,), not_before_seen_at=NOW)
     assert decided(Rule(name="a"), facts=facts, resources=(name,)).affects == "self"
 
 
@@ -217,7 +220,7 @@ SATURDAY_2AM = datetime(2022, 4, 16, 2, 0, tzinfo=UTC)
 
 def decision(**fields: Any) -> Decision:
     defaults: dict[str, Any] = {"rule": "a", "reason": "", "affects": "self", "approve": "when-prepared"}
-    return Decision(**{**defaults, "may_speak": True, **fields})
+    return Decision(**{**defaults, "can_approve_for_all": True, **fields})
 
 
 def begins_at(
@@ -262,17 +265,17 @@ def test_without_an_opening_before_the_lead_the_lead_decides() -> None:
     assert begins_at(decision(window=NIGHT, lead=7200.0), far, NOW) == not_before - timedelta(hours=2)
 
 
-def test_an_event_of_ordinary_notice_is_handled_as_if_there_were_no_window() -> None:
+def test_an_event_of_ordinary_lead_time_ignores_the_window() -> None:
     assert begins_at(decision(window=NIGHT), event(not_before=NOW + timedelta(minutes=15)), NOW) == NOW
 
 
-LATE = [{"may_speak": False, "affects": "shared"}, {"approve": "never"}, {"approve": "manual"}]
+LATE = [{"can_approve_for_all": False, "affects": "shared"}, {"approve": "never"}, {"approve": "manual"}]
 
 
 @pytest.mark.parametrize("fields", LATE)
 @pytest.mark.parametrize("window", [None, NIGHT])
 @pytest.mark.parametrize("minutes", [12, 15, 2 * 1440])
-def test_what_this_vm_does_not_approve_is_prepared_for_as_late_as_its_hooks_allow(
+def test_an_event_this_vm_does_not_approve_is_prepared_as_late_as_hooks_allow(
     fields: dict[str, Any], window: MaintenanceWindow | None, minutes: int
 ) -> None:
     # It would stay prepared until NotBefore: for the whole notice, or from the window on, perhaps for days.
@@ -290,7 +293,7 @@ def test_a_lead_overrules_that_preparation_begins_late(fields: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("fields", LATE)
-def test_an_eviction_is_prepared_for_at_once_whoever_approves_it(fields: dict[str, Any]) -> None:
+def test_an_eviction_is_prepared_at_once_whether_or_not_this_vm_approves_it(fields: dict[str, Any]) -> None:
     preempt = event(type="Preempt", not_before=NOW + timedelta(minutes=15))
     assert begins_at(decision(prepare=("drain",), **fields), preempt) == NOW
 
@@ -303,7 +306,10 @@ def test_an_event_with_nothing_to_prepare_is_not_put_off(fields: dict[str, Any])
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"may_speak": False}, "it names other VMs too and shared is hold, and preparation may take 5m30s"),
+        (
+            {"can_approve_for_all": False},
+            "it names other VMs too and shared is hold, and preparation may take 5m30s",
+        ),
         ({"approve": "never"}, "this VM does not approve it, and preparation may take 5m30s"),
         ({"approve": "manual"}, "an operator must approve it, and preparation may take 5m30s"),
         ({"lead": 900.0}, "lead 15m"),
@@ -316,12 +322,14 @@ def test_the_reason_says_why_it_does_not_begin_at_once(changes: dict[str, Any], 
     assert decision(prepare=("drain",), **changes).start(far, NOW, 330.0).reason == reason
 
 
-def test_with_shared_first_each_vm_waits_for_those_listed_before_it() -> None:
+def test_with_shared_first_each_vm_waits_for_the_earlier_listed_ones() -> None:
     rule = Rule(name="a", approve="immediately")
     names = ("db_1", "db_2", "web_1", "web_2")
-    waits = [decided(rule, resources=(*names[:n], "web_1", *names[n:])).speaks_after for n in (0, 1, 2)]
+    waits = [decided(rule, resources=(*names[:n], "web_1", *names[n:])).approve_after_seconds for n in (0, 1, 2)]
     assert waits == [0.0, 10.0, 20.0]
-    assert decided(Rule(name="a", approve="immediately", shared="any"), resources=names).speaks_after == 0.0
+    assert (
+        decided(Rule(name="a", approve="immediately", shared="any"), resources=names).approve_after_seconds == 0.0
+    )
 
 
 def opening(window: MaintenanceWindow, at: datetime, days: float = 14) -> datetime | None:
@@ -367,7 +375,7 @@ def test_an_hour_that_summer_time_skips_opens_an_hour_later_by_the_clock() -> No
     assert second == datetime(2022, 3, 28, 0, 30, tzinfo=UTC)  # 02:30 again
 
 
-def test_an_hour_that_winter_time_repeats_opens_once_and_stays_open_for_its_length() -> None:
+def test_an_hour_repeated_by_winter_time_opens_once_for_its_length() -> None:
     window = MaintenanceWindow(start=time(2, 30), length=3600.0, timezone="Europe/Berlin")
     opens = datetime(2022, 10, 30, 0, 30, tzinfo=UTC)  # 02:30, the first of two
     assert opening(window, datetime(2022, 10, 29, 12, 0, tzinfo=UTC)) == opens
@@ -425,7 +433,7 @@ windows_ = st.builds(
 def test_whatever_comes_a_decision_is_made_and_only_own_events_are_approved(
     rules: list[Rule], window: MaintenanceWindow, event: ScheduledEvent, names: list[str], now: datetime
 ) -> None:
-    facts = Facts(names=tuple(names), noticed_at=now)
+    facts = MatchContext(names=tuple(names), not_before_seen_at=now)
     decision = decide(rules, {"w": window}, event, facts)
     plain = {name.casefold().removeprefix("_") for name in names}
     is_named = any(resource.casefold().removeprefix("_") in plain for resource in event.resources)
@@ -433,7 +441,7 @@ def test_whatever_comes_a_decision_is_made_and_only_own_events_are_approved(
         assert is_named
         assert event.type in EVENT_TYPES
         assert event.id
-    if decision.may_speak:
+    if decision.can_approve_for_all:
         assert is_named
     if decision.rule is None:
         assert decision.approve == "never"

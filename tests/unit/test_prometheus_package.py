@@ -24,7 +24,16 @@ from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import Attention
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
+from scheduled_events_agent.workflow import (
+    HookOutcome,
+    Outcome,
+    Phase,
+    Record,
+    RecordKind,
+    Stage,
+    StageStatus,
+    Workflow,
+)
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "config" / "prometheus"
@@ -117,16 +126,16 @@ def exposed(*, has_fleet: bool = False) -> dict[str, dict[str, set[str]]]:
         event=event,
         decision=Decision(rule="impactful", reason="", affects="self", approve="when-prepared"),
         first_seen_at=NOW,
-        noticed_at=NOW,
+        not_before_seen_at=NOW,
         boot_id="boot-1",
         phase="preparing",
         outcome="completed",
-        recover=Progress(failure="exit code 1"),
+        recover=StageStatus(failure="exit code 1"),
     )
     metrics = Metrics(lambda: [workflow])
-    kinds: tuple[NoteKind, ...] = ("seen", "decided", "approved", "closed")
+    kinds: tuple[RecordKind, ...] = ("seen", "decided", "approved", "closed")
     for kind in kinds:
-        metrics.record_note(workflow, Note(kind=kind, text=""), NOW.timestamp())
+        metrics.record_note(workflow, Record(kind=kind, text=""), NOW.timestamp())
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
     metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
     metrics.set_waiting({"ops": (0, 0.0)})
@@ -194,7 +203,7 @@ def all_queries() -> Iterator[tuple[str, str]]:
             yield f"test of {group['name']}", series["series"]
 
 
-def test_the_walk_tells_metrics_from_labels_and_functions() -> None:
+def test_the_parser_separates_metrics_from_labels_and_functions() -> None:
     query = (
         'sum without (stage) (increase(a_total{x!="1|2", y=~"3|4"}[5m])) / on (job) b_count > 3e2 or c:d:e == 0'
     )
@@ -227,7 +236,7 @@ def test_every_query_names_metrics_labels_and_values_that_the_agent_shows() -> N
         assert grouped_by <= every_label, f"{where}: grouped by what is not there"
 
 
-def test_every_alert_says_how_bad_it_is_what_it_is_and_the_way_out() -> None:
+def test_every_alert_has_a_severity_a_description_and_a_hint() -> None:
     for name, rule in alerts().items():
         assert re.fullmatch(r"ScheduledEvents[A-Z]\w+", name)
         assert rule["labels"].keys() == {"severity"}, name
@@ -269,7 +278,7 @@ def test_the_commands_that_alerts_advise_exist() -> None:
         )  # exits on what it does not know
 
 
-def test_alerts_point_to_commands_not_to_pages_that_only_the_machine_itself_can_open() -> None:
+def test_alerts_name_commands_and_no_local_pages() -> None:
     for name, rule in alerts().items():
         for text in rule["annotations"].values():
             assert not re.search(
@@ -277,7 +286,7 @@ def test_alerts_point_to_commands_not_to_pages_that_only_the_machine_itself_can_
             ), name
 
 
-def test_each_kind_that_needs_a_person_raises_one_alert() -> None:
+def test_each_attention_kind_raises_one_alert() -> None:
     raised = [
         (name, kind)
         for name, rule in alerts().items()
@@ -311,7 +320,7 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
     assert shown == {name: {True, False} for name in alerts()}
 
 
-def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
+def test_the_dashboard_has_the_required_panels() -> None:
     assert [panel["title"] for panel in panels()] == [
         *("Needs a person", "Agents", "Not ready", "Pending", "Held", "Only observing", "Policy rejected"),
         *(
@@ -336,7 +345,7 @@ def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
     assert families[0] == {*families[1], *PROCESS_METRICS}
 
 
-def test_what_only_a_fleet_has_is_in_a_row_that_is_collapsed() -> None:
+def test_fleet_panels_are_in_a_collapsed_row() -> None:
     rows = [panel for panel in dashboard()["panels"] if panel["type"] == "row"]
     (fleet,) = [row for row in rows if row["collapsed"]]
     with_fleet = {title for title, query in dashboard_queries() if "_fleet_" in query}

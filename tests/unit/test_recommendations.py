@@ -7,12 +7,12 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import START, Agent, a_rule, an_event
 
-from scheduled_events_agent.engine.document_tracker import Documents
+from scheduled_events_agent.engine.document_tracker import DocumentTracker
 from scheduled_events_agent.imds.compare import Missing
 from scheduled_events_agent.imds.document import Document, ScheduledEvent, parse_document
 from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.workflow import ClockSet, OperatorAction, has_obeyed, is_ready, next_wake_at
+from scheduled_events_agent.workflow import ClockChanged, OperatorAction, is_applied, is_ready, next_wake_at
 
 HOUR = 3600.0
 NAMES = ("vm_1",)
@@ -47,10 +47,10 @@ def prepared(*rules: Rule, **context: Any) -> Agent:
 
 
 @pytest.mark.parametrize("rule", [a_rule(), a_rule(when=When(type=("Preempt", "Reboot")))])
-def test_a_rule_that_does_not_name_its_type_does_not_take_it(rule: Rule) -> None:
+def test_a_rule_without_a_type_does_not_match_it(rule: Rule) -> None:
     agent = Agent(rule)
     assert agent.document(a_recommendation()) == []
-    assert (agent.board, agent.journal) == ({}, [])
+    assert (agent.workflows, agent.journal) == ({}, [])
 
 
 @pytest.mark.parametrize("approve", ["immediately", "when-prepared", "manual", "never"])
@@ -60,8 +60,8 @@ def test_it_is_never_approved_whatever_the_rule_or_an_operator_says(approve: str
     assert agent.operator("approve", "R") == []
     assert agent.tick() == []
     assert (agent.of("R").decision.approve, agent.of("R").approval.state) == ("never", "none")
-    assert agent.waits_for("R") == "prepared until it is over, at the latest until 2026-03-02T13:00:01Z"
-    assert not is_ready(agent.board)
+    assert agent.wait_message("R") == "prepared until it is over, at the latest until 2026-03-02T13:00:01Z"
+    assert not is_ready(agent.workflows)
 
 
 @pytest.mark.parametrize("status", ["Scheduled", "Started", "Other"])
@@ -81,16 +81,16 @@ def test_it_is_recovered_when_the_document_lacks_it() -> None:
     assert agent.document() == ["R-RECOMMENDATION: recover undrain"]
     assert agent.of("R").outcome == "unknown"
     agent.ends("undrain", event="R")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
-def test_it_expires_recovers_and_does_not_begin_again_while_the_document_lists_it() -> None:
+def test_it_expires_recovers_and_stays_closed_while_the_document_lists_it() -> None:
     agent = prepared(advice(expire_after=HOUR))
-    assert next_wake_at(agent.board, agent.context) == START + timedelta(seconds=HOUR + 1)
+    assert next_wake_at(agent.workflows, agent.context) == START + timedelta(seconds=HOUR + 1)
     assert agent.tick(HOUR - 2) == []
     assert agent.tick(2) == ["R-RECOMMENDATION: recover undrain"]
     assert agent.ends("undrain", event="R") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert agent.journal[-1] == "closed: is over: expired"
     told = len(agent.journal)
     for _ in range(3):
@@ -101,26 +101,26 @@ def test_it_expires_recovers_and_does_not_begin_again_while_the_document_lists_i
     assert agent.document(a_recommendation()) == []  # one answer lacked it, which says nothing
     assert agent.answer_once() == []
     assert agent.answer_once() == []
-    assert (agent.board, len(agent.journal)) == ({}, told)
+    assert (agent.workflows, len(agent.journal)) == ({}, told)
     # Another one is news.
     agent.reload(advice())
     assert agent.document(a_recommendation()) == ["R-RECOMMENDATION: prepare drain"]
 
 
-def test_one_that_expires_in_its_hook_is_cut_short_and_recovered() -> None:
+def test_a_recommendation_that_expires_during_its_hook_is_canceled_and_recovered() -> None:
     agent = Agent(advice(expire_after=60.0))
     agent.document(a_recommendation())
     assert agent.tick(61) == ["R-RECOMMENDATION: cancel prepare"]
     assert agent.ends("drain", "canceled", event="R") == ["R-RECOMMENDATION: recover undrain"]
 
 
-def test_one_that_expires_while_its_end_is_in_doubt_recovers() -> None:
+def test_a_recommendation_that_expires_while_missing_recovers() -> None:
     """Such as after a change to an api-version that leaves it out."""
     agent = prepared()
     assert agent.send(Missing(a_recommendation().key)) == []
     assert agent.tick(2 * HOUR) == ["R-RECOMMENDATION: recover undrain"]
     agent.ends("undrain", event="R")
-    assert is_ready(agent.board)
+    assert is_ready(agent.workflows)
 
 
 def test_a_recovery_that_failed_after_it_expired_can_be_tried_again_or_resolved() -> None:
@@ -129,12 +129,12 @@ def test_a_recovery_that_failed_after_it_expired_can_be_tried_again_or_resolved(
         agent = prepared()
         agent.tick(2 * HOUR)
         agent.ends("undrain", "failed", event="R")
-        assert (agent.of("R").phase, is_ready(agent.board)) == ("recovery_failed", False)
+        assert (agent.of("R").phase, is_ready(agent.workflows)) == ("recovery_failed", False)
         assert agent.operator(action, "R") == effects
-        assert has_obeyed(agent.last.steps[-1].workflow, action)
+        assert is_applied(agent.last.transitions[-1].workflow, action)
         if effects:
             agent.ends("undrain", event="R")
-        assert agent.board == {}
+        assert agent.workflows == {}
         assert agent.journal[-1].startswith("closed: is over: expired")
 
 
@@ -151,7 +151,7 @@ def test_a_failed_hook_leaves_it_held_until_it_is_tried_again() -> None:
     agent = Agent(advice())
     agent.document(a_recommendation())
     agent.ends("drain", "failed", event="R")
-    assert (agent.of("R").phase, is_ready(agent.board)) == ("held", False)
+    assert (agent.of("R").phase, is_ready(agent.workflows)) == ("held", False)
     assert agent.journal[-1] == "held: held: hook drain: exit code 1"
     assert agent.operator("retry", "R") == ["R-RECOMMENDATION: prepare drain"]
 
@@ -159,7 +159,7 @@ def test_a_failed_hook_leaves_it_held_until_it_is_tried_again() -> None:
 def test_a_changed_clock_does_not_let_it_expire() -> None:
     agent = prepared()
     agent.wait(2 * HOUR)
-    assert agent.send(ClockSet(2 * HOUR)) == []
+    assert agent.send(ClockChanged(2 * HOUR)) == []
     assert agent.of("R").phase == "prepared"
 
 
@@ -168,11 +168,11 @@ def test_it_is_not_recovered_while_an_eviction_is_pending_and_then_is_once() -> 
     assert agent.document(a_recommendation(), a_preempt()) == ["P: prepare save"]
     assert agent.ends("save", event="P") == ["P: approve P"]
     assert agent.document(a_preempt()) == []
-    assert agent.waits_for("R") == "event P still needs it prepared"
+    assert agent.wait_message("R") == "event P still needs it prepared"
     assert agent.restart("boot 1", a_preempt()) == ["P: approve P"]
     assert agent.document() == ["R-RECOMMENDATION: recover undrain"]
     agent.ends("undrain", event="R")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_an_eviction_counts_without_a_rule_and_one_of_another_vm_does_not() -> None:
@@ -194,7 +194,7 @@ def test_an_eviction_interrupts_the_recovery_which_is_then_repeated() -> None:
 def test_an_eviction_under_the_same_id_is_an_event_of_its_own() -> None:
     agent = prepared()
     assert agent.document(a_preempt(id="R")) == ["R: prepare save"]
-    assert len(agent.board) == 2
+    assert len(agent.workflows) == 2
     document = parse_document(
         b'{"Events": [{"EventId": "R", "EventType": "Preempt", "EventStatus": "Scheduled"},'
         b'{"EventId": "R", "EventType": "SpotRebalanceRecommendation", "EventStatus": "Scheduled"}]}'
@@ -214,16 +214,16 @@ def test_the_eviction_runs_its_whole_list_of_hooks() -> None:
 
 def test_a_document_of_an_api_version_without_it_says_nothing_about_it() -> None:
     agent = prepared()
-    documents, settings = Documents(), Settings()
+    documents, settings = DocumentTracker(), Settings()
     reboot = an_event(id="B")
     for answered, has_recommendations, found in ((1.0, False, []), (9.0, False, []), (10.0, True, [Missing])):
         document = Document(incarnation="1", events=(), has_recommendations=has_recommendations)
-        documents.take(replace(document, answered=answered), answered, NAMES)
-        assert [type(change) for change in documents.compare(agent.board, NAMES, settings, ())] == found
-        documents.committed(has_faults=False)
+        documents.receive(replace(document, answered=answered), answered, NAMES)
+        assert [type(change) for change in documents.compare(agent.workflows, NAMES, settings, ())] == found
+        documents.committed(has_errors=False)
     agent.document(a_recommendation(), reboot)
-    documents.take(Document(incarnation="2", events=(reboot,), has_recommendations=False), 20.0, NAMES)
-    assert documents.compare(agent.board, NAMES, settings, ()) == []
+    documents.receive(Document(incarnation="2", events=(reboot,), has_recommendations=False), 20.0, NAMES)
+    assert documents.compare(agent.workflows, NAMES, settings, ()) == []
 
 
 @pytest.mark.parametrize("phase", ["waiting", "held", "preparing", "prepared", "failed"])
@@ -233,7 +233,7 @@ def test_it_ends_when_no_rule_names_its_type_any_more(phase: str) -> None:
     assert effects == end_of(phase, agent)
     assert agent.journal[-1] == "closed: is over: expired"
     assert "expired: has expired: no rule names its type any more" in agent.journal
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert agent.reload(advice()) == []
     assert agent.document(a_recommendation()) == []  # it has ended, and is still listed
 
@@ -242,10 +242,10 @@ def test_it_ends_when_no_rule_names_its_type_any_more(phase: str) -> None:
 def test_an_operator_ends_it_in_any_phase(phase: str) -> None:
     agent = lead_to(phase)
     effects = agent.operator("resolve", "R")
-    assert has_obeyed(agent.last.steps[0].workflow, "resolve")
+    assert is_applied(agent.last.transitions[0].workflow, "resolve")
     assert effects == end_of(phase, agent)
     assert agent.journal[-1].startswith("closed: is over: ")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def lead_to(phase: str) -> Agent:

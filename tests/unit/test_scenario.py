@@ -58,7 +58,7 @@ def problems_of(text: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_there_is_a_scenario_for_every_life_and_each_says_what_it_shows() -> None:
+def test_every_kind_of_lifecycle_has_a_scenario_with_a_description() -> None:
     shipped = list_scenarios()
     assert set(shipped) == LIVES
     assert DEFAULT_SCENARIO in shipped
@@ -111,7 +111,7 @@ def test_a_scenario_says_what_happens_when() -> None:
     )
 
 
-def test_names_that_the_scenario_does_not_have_are_told_with_their_lines() -> None:
+def test_unknown_names_in_a_scenario_are_reported_with_their_lines() -> None:
     assert problems_of(
         """vms: [vm-1, vm-1]
 vm_ids: {vm-3: x}
@@ -133,7 +133,7 @@ timeline:
     ]
 
 
-def test_names_are_looked_at_when_all_else_is_right() -> None:
+def test_names_are_checked_when_all_else_is_valid() -> None:
     assert problems_of(
         """vms: [vm-1]
 timeline:
@@ -161,11 +161,11 @@ def test_a_step_does_exactly_one_thing() -> None:
     ]
 
 
-def test_an_unknown_key_is_told_with_the_nearest_known_one() -> None:
+def test_an_unknown_key_is_reported_with_the_nearest_known_one() -> None:
     assert problems_of("timelime: []\n") == ['mine.yaml:1: unknown key "timelime"; did you mean "timeline"?']
 
 
-def test_an_unknown_scenario_is_told_with_the_nearest_known_one() -> None:
+def test_an_unknown_scenario_is_reported_with_the_nearest_known_one() -> None:
     with pytest.raises(SimulatorError) as caught:
         load_scenario("platform-rebot")
     assert str(caught.value) == (
@@ -180,7 +180,7 @@ def test_a_scenario_of_ones_own_is_read_from_its_path(tmp_path: Path) -> None:
     assert load_scenario(str(path)) == Scenario(vms=("mine",))
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_scenario_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "missing.yaml"
     with pytest.raises(SimulatorError) as caught:
         load_scenario(str(path))
@@ -221,7 +221,7 @@ def test_the_first_vms_of_a_scenario_can_be_called_by_real_names() -> None:
         (("x", "y"), "--vm: the scenario has 1 VMs; got 2 names"),
     ],
 )
-def test_more_names_than_vms_are_refused(names: tuple[str, ...], message: str) -> None:
+def test_more_names_than_vms_are_rejected(names: tuple[str, ...], message: str) -> None:
     with pytest.raises(SimulatorError) as caught:
         rename_vms(Scenario(vms=("a",)), names)
     assert str(caught.value) == message
@@ -253,7 +253,7 @@ def test_the_guide_explains_every_key_and_every_kind_of_fault() -> None:
     assert keys | set(get_args(FaultKind)) <= explained
 
 
-def test_the_guide_tells_the_defaults_that_the_types_have() -> None:
+def test_the_guide_states_the_defaults_of_the_types() -> None:
     _, _, rest = GUIDE.partition("\nAn event:\n")
     of_events, _, of_faults = rest.partition("\nA fault:\n")
     for text, struct in ((of_events, Plan), (of_faults, Fault)):
@@ -266,7 +266,7 @@ def test_the_guide_tells_the_defaults_that_the_types_have() -> None:
                 assert told[field.encode_name] == str(default).replace("True", "true").replace("False", "false")
 
 
-def test_the_guide_tells_of_every_option_and_every_path_of_the_control_port() -> None:
+def test_the_guide_lists_every_option_and_every_path_of_the_control_port() -> None:
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as shown:
         build_parser().parse_args(["simulate", "--help"])
     options = set(re.findall(r"--\w[\w-]*", shown.getvalue())) - {"--help"}

@@ -64,7 +64,7 @@ def test_an_approved_event_starts_after_its_delay_and_then_goes() -> None:
     assert azure.event("ID-1").outcome == "completed"
 
 
-def test_an_event_that_nobody_approves_starts_at_not_before() -> None:
+def test_an_event_without_an_approval_starts_at_not_before() -> None:
     azure = make_azure()
     azure.schedule(NOON + 0.3, plan(notice_seconds=30))
 
@@ -125,7 +125,7 @@ def test_a_hardware_failure_is_started_when_it_first_appears() -> None:
     azure.schedule(NOON, plan("Redeploy", begins_started=True))
 
     assert statuses(azure) == [("ID-1", "Started")]
-    assert [happening.kind for happening in azure.history] == ["started"]
+    assert [notification.kind for notification in azure.history] == ["started"]
 
 
 def test_an_event_can_be_over_without_a_document_that_showed_it_started() -> None:
@@ -151,7 +151,7 @@ def test_an_event_can_go_on_under_a_new_id_at_its_start() -> None:
     assert (azure.is_pending("ID-1"), azure.is_pending("id-2")) == (False, True)
 
 
-def test_an_event_without_an_end_stays_started_until_told() -> None:
+def test_an_event_without_an_end_stays_started_until_completed() -> None:
     azure = make_azure()
     azure.schedule(NOON, plan(begins_started=True, lasts_seconds=None))
     azure.advance(NOON + 1e7)
@@ -161,7 +161,7 @@ def test_an_event_without_an_end_stays_started_until_told() -> None:
     assert statuses(azure) == []
 
 
-def test_the_incarnation_changes_with_every_change_of_the_document_and_only_then() -> None:
+def test_the_incarnation_changes_exactly_with_the_document() -> None:
     azure = make_azure(incarnation=7, incarnation_step=3)
     seen = [read(azure)["DocumentIncarnation"]]
     azure.schedule(NOON, plan(start_delay_seconds=1, lasts_seconds=1))
@@ -262,7 +262,7 @@ def test_terminations_of_a_scale_set_wait_for_earlier_and_simultaneous_ones() ->
     assert statuses(azure) == [("ID-1", "Started"), ("ID-2", "Started"), ("ID-3", "Started")]
 
 
-def test_what_was_due_long_ago_happens_at_its_own_time() -> None:
+def test_an_overdue_action_happens_at_its_own_time() -> None:
     azure = make_azure()
     azure.schedule(NOON, plan(notice_seconds=10, lasts_seconds=5))
     azure.advance(NOON + 1000)
@@ -286,7 +286,7 @@ def test_a_vm_sees_an_event_once_and_in_a_version_that_shows_it() -> None:
     assert [(told.kind, told.vm) for told in azure.history[1:]] == [("polled", "vm-1"), ("polled", "vm-2")]
 
 
-def test_an_event_for_an_unknown_vm_is_refused() -> None:
+def test_an_event_for_an_unknown_vm_is_rejected() -> None:
     with pytest.raises(SimulatorError, match=r"^no VM 'vm-9' here; expected one of vm-1, vm-2$"):
         make_azure("vm-1", "vm-2").schedule(NOON, plan("Reboot", "vm-9"))
 

@@ -70,7 +70,7 @@ def test_shipped_policies_are_valid_by_the_schema(path: Path) -> None:
         ("maintenance_windows: {w: {start: '25:00', length: 1h}}", "'25:00' does not match"),
     ],
 )
-def test_the_schema_refuses_what_the_reader_refuses(text: str, message: str) -> None:
+def test_the_schema_and_the_parser_reject_the_same_policies(text: str, message: str) -> None:
     assert message in " ".join(faults(text))
 
 
@@ -78,7 +78,7 @@ def test_a_list_may_be_written_as_its_only_item() -> None:
     assert faults("rules: [{name: a, when: {type: Freeze, source: [User]}}]") == []
 
 
-def test_words_stand_in_the_order_in_which_people_read_them() -> None:
+def test_values_are_in_reading_order() -> None:
     definitions = policy_schema()["$defs"]
     assert definitions["When"]["properties"]["type"]["anyOf"][0] == {"enum": list(EVENT_TYPES)}
     assert definitions["Rule"]["properties"]["approve"] == {
@@ -88,7 +88,7 @@ def test_words_stand_in_the_order_in_which_people_read_them() -> None:
     }
 
 
-def test_durations_are_texts_with_their_defaults_as_the_file_writes_them() -> None:
+def test_durations_are_strings_with_defaults_in_policy_notation() -> None:
     assert policy_schema()["$defs"]["Hook"]["properties"]["timeout"] == {
         "type": "string",
         "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$",

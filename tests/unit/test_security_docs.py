@@ -79,7 +79,7 @@ def test_nothing_evaluates_text_or_builds_objects_from_it() -> None:
     assert yaml_nodes._Loader.__mro__[1] in (getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader)
 
 
-def test_no_module_is_used_that_runs_what_it_reads_or_goes_where_it_is_sent() -> None:
+def test_no_module_is_used_that_executes_its_input_or_follows_redirects() -> None:
     found = set()
     for file, node in [*nodes(ast.Import), *nodes(ast.ImportFrom)]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []

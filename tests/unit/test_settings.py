@@ -44,7 +44,7 @@ def test_a_policy_has_the_hash_of_its_file(tmp_path: Path) -> None:
     assert load_policy(None).hash == sha256(b"").hexdigest()
 
 
-def test_the_fault_form_is_the_documented_one() -> None:
+def test_errors_have_the_documented_form() -> None:
     text = "rules:\n  - {name: a}\n  - {name: b}\n  - name: c\n    approve: yes\n"
     assert faults(text) == (
         'policy.yaml:5: rules[2].approve: expected one of immediately, when-prepared, manual, never; got "yes"',
@@ -131,7 +131,7 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nvm: {aliases: [a, '']}", "vm.aliases[1]: expected a text; got an empty one"),
     ],
 )  # fmt: skip
-def test_a_fault_between_keys_names_its_line_and_the_way_out(text: str, fault: str) -> None:
+def test_an_error_between_keys_names_its_line_and_a_hint(text: str, fault: str) -> None:
     assert faults(text) == (f"policy.yaml:2: {fault}",)
 
 
@@ -161,7 +161,7 @@ def test_a_wrong_table_does_not_make_the_rules_wrong() -> None:
         (f"{FLEET[:-2]}, members: ['wbe_*']}}\nvm: {{name: web_0}}", "fleet.members: members does not match this VM, web_0: all VMs are waited for"),
     ],
 )  # fmt: skip
-def test_what_a_fleet_does_not_do_is_a_warning(text: str, warning: str) -> None:
+def test_an_ineffective_fleet_setting_is_a_warning(text: str, warning: str) -> None:
     assert [text.partition(": ")[2] for text in warnings(text)] == [warning]
 
 
@@ -186,12 +186,12 @@ def test_a_hook_cannot_choose_its_user_on_windows() -> None:
     assert parse_settings(text, "p", may_change_user=True).settings.hooks["a"].user == "app"
 
 
-def test_faults_of_all_parts_come_at_once_in_the_order_of_their_lines() -> None:
+def test_errors_of_all_parts_are_reported_at_once_in_line_order() -> None:
     text = "on_clear: [x]\nhooks:\n  a: {}\nimds: {poll_interval: 1ms}\n"
     assert [fault.split(": ")[0] for fault in faults(text)] == ["policy.yaml:1", "policy.yaml:3", "policy.yaml:4"]
 
 
-def test_a_wrong_value_does_not_hide_faults_between_other_keys() -> None:
+def test_a_wrong_value_does_not_hide_errors_between_other_keys() -> None:
     text = """\
 rules:
   - {name: a, aprove: never, prepare: [drian, sync]}
@@ -237,9 +237,7 @@ hooks:
         ),
     ],
 )
-def test_what_is_wrong_is_told_in_the_first_round_and_with_a_way_out_that_works(
-    text: str, found: list[str]
-) -> None:
+def test_an_error_is_reported_in_the_first_run_with_a_hint_that_works(text: str, found: list[str]) -> None:
     assert sorted(faults(text)) == sorted(f"policy.yaml:{line}" for line in found)
 
 
@@ -302,14 +300,14 @@ def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None
         ("prepare: [drain], recover: [], approve: when-prepared", "hooks.resume: no rule names this hook"),
     ],
 )  # fmt: skip
-def test_what_is_hardly_meant_is_a_warning(rule: str, warning: str) -> None:
+def test_a_setting_that_is_probably_a_mistake_is_a_warning(rule: str, warning: str) -> None:
     line = 2 if warning.startswith("hooks") else 1
     text = f"rules: [{{name: a, {rule}}}]\n{HOOKS}"
     assert warnings(text) == [f"policy.yaml:{line}: {warning}"]
 
 
 @pytest.mark.parametrize(
-    ("hook", "is_doubtful"),
+    ("hook", "is_history_unknown"),
     [
         ("{run: [/usr/share/scheduled-events-agent/systemd/run-as-root, drain]}", True),
         ("{run: [run-as-root, drain]}", True),
@@ -318,10 +316,10 @@ def test_what_is_hardly_meant_is_a_warning(rule: str, warning: str) -> None:
         ("{shell: run-as-root drain}", False),
     ],
 )
-def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_doubtful: bool) -> None:
+def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_history_unknown: bool) -> None:
     text = f"rules: [{{name: a, prepare: [drain], recover: [], approve: when-prepared}}]\nhooks: {{drain: {hook}}}"
     told = "run-as-root starts a unit, and two starts of one unit are one run: write serialize: true"
-    assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_doubtful else [])
+    assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_history_unknown else [])
 
 
 NEVER_BACK = "rules[0].prepare: nothing puts this VM back in service: write recover: [] if that is meant"
@@ -348,7 +346,7 @@ NEVER_BACK = "rules[0].prepare: nothing puts this VM back in service: write reco
         ("when: {resource: ['web_[0-9]', 'a[]]', 'a[!]]b]']}", None),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_a_warning(rule: str, warning: str | None) -> None:
+def test_a_setting_that_cannot_work_is_a_warning(rule: str, warning: str | None) -> None:
     hooks = "hooks: {drain: {run: [/d]}, quick: {run: [/q], timeout: 5s}}\non_clear: [drain, quick]\n"
     found = warnings(f"rules: [{{name: a, {rule}}}]\n{hooks}")
     assert found == ([f"policy.yaml:1: {warning}"] if warning else [])
@@ -390,21 +388,21 @@ def run_warnings(run: str) -> list[str]:
         ("[echo, $TOKEN]", "$..."),
     ],
 )
-def test_what_only_a_shell_understands_is_a_warning(run: str, sign: str) -> None:
+def test_shell_syntax_without_a_shell_is_a_warning(run: str, sign: str) -> None:
     assert run_warnings(run) == [f'run starts no shell: "{sign}" is passed as an argument; use shell']
 
 
 @pytest.mark.parametrize(
     "run", ["[sh, -c, 'a && b', x, ;]", "[find, /x, -exec, rm, '{}', ;]", "[a, 'b|c', 'x;', 'a$']"]
 )
-def test_what_is_no_sign_of_a_shell_is_no_warning(run: str) -> None:
+def test_text_that_only_resembles_shell_syntax_is_no_warning(run: str) -> None:
     assert run_warnings(run) == []
 
 
 @pytest.mark.parametrize(
     "more", ["lead: 15m", "approve: manual", "approve: when-prepared", "approve: never", "when: {type: Preempt}"]
 )
-def test_a_rule_that_prepares_is_no_warning_whoever_approves(more: str) -> None:
+def test_a_rule_that_prepares_is_no_warning_for_any_approver(more: str) -> None:
     assert warnings(f"rules: [{{name: a, prepare: [drain], recover: [resume], {more}}}]\n{HOOKS}") == []
 
 
@@ -443,7 +441,7 @@ def test_many_rules_are_compared_with_few_others(monkeypatch: pytest.MonkeyPatch
     assert compared < 2000 * 70
 
 
-def test_a_window_nobody_uses_is_a_warning() -> None:
+def test_an_unused_window_is_a_warning() -> None:
     text = "maintenance_windows: {night: {start: 02:00, length: 4h}}"
     assert warnings(text) == ["policy.yaml:1: maintenance_windows.night: no rule names this maintenance window"]
 
@@ -461,7 +459,7 @@ SPOT = "\nrules: [{name: a, when: {type: SpotRebalanceRecommendation}, prepare: 
         (", on_start: [drain]", "on_start: never runs: a recommendation does not start"),
     ],
 )
-def test_what_a_rule_for_recommendations_cannot_do_is_a_warning(more: str, warning: str | None) -> None:
+def test_an_impossible_setting_of_a_recommendation_rule_is_a_warning(more: str, warning: str | None) -> None:
     found = [text for text in warnings(HOOKS.strip() + SPOT % more) if "is longer than lead" not in text]
     assert found == ([f"policy.yaml:2: rules[0].{warning}"] if warning else [])
 
@@ -479,7 +477,7 @@ def test_what_a_rule_for_recommendations_cannot_do_is_a_warning(more: str, warni
         ),
     ],
 )
-def test_what_has_no_effect_without_recommendations_is_a_warning(text: str, warning: str) -> None:
+def test_a_recommendation_setting_without_recommendations_is_a_warning(text: str, warning: str) -> None:
     assert warnings(text) == [f"policy.yaml:{warning}"]
 
 

@@ -110,7 +110,7 @@ def test_every_policy_in_the_reference_is_valid_and_gives_no_warning() -> None:
         assert parse_settings(block, "docs/policy.md", may_change_user=True).warnings == ()
 
 
-def test_the_shipped_policy_says_what_is_built_in() -> None:
+def test_the_shipped_policy_matches_the_built_in_one() -> None:
     assert load_settings(ROOT / "config/policy.yaml") == Settings()
     assert load_settings(None) == Settings()
 

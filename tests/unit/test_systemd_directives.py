@@ -28,7 +28,7 @@ SINCE = {
 ALLOWED = {"ProtectProc", "PrivateIPC"}
 
 
-def test_the_oldest_systemd_that_packages_take_knows_every_directive() -> None:
+def test_the_oldest_supported_systemd_knows_every_directive() -> None:
     (oldest,) = re.findall(r'^SYSTEMD = "(\d+)"', BUILD.read_text(encoding="utf-8"), re.MULTILINE)
     units = {*SYSTEMD.glob("*.service"), SYSTEMD / "strict.conf"}
     assert len(units) == 3

@@ -30,7 +30,7 @@ def test_a_control_character_is_shown_as_its_code(hostile: str, shown: str) -> N
     assert shown.isprintable()
 
 
-def test_every_way_of_printing_cleans() -> None:
+def test_every_print_function_removes_control_characters() -> None:
     hostile = "\x1b[2Jx"
     lines = [*NOWHERE.line(hostile), *NOWHERE.rows([Row(hostile, hostile)]), NOWHERE.paint(hostile)]
     lines += [*WINDOW.line(hostile), *WINDOW.rows([Row(hostile, hostile)])]
@@ -39,7 +39,7 @@ def test_every_way_of_printing_cleans() -> None:
     assert COLORFUL.paint(hostile, "red") == "\x1b[1;31m\\x1b[2Jx\x1b[0m"
 
 
-def test_rows_stand_in_two_columns_that_fit_the_window() -> None:
+def test_rows_have_two_columns_that_fit_the_window() -> None:
     rows = [Row("vm", "web-1"), Row("last poll", "succeeded 0s ago; http://127.0.0.1, document 1")]
     assert WINDOW.rows(rows) == [
         "  vm         web-1",
@@ -49,15 +49,15 @@ def test_rows_stand_in_two_columns_that_fit_the_window() -> None:
     ]
 
 
-def test_away_from_a_terminal_each_fact_stays_in_its_line() -> None:
+def test_without_a_terminal_each_field_stays_on_one_line() -> None:
     assert NOWHERE.rows([Row("names", "web-1, " * 50)]) == [f"  names  {('web-1, ' * 50).rstrip()}"]
 
 
-def test_a_long_word_is_cut_and_the_window_kept() -> None:
+def test_a_long_text_without_spaces_is_cut_to_the_window() -> None:
     assert max(map(len, WINDOW.rows([Row("id", "x" * 200)]))) == 40
 
 
-def test_in_a_narrow_window_indents_give_way_and_no_line_is_wider_than_it() -> None:
+def test_in_a_narrow_window_indents_shrink_and_no_line_is_too_wide() -> None:
     lead = "  10:01:01Z    +1m 1s  hook finished  "
     assert WINDOW.line(f"{lead}hook drain: exit code 3", indent=len(lead)) == [
         "  10:01:01Z    +1m 1s  hook finished",

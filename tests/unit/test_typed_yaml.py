@@ -147,7 +147,7 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
         ("few: &a [*a]", "f.yaml:1: few[0]: an alias cannot be inside the value it repeats"),
     ],
 )
-def test_a_fault_says_where_what_was_expected_and_what_was_found(text: str, problem: str) -> None:
+def test_an_error_names_its_place_the_expected_and_the_found_value(text: str, problem: str) -> None:
     assert faults(text) == [problem]
 
 
@@ -180,14 +180,14 @@ def test_a_fault_says_where_what_was_expected_and_what_was_found(text: str, prob
         ("- " * 100_000, "f.yaml:1: nested more than 50 deep"),
     ],
 )
-def test_what_is_not_yaml_is_one_problem_with_its_line(text: str | bytes, problem: str) -> None:
+def test_invalid_yaml_is_one_error_with_its_line(text: str | bytes, problem: str) -> None:
     assert faults(text) == [problem]
 
 
 NOT_A_DURATION = 'expected a duration such as 9s, 5m, 1h30m or 2d; got "5": write 5s if seconds are meant'
 
 
-def test_all_faults_come_at_once_in_the_order_of_their_lines() -> None:
+def test_all_errors_are_reported_at_once_in_line_order() -> None:
     assert faults("nubmer: 1\nitems:\n  - {name: A}\n  - {span: 5}\nflag: 1\n") == [
         'f.yaml:1: unknown key "nubmer"; did you mean "number"?',
         'f.yaml:3: items[0].name: expected a text that matches ^[a-z]+$ (small letters); got "A"',
@@ -227,7 +227,7 @@ def test_lines_are_known_for_later_checks() -> None:
 
 
 @given(st.text() | st.binary())
-def test_no_text_whatever_makes_the_reader_fail(text: str | bytes) -> None:
+def test_no_text_makes_the_parser_fail(text: str | bytes) -> None:
     parsed = read(text)
     assert (parsed.value is None) == bool(parsed.problems)
 
@@ -243,7 +243,7 @@ def test_a_value_is_written_as_the_file_writes_it() -> None:
     }
 
 
-def test_the_schema_describes_what_the_reader_accepts() -> None:
+def test_the_schema_describes_what_the_parser_accepts() -> None:
     schema = json_schema(Outer)
     assert schema["properties"]["any_of"] == {
         "anyOf": [{"enum": ["a", "b"]}, {"type": "array", "items": {"enum": ["a", "b"]}}]
@@ -281,5 +281,5 @@ def test_the_schema_describes_what_the_reader_accepts() -> None:
         (b"\xff", None),
     ],
 )
-def test_one_text_is_read_whatever_else_is_wrong(text: str | bytes, found: str | None) -> None:
+def test_one_value_is_read_despite_other_errors(text: str | bytes, found: str | None) -> None:
     assert text_at(text, "a", "b") == found

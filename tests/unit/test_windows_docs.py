@@ -20,12 +20,12 @@ def test_the_page_has_a_policy() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
-def test_a_policy_on_the_page_is_valid_on_windows_and_means_what_it_says(policy: str) -> None:
+def test_policies_on_the_page_are_valid_on_windows_and_have_the_stated_effect(policy: str) -> None:
     loaded = parse_settings(policy, "windows.md", may_change_user=False)
     assert [str(warning) for warning in loaded.warnings] == []
 
 
-def test_the_page_tells_how_a_powershell_script_is_started(tmp_path: Path) -> None:
+def test_the_page_shows_how_a_powershell_script_is_started(tmp_path: Path) -> None:
     script = tmp_path / "x.ps1"
     script.touch()
     command = process._program_command([str(script)], {"SYSTEMROOT": "R"})
@@ -53,7 +53,7 @@ def test_the_page_and_the_script_set_another_account_with_the_same_lines() -> No
     assert page[0] == f"$privileges = '{'/'.join(service._PRIVILEGES)}'"
 
 
-def test_the_lines_give_another_account_the_access_that_a_later_installation_gives_it(
+def test_the_commands_give_an_account_the_access_of_an_installation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, str] = {}
@@ -67,7 +67,7 @@ def test_the_lines_give_another_account_the_access_that_a_later_installation_giv
     }
 
 
-def test_both_pages_tell_of_each_property_that_the_msi_takes() -> None:
+def test_both_pages_list_each_property_of_the_msi() -> None:
     source = (ROOT / "packaging/windows/msi.py").read_text(encoding="utf-8")
     (listed,) = re.findall(r'"SecureCustomProperties": ";"\.join\((.*?)\n        \),', source, re.DOTALL)
     for_operators = set(re.findall(r'"(\w+)"', listed)) - {"NEWER_FOUND", "OLDER_FOUND"}
@@ -76,7 +76,7 @@ def test_both_pages_tell_of_each_property_that_the_msi_takes() -> None:
         assert set(table) == for_operators, page
 
 
-def test_what_the_page_calls_the_product_s_files_is_what_they_are_called() -> None:
+def test_file_names_on_the_page_match_the_product() -> None:
     source = (ROOT / "packaging/windows/msi.py").read_text(encoding="utf-8")
     (product,) = re.findall(r'^PRODUCT = "(.+)"$', source, re.MULTILINE)
     assert f"'{product}'" in (ROOT / "packaging/windows/dsc.ps1").read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ def test_a_text_begins_with_the_sentence_of_an_entry_that_has_one() -> None:
     assert text_of(entry) == "Reboot 602D9444: held: why\r\n\r\nevent_id: 602D"
 
 
-def test_what_a_hook_wrote_is_never_part_of_a_text() -> None:
+def test_hook_output_is_never_part_of_a_text() -> None:
     for more in ({}, {"sentence": "Reboot 602D9444: hook drain: password: x"}):
         assert text_of({"message": "of something new", "line": "password: x", **more}) == "of something new"
 
@@ -46,7 +46,7 @@ def test_the_viewer_finds_nothing_in_a_text_to_put_something_else_for(text: str,
 
 
 @pytest.mark.parametrize("letter", ["x", "\n", "\U0001f600", "%1"])
-def test_a_text_is_cut_to_what_the_event_log_takes(letter: str) -> None:
+def test_a_text_is_cut_to_the_limit_of_the_event_log(letter: str) -> None:
     # Which counts as UTF-16 does, and what it is really given.
     assert len(text_of({"message": letter * 100_000}).encode("utf-16-le")) == 2 * 30_000
     assert len(text_of({"message": "x" + letter * 100_000}).encode("utf-16-le")) // 2 in (29_999, 30_000)

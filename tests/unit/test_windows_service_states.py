@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import pytest
 
 from scheduled_events_agent.cli import build_parser, main
-from scheduled_events_agent.engine import Machine
+from scheduled_events_agent.engine import Host
 from scheduled_events_agent.engine.hook_runs import HookRuns
 from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.host import processes
@@ -112,7 +112,7 @@ def running(crash_file: TextIO) -> Iterator[tuple[Manager, Agent]]:
     agent = Agent()
 
     def work(service: Service) -> int:
-        service.obey(agent.stop, agent.reload)
+        service.attach(agent.stop, agent.reload)
         agent.run(service)
         return 0
 
@@ -127,11 +127,11 @@ def running(crash_file: TextIO) -> Iterator[tuple[Manager, Agent]]:
         manager.wait_end()
 
 
-def test_it_tells_of_progress_until_the_agent_is_ready_and_accepts_nothing_before(crash_file: TextIO) -> None:
+def test_it_reports_progress_until_the_agent_is_ready_and_accepts_no_command_before(crash_file: TextIO) -> None:
     may_be_ready, agent = threading.Event(), Agent()
 
     def work(service: Service) -> int:
-        service.obey(agent.stop, agent.reload)
+        service.attach(agent.stop, agent.reload)
         assert may_be_ready.wait(PATIENCE)
         agent.run(service)
         return 0
@@ -150,9 +150,7 @@ def test_it_tells_of_progress_until_the_agent_is_ready_and_accepts_nothing_befor
 
 # Wine never sends the latter two; Windows does when the machine goes down, and each means that it waits for us.
 @pytest.mark.parametrize("control", [Control.STOP, Control.SHUTDOWN, Control.PRESHUTDOWN])
-def test_it_stops_when_the_hooks_had_their_say_and_tells_of_progress_until_then(
-    crash_file: TextIO, control: Control
-) -> None:
+def test_it_stops_after_the_hooks_and_reports_progress_until_then(crash_file: TextIO, control: Control) -> None:
     with running(crash_file) as (manager, agent):
         agent.may_end.clear()
         manager.service.control(control)
@@ -177,7 +175,7 @@ def test_a_changed_parameter_is_a_reload_during_which_it_runs(crash_file: TextIO
     ("control", "is_delayed"),
     [(Control.STOP, False), (Control.SHUTDOWN, True), (Control.PRESHUTDOWN, True)],
 )
-def test_a_hook_that_fails_is_delayed_if_the_machine_goes_down_and_has_failed_if_only_the_service_stops(
+def test_a_failed_hook_is_deferred_at_a_shutdown_and_fails_at_a_service_stop(
     crash_file: TextIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: Control, is_delayed: bool
 ) -> None:
     monkeypatch.setattr(processes, "is_shutting_down", system.is_shutting_down)
@@ -196,14 +194,14 @@ def test_a_hook_that_fails_is_delayed_if_the_machine_goes_down_and_has_failed_if
         running(crash_file) as (manager, _),
         contextlib.closing(Store.open(tmp_path, datetime.now(UTC))) as store,
     ):
-        hook_runs = HookRuns(store, unused, Machine(), unused, unused)
+        hook_runs = HookRuns(store, unused, Host(), unused, unused)
         assert system.is_shutting_down() is False
         manager.service.control(control)
         finished = hook_runs.take_result(drain, failure, None)
     assert (finished is None, hook_runs.cut_short == [drain]) == (is_delayed, is_delayed)
 
 
-def test_nothing_brings_a_service_that_stops_back(crash_file: TextIO) -> None:
+def test_a_stopping_service_cannot_be_restarted(crash_file: TextIO) -> None:
     with running(crash_file) as (manager, agent):
         agent.may_end.clear()
         manager.service.control(Control.STOP)
@@ -224,7 +222,7 @@ def test_an_agent_that_ends_by_a_bug_is_a_failure(crash_file: TextIO) -> None:
     assert {status.state for status in manager.told} == {State.START_PENDING}, "its end is a crash to the SCM"
 
 
-def test_a_refused_policy_has_an_exit_code_of_its_own(crash_file: TextIO) -> None:
+def test_a_rejected_policy_has_an_exit_code_of_its_own(crash_file: TextIO) -> None:
     manager = Manager(crash_file, lambda _service: 2)
     manager.start()
     assert manager.wait_end() == 2
@@ -268,12 +266,12 @@ def test_an_agent_that_hangs_ends_with_a_failure_and_leaves_its_stacks(tmp_path:
     assert "in run" in left, "the other threads are there too"
 
 
-def test_an_agent_that_shows_life_is_let_live(tmp_path: Path) -> None:
+def test_an_agent_that_sends_heartbeats_is_not_ended(tmp_path: Path) -> None:
     assert _live(tmp_path / "crash.log", "ready", *["alive"] * 4) == 0
     assert (tmp_path / "crash.log").read_text() == ""
 
 
-def test_what_a_crashed_agent_left_is_found_once_by_the_next(tmp_path: Path) -> None:
+def test_the_log_of_a_crashed_agent_is_found_once_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "crash.log").write_text("Timeout (0:01:00)!\nThread 1\n")
     file, left = open_crash_file(tmp_path)
     assert left == "Timeout (0:01:00)!\nThread 1"
@@ -287,7 +285,7 @@ def test_what_a_crashed_agent_left_is_found_once_by_the_next(tmp_path: Path) -> 
     assert left == ""
 
 
-def test_of_what_a_crashed_agent_left_as_much_is_read_as_a_log_can_bear(tmp_path: Path) -> None:
+def test_a_crash_log_is_read_up_to_a_limit(tmp_path: Path) -> None:
     (tmp_path / "crash.log").write_text("first" + "x" * 1_000_000)
     file, left = open_crash_file(tmp_path)
     with file:
@@ -295,7 +293,7 @@ def test_of_what_a_crashed_agent_left_as_much_is_read_as_a_log_can_bear(tmp_path
     assert (tmp_path / "crash.log").read_text() == ""
 
 
-def test_a_crash_file_that_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
+def test_an_unusable_crash_log_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "crash.log").mkdir()
     file, left = open_crash_file(tmp_path)
     with file:
@@ -325,7 +323,7 @@ def test_the_options_are_read_from_the_command_as_they_were_put_there(config: st
     assert windows_service.options_of(windows_service.image_path([])) == {}
 
 
-def test_the_service_is_told_to_reload_if_its_own_policy_is_valid(
+def test_the_service_is_asked_to_reload_if_its_own_policy_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, told = tmp_path / "policy.yaml", list[str]()
@@ -349,7 +347,7 @@ def test_a_program_is_quoted_even_without_need() -> None:
 
 
 @pytest.mark.parametrize(("path", "mark"), [(r"C:\%TEMP%\p.yaml", "%"), ('C:\\a"b', '"'), ("C:\\a\nb", "\n")])
-def test_what_the_scm_would_read_otherwise_is_refused(path: str, mark: str) -> None:
+def test_an_argument_that_the_scm_would_misread_is_rejected(path: str, mark: str) -> None:
     with pytest.raises(HostError) as caught:
         windows_service._command_line(r"C:\py\python.exe", None, [path])
     assert caught.value.kind == "usage"
@@ -373,7 +371,7 @@ def test_from_a_venv_the_real_python_is_started_and_finds_the_agent() -> None:
     assert done.stdout.startswith("scheduled-events-agent "), done.stderr
 
 
-def test_it_is_restarted_after_5_30_and_60_seconds_after_a_stop_with_an_error_too() -> None:
+def test_it_is_restarted_after_5_30_and_60_seconds_also_after_an_error() -> None:
     settings = dict(windows_service._further_configuration("LocalSystem"))
     assert settings["SERVICE_CONFIG_FAILURE_ACTIONS"] == {
         "ResetPeriod": 86400,
@@ -425,7 +423,7 @@ def test_it_keeps_few_privileges(account: str, privileges: list[str]) -> None:
         (9, "the service control manager reports an error: Why. (9)"),
     ],
 )
-def test_what_the_scm_refuses_is_told_with_the_way_out(code: int, text: str) -> None:
+def test_a_rejection_by_the_scm_is_reported_with_a_hint(code: int, text: str) -> None:
     assert windows_service._explain(code, "Why. ") == text
 
 
@@ -440,7 +438,7 @@ def test_on_linux_it_names_systemd(action: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("name", ["install.ps1", "uninstall.ps1"])
-def test_the_command_takes_what_the_scripts_pass_to_it(name: str) -> None:
+def test_the_command_accepts_the_arguments_of_the_scripts(name: str) -> None:
     script = Path(__file__).resolve().parents[2] / "winservice" / name
     calls = re.findall(r"@\(('-I', '-m', 'agent', [^)]+)\)", script.read_text(encoding="utf-8"))
     assert calls
@@ -449,7 +447,7 @@ def test_the_command_takes_what_the_scripts_pass_to_it(name: str) -> None:
         assert build_parser().parse_args(words[3:]).handler is not None
 
 
-def test_the_help_tells_that_the_service_itself_is_started_by_windows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_explains_that_windows_starts_the_service_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["service", "host", "--help"])
     text = capsys.readouterr().out

@@ -9,43 +9,43 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from scheduled_events_agent.engine.document_tracker import Documents
+from scheduled_events_agent.engine.document_tracker import DocumentTracker
 from scheduled_events_agent.engine.remembered import changes_by_steps
 from scheduled_events_agent.imds.compare import Gone, compare
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status.messages import as_shown, note_in_words
+from scheduled_events_agent.status.messages import record_message, to_view
 from scheduled_events_agent.workflow import (
-    TRANSITIONS,
+    ALLOWED_TRANSITIONS,
     AgentRestarted,
     ApprovalAnswered,
     Approve,
     CancelHook,
-    ClockSet,
+    ClockChanged,
     Context,
     Effect,
     HookFinished,
     HookOutcome,
-    MoveDeadline,
     OperatorAction,
     OperatorCommand,
-    Progression,
-    Reconsider,
+    PolicyChanged,
+    Result,
     RunHook,
     Signal,
     Stage,
-    Step,
-    Waits,
+    Transition,
+    UpdateHookDeadline,
+    WaitReason,
     Workflow,
+    advance,
     approval,
-    ask_approval_gates,
+    evaluate_approval_gates,
     hook_deadline_at,
     is_ready,
     known_events,
     next_wake_at,
     phases,
-    proceed,
 )
 
 advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
@@ -102,30 +102,30 @@ class Agent:
             document_at=None,
         )
         self.context = replace(self.context, **context)
-        self.board: dict[str, Workflow] = {}
-        self.last: Progression = Progression(board={}, steps=(), faults=())
+        self.workflows: dict[str, Workflow] = {}
+        self.last: Result = Result(workflows={}, transitions=(), errors=())
         self.journal: list[str] = []
         self.may_fail = False
-        self.documents = Documents()
+        self.documents = DocumentTracker()
 
     def send(self, *signals: Signal) -> list[str]:
         context = self.context
-        self.last = proceed(self.board, signals, context)
+        self.last = advance(self.workflows, signals, context)
         if not self.may_fail:
-            assert self.last.faults == ()
-        self.board = self.last.board
+            assert self.last.errors == ()
+        self.workflows = self.last.workflows
         unlisted = self.documents.unlisted
-        changes = changes_by_steps(context.remembered, signals, self.last.steps, unlisted, context.now)
+        changes = changes_by_steps(context.remembered, signals, self.last.transitions, unlisted, context.now)
         kept = {key: one for key, one in context.remembered.items() if key not in changes.removed}
         self.context = replace(context, remembered={**kept, **changes.put})
-        told = ((step.workflow, note) for step in self.last.steps for note in step.notes)
-        self.journal += [f"{note.kind}: {note_in_words(workflow, note)}" for workflow, note in told]
-        return [in_words(effect) for step in self.last.steps for effect in step.effects]
+        told = ((step.workflow, note) for step in self.last.transitions for note in step.records)
+        self.journal += [f"{note.kind}: {record_message(workflow, note)}" for workflow, note in told]
+        return [in_words(effect) for step in self.last.transitions for effect in step.effects]
 
     def document(self, *events: ScheduledEvent, after: float = 1) -> list[str]:
         """A document is read, ``after`` so many seconds; once more if it lacks an event."""
         effects = self.answer_once(*events, after=after)
-        if any(workflow.is_missing for workflow in self.board.values()):
+        if any(workflow.is_missing for workflow in self.workflows.values()):
             effects += self.answer_once(*events)
         return effects
 
@@ -134,11 +134,11 @@ class Agent:
         self.wait(after)
         context = self.context = replace(self.context, document_at=self.context.now)
         document = Document(incarnation="1", events=events)
-        self.documents.take(document, context.now.timestamp(), context.names)
+        self.documents.receive(document, context.now.timestamp(), context.names)
         settings = Settings(rules=context.rules, maintenance_windows={**context.windows})
         expired = [key for key, one in context.remembered.items() if one.reason == "expired"]
-        found = self.documents.compare(self.board, context.names, settings, expired)
-        self.documents.committed(has_faults=False)
+        found = self.documents.compare(self.workflows, context.names, settings, expired)
+        self.documents.committed(has_errors=False)
         return self.send(*found)
 
     def ends(self, hook: str, outcome: HookOutcome = "succeeded", event: str = "A", after: float = 1) -> list[str]:
@@ -177,29 +177,29 @@ class Agent:
 
     def restart(self, boot_id: str = "boot 1", *events: ScheduledEvent, document: bool = True) -> list[str]:
         """The agent dies and comes back with what is on disk; then, normally, a document is read."""
-        stored = msgspec.json.encode(list(self.board.values()))
-        self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
+        stored = msgspec.json.encode(list(self.workflows.values()))
+        self.workflows = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
         self.context = replace(self.context, boot_id=boot_id, document_at=None)
-        self.documents = Documents()
+        self.documents = DocumentTracker()
         assert self.send(AgentRestarted()) == []
         return self.document(*events) if document else []
 
     def reload(self, *rules: Rule, **context: Any) -> list[str]:
         self.context = replace(self.context, rules=rules, **context)
-        return self.send(Reconsider())
+        return self.send(PolicyChanged())
 
     def wait(self, seconds: float) -> None:
         self.context = replace(self.context, now=self.context.now + timedelta(seconds=seconds))
 
     def all_of(self, event: str) -> list[Workflow]:
-        return [workflow for workflow in self.board.values() if workflow.event.id == event]
+        return [workflow for workflow in self.workflows.values() if workflow.event.id == event]
 
     def of(self, event: str = "A") -> Workflow:
         (workflow,) = self.all_of(event)
         return workflow
 
-    def waits_for(self, event: str = "A") -> str:
-        return as_shown(self.of(event)).waits_for
+    def wait_message(self, event: str = "A") -> str:
+        return to_view(self.of(event)).wait_message
 
     @property
     def phase(self) -> str:
@@ -217,7 +217,7 @@ def in_words(effect: Effect) -> str:
             return f"{event}: {stage} {hook}"
         case CancelHook(stage=stage):
             return f"{event}: cancel {stage}"
-        case MoveDeadline():
+        case UpdateHookDeadline():
             return f"{event}: move deadline"
         case Approve(event_id=event_id, is_alone=is_alone):
             return f"{event}: approve {event_id}" + (" alone" if is_alone else "")
@@ -229,7 +229,7 @@ def in_words(effect: Effect) -> str:
 def test_an_event_is_prepared_for_approved_and_recovered() -> None:
     agent, event = Agent(a_rule()), an_event()
     assert agent.document(event) == ["A: prepare drain"]
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     assert agent.ends("drain") == ["A: prepare checkpoint"]
     assert agent.ends("checkpoint") == ["A: approve A"]
     assert agent.phase == "prepared"
@@ -238,10 +238,10 @@ def test_an_event_is_prepared_for_approved_and_recovered() -> None:
     assert agent.document(started(event)) == []
     assert agent.phase == "started"
     assert agent.document() == ["A: recover resume"]
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     assert agent.ends("resume") == []
-    assert agent.board == {}
-    assert is_ready(agent.board)
+    assert agent.workflows == {}
+    assert is_ready(agent.workflows)
     assert agent.journal == [
         "seen: Reboot Scheduled, from Platform, for vm_1, not before 2026-03-02T12:15:00Z (899s)",
         "decided: rule impactful matches it: affects self",
@@ -264,14 +264,14 @@ def test_an_event_is_prepared_for_approved_and_recovered() -> None:
     ]
 
 
-def test_an_event_without_hooks_is_approved_at_once_and_forgotten_when_it_is_over() -> None:
+def test_an_event_without_hooks_is_approved_at_once_and_closed_when_it_is_over() -> None:
     agent, event = Agent(Rule(name="user", approve="immediately")), an_event()
     assert agent.document(event) == ["A: approve A"]
-    assert is_ready(agent.board)
+    assert is_ready(agent.workflows)
     agent.answer()
     agent.document(started(event))
     assert agent.document() == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_immediate_approval_does_not_wait_for_the_hooks_it_has() -> None:
@@ -288,7 +288,7 @@ def test_a_manual_rule_prepares_and_waits_for_an_operator() -> None:
     agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.waits_for()) == ("prepared", "an operator must approve it")
+    assert (agent.phase, agent.wait_message()) == ("prepared", "an operator must approve it")
     assert agent.operator("approve") == ["A: approve A"]
     assert agent.journal[-1] == "approving: an operator approved it"
 
@@ -304,19 +304,19 @@ def test_a_rule_that_never_approves_prepares_and_leaves_the_rest_to_not_before()
     assert agent.document() == ["A: recover resume"]
 
 
-def test_an_event_that_no_rule_takes_is_only_observed() -> None:
+def test_an_event_without_a_matching_rule_is_only_observed() -> None:
     agent = Agent(a_rule(when=When(type=("Freeze",))))
     assert agent.document(an_event()) == []
-    assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
+    assert (agent.phase, is_ready(agent.workflows)) == ("waiting", True)
     assert agent.document(started(an_event())) == []
     assert agent.document() == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_a_rule_with_nothing_but_recovery_still_recovers() -> None:
     agent = Agent(a_rule(prepare=()))
     assert agent.document(an_event()) == ["A: approve A"]
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     agent.answer()
     assert agent.document() == ["A: recover resume"]
 
@@ -371,7 +371,7 @@ def test_a_shared_event_is_prepared_for_and_held_by_default() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     assert agent.document(shared_event()) == ["A: prepare drain"]
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.waits_for()) == (
+    assert (agent.phase, agent.wait_message()) == (
         "held",
         "it names other VMs too (vm_0, vm_1) and shared is hold",
     )
@@ -387,8 +387,8 @@ def test_the_second_vm_approves_when_the_first_one_has_not() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(shared_event()) == []
     turn = agent.context.now + timedelta(seconds=10)
-    assert agent.waits_for() == f"VMs listed before this one may approve it until {turn:%Y-%m-%dT%H:%M:%SZ}"
-    assert next_wake_at(agent.board, agent.context) == turn
+    assert agent.wait_message() == f"VMs listed before this one may approve it until {turn:%Y-%m-%dT%H:%M:%SZ}"
+    assert next_wake_at(agent.workflows, agent.context) == turn
     assert agent.tick(9) == []
     assert agent.tick(1) == ["A: approve A"]
 
@@ -400,7 +400,7 @@ def test_the_second_vm_does_not_approve_what_the_first_one_has_started() -> None
     assert agent.tick(60) == []
 
 
-def test_the_second_vm_counts_from_the_time_at_which_the_first_one_would_approve() -> None:
+def test_the_second_vm_counts_from_the_approval_time_of_the_first_one() -> None:
     agent = Agent(Rule(name="user", approve="immediately", lead=600.0))
     agent.document(shared_event())
     assert agent.tick(299) == []
@@ -408,29 +408,29 @@ def test_the_second_vm_counts_from_the_time_at_which_the_first_one_would_approve
     assert agent.tick(1) == ["A: approve A"]
 
 
-def test_the_turn_of_the_second_vm_outlives_restarts_and_a_clock_that_is_set() -> None:
+def test_the_stagger_of_the_second_vm_survives_restarts_and_clock_changes() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     agent.document(shared_event())
     agent.wait(3600)
-    assert agent.send(ClockSet(3600)) == []
+    assert agent.send(ClockChanged(3600)) == []
     assert agent.restart("boot 1", shared_event()) == []
     agent.wait(-7200)
     assert agent.tick() == ["A: approve A"]
 
 
-def test_what_other_vms_must_approve_is_prepared_for_as_late_as_the_hooks_allow() -> None:
+def test_an_event_that_other_vms_must_approve_is_prepared_as_late_as_hooks_allow() -> None:
     agent = Agent(a_rule(drain_for=60.0), reserve=5.0)
     assert agent.document(shared_event()) == []
-    assert agent.waits_for() == (
+    assert agent.wait_message() == (
         "begins at 2026-03-02T12:03:55Z "
         "(it names other VMs too and shared is hold, and preparation may take 11m5s)"
     )
-    assert is_ready(agent.board)
+    assert is_ready(agent.workflows)
     assert agent.restart("boot 1", shared_event()) == []
     assert agent.reload(a_rule(drain_for=61.0)) == []
     assert agent.tick(START + timedelta(minutes=3, seconds=53) - agent.context.now) == []
     assert agent.tick(1) == []
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     # The drain is not cut short either: the hooks have what they need after it.
     assert agent.of().drain_until == START + timedelta(minutes=4, seconds=55)
 
@@ -438,7 +438,7 @@ def test_what_other_vms_must_approve_is_prepared_for_as_late_as_the_hooks_allow(
 def test_an_operators_approval_begins_at_once_what_would_be_prepared_for_late() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     assert agent.document(an_event()) == []
-    assert agent.waits_for().startswith("begins at 2026-03-02T12:10:00Z (an operator must approve it, ")
+    assert agent.wait_message().startswith("begins at 2026-03-02T12:10:00Z (an operator must approve it, ")
     assert agent.operator("approve") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
@@ -456,7 +456,7 @@ def test_an_event_of_another_vm_is_never_approved_not_even_by_an_operator() -> N
     assert agent.document(an_event(resources=("vm_10",))) == ["A: prepare tell"]
     assert agent.ends("tell") == []
     assert agent.operator("approve") == []
-    assert (agent.phase, agent.waits_for()) == ("held", "it does not name this VM")
+    assert (agent.phase, agent.wait_message()) == ("held", "it does not name this VM")
 
 
 def test_a_name_learned_later_brings_the_event_under_its_rule() -> None:
@@ -478,15 +478,15 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     agent = Agent(a_rule(lead=900.0))
     not_before = START + timedelta(days=7)
     assert agent.document(an_event(not_before=not_before)) == []
-    assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
-    assert agent.waits_for() == "begins at 2026-03-09T11:45:00Z (lead 15m)"
-    assert next_wake_at(agent.board, agent.context) == not_before - timedelta(minutes=15)
+    assert (agent.phase, is_ready(agent.workflows)) == ("waiting", True)
+    assert agent.wait_message() == "begins at 2026-03-09T11:45:00Z (lead 15m)"
+    assert next_wake_at(agent.workflows, agent.context) == not_before - timedelta(minutes=15)
     agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
     assert agent.tick(0) == []
     assert agent.tick(1) == ["A: prepare drain"]
 
 
-def test_the_lead_is_not_awaited_when_an_operator_approves() -> None:
+def test_an_operator_approval_skips_the_lead() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     agent.document(an_event(not_before=START + timedelta(days=7)))
     assert agent.operator("approve") == ["A: prepare drain"]
@@ -505,29 +505,29 @@ def test_an_event_announced_long_ahead_is_handled_in_the_maintenance_window() ->
     agent = Agent(a_rule(window="night", prepare=("drain",)), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(days=3))) == []
     opening = datetime(2026, 3, 3, 2, 0, tzinfo=UTC)
-    assert next_wake_at(agent.board, agent.context) == opening
+    assert next_wake_at(agent.workflows, agent.context) == opening
     agent.context = replace(agent.context, now=opening)
     assert agent.tick(0) == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
     restored = Agent()
-    restored.board = agent.board
+    restored.workflows = agent.workflows
     restored.restart(document=False)
     assert restored.of().decision.window == night
 
 
-def test_an_event_that_comes_before_the_next_window_is_handled_at_its_usual_notice() -> None:
+def test_an_event_before_the_next_window_is_handled_at_its_usual_lead_time() -> None:
     night = MaintenanceWindow(start=time(2, 0), length=7200.0)
     agent = Agent(a_rule(window="night"), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
-    assert agent.waits_for() == "begins at 2026-03-02T13:45:00Z (window night does not open before)"
+    assert agent.wait_message() == "begins at 2026-03-02T13:45:00Z (window night does not open before)"
     assert agent.tick(7200 - 901) == ["A: prepare drain"]
 
 
 def test_the_vm_is_not_ready_for_the_time_of_the_drain_before_its_hooks_run() -> None:
     agent = Agent(a_rule(drain_for=30.0, prepare=("stop",)))
     assert agent.document(an_event()) == []
-    assert (agent.phase, is_ready(agent.board)) == ("preparing", False)
-    assert next_wake_at(agent.board, agent.context) == agent.context.now + timedelta(seconds=30)
+    assert (agent.phase, is_ready(agent.workflows)) == ("preparing", False)
+    assert next_wake_at(agent.workflows, agent.context) == agent.context.now + timedelta(seconds=30)
     assert agent.tick(29) == []
     assert agent.tick(1) == ["A: prepare stop"]
     assert agent.ends("stop") == ["A: approve A"]
@@ -538,12 +538,12 @@ def test_a_drain_alone_is_a_preparation_and_ends_with_the_event() -> None:
     agent.document(an_event())
     assert agent.tick(30) == ["A: approve A"]
     agent.answer()
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     agent.document()
-    assert is_ready(agent.board)
+    assert is_ready(agent.workflows)
 
 
-def test_with_little_notice_the_drain_leaves_half_of_it_to_the_hooks() -> None:
+def test_with_a_short_lead_time_the_drain_leaves_half_of_it_to_the_hooks() -> None:
     agent = Agent(a_rule(drain_for=300.0))
     agent.document(an_event(not_before=START + timedelta(seconds=31)))
     assert agent.of().drain_until == START + timedelta(seconds=16)
@@ -588,20 +588,20 @@ def test_a_clock_that_is_set_neither_shortens_nor_prolongs_a_drain(jump: float) 
     agent = Agent(a_rule(prepare=("drain", "checkpoint"), drain_for=600.0))
     agent.document(an_event(not_before=START + timedelta(hours=9)))
     agent.wait(200 + jump)
-    assert agent.send(ClockSet(jump)) == []
+    assert agent.send(ClockChanged(jump)) == []
     assert agent.tick(399) == []
     assert agent.tick(2) == ["A: prepare drain"]
     agent.wait(jump)
-    assert agent.send(ClockSet(jump)) == ["A: move deadline"]
+    assert agent.send(ClockChanged(jump)) == ["A: move deadline"]
     assert agent.ends("drain") == ["A: prepare checkpoint"]
 
 
-def test_a_clock_that_is_set_forward_leaves_the_hooks_their_part_of_what_is_left() -> None:
+def test_a_clock_set_forward_leaves_the_hooks_their_share_of_the_time() -> None:
     agent = Agent(a_rule(drain_for=600.0))
     agent.document(an_event(not_before=START + timedelta(seconds=3600)))
     agent.wait(3400)
-    assert agent.send(ClockSet(3400)) == []
-    assert next_wake_at(agent.board, agent.context) == agent.context.now + timedelta(seconds=99.5)
+    assert agent.send(ClockChanged(3400)) == []
+    assert next_wake_at(agent.workflows, agent.context) == agent.context.now + timedelta(seconds=99.5)
 
 
 def test_a_hook_in_flight_gets_a_new_deadline_when_not_before_moves() -> None:
@@ -633,7 +633,7 @@ def test_preparation_is_canceled_when_the_event_starts() -> None:
     assert agent.document() == ["A: recover resume"]
 
 
-def test_a_hook_that_succeeds_although_it_was_told_to_end_is_the_last_one() -> None:
+def test_a_hook_that_succeeds_after_its_cancellation_is_the_last_one() -> None:
     agent, event = Agent(a_rule()), an_event()
     agent.document(event)
     agent.document(started(event))
@@ -657,18 +657,18 @@ def test_an_event_that_starts_before_its_time_is_not_prepared_for() -> None:
     agent.document(event)
     assert agent.document(started(event)) == []
     assert agent.document() == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_an_event_first_seen_started_gets_its_on_start_hooks_and_nothing_else() -> None:
     agent, event = Agent(a_rule(on_start=("tell", "log"))), started(an_event())
     assert agent.document(event) == ["A: on_start tell"]
-    assert is_ready(agent.board)
+    assert is_ready(agent.workflows)
     assert agent.ends("tell", "failed") == ["A: on_start log"]
     assert agent.ends("log") == []
     assert agent.operator("approve") == []
     assert agent.document() == []
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert agent.journal[-1] == "closed: is over: completed"
 
 
@@ -681,7 +681,7 @@ def test_on_start_hooks_run_when_a_prepared_event_starts() -> None:
     assert agent.ends("tell", "canceled") == ["A: recover resume"]
 
 
-def test_a_rule_for_started_events_takes_one_that_no_rule_took_before() -> None:
+def test_a_rule_for_started_events_matches_one_that_had_no_rule_before() -> None:
     rule = Rule(name="late", when=When(status=("Started",)), on_start=("tell",))
     agent, event = Agent(rule), an_event()
     assert agent.document(event) == []
@@ -694,14 +694,14 @@ def test_an_event_that_vanishes_is_recovered_after_its_prepare_hook_has_ended() 
     assert agent.document() == ["A: cancel prepare"]
     assert agent.ends("drain", "canceled") == ["A: recover resume"]
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_a_drain_is_over_when_its_event_vanishes() -> None:
     agent = Agent(a_rule(drain_for=60.0, recover=()))
     agent.document(an_event())
     agent.document()
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 @pytest.mark.parametrize(
@@ -738,7 +738,7 @@ def test_an_event_renamed_at_its_start_is_the_same_event() -> None:
     agent.ends("drain")
     agent.answer()
     assert agent.document(started(replace(event, id="B"))) == []
-    assert len(agent.board) == 1
+    assert len(agent.workflows) == 1
     assert "renamed: goes on under the id B (was A)" in agent.journal
     assert agent.document() == ["A: recover resume"]
 
@@ -750,7 +750,7 @@ def test_an_event_renamed_after_its_start_is_recovered_from_at_its_end() -> None
     agent.document(started(event))
     assert agent.document(started(replace(event, id="B"))) == []
     assert agent.document(started(replace(event, id="C"))) == []
-    assert len(agent.board) == 1
+    assert len(agent.workflows) == 1
     assert agent.document() == ["A: recover resume"]
 
 
@@ -760,8 +760,8 @@ def test_an_event_that_one_answer_lacks_is_not_over() -> None:
     agent.ends("drain")
     assert agent.answer_once() == []
     assert agent.ends("checkpoint") == []  # the hook that ran went on; no approval follows
-    assert not is_ready(agent.board)
-    assert ask_approval_gates(agent.of(), agent.context).answer == "not yet"
+    assert not is_ready(agent.workflows)
+    assert evaluate_approval_gates(agent.of(), agent.context).verdict == "wait"
     assert agent.operator("approve") == []
     assert agent.answer_once(event) == ["A: approve A"]
     assert agent.of().outcome == ""
@@ -832,7 +832,7 @@ def test_an_approved_event_that_is_back_before_its_recovery_is_approved() -> Non
     assert agent.phase == "approved"
 
 
-def test_an_event_that_comes_back_is_prepared_for_again_and_its_recovery_ends_first() -> None:
+def test_a_reappearing_event_is_prepared_again_after_its_recovery() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -843,7 +843,7 @@ def test_an_event_that_comes_back_is_prepared_for_again_and_its_recovery_ends_fi
     assert agent.ends("drain") == ["A: approve A"]
     assert agent.document() == ["A: recover resume"]
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_the_end_of_an_old_appearance_does_not_hide_the_new_one() -> None:
@@ -856,7 +856,7 @@ def test_the_end_of_an_old_appearance_does_not_hide_the_new_one() -> None:
     # In one go: the old appearance moves, and the document says something about the new one.
     changed = an_event(description="changed")
     finished = HookFinished(workflow_id=old.id, stage="recover", hook="resume", run=1, outcome="canceled")
-    agent.send(finished, *compare(known_events(agent.board), Document(incarnation="2", events=(changed,))))
+    agent.send(finished, *compare(known_events(agent.workflows), Document(incarnation="2", events=(changed,))))
     assert [workflow.event.description for workflow in agent.all_of("A")] == ["", "changed"]
 
 
@@ -871,14 +871,14 @@ def test_a_change_that_brings_another_rule_is_decided_anew() -> None:
     assert agent.of().decision.prepare == ("drain", "checkpoint")
 
 
-def test_a_changed_text_that_changes_nothing_else_is_no_new_decision_to_tell() -> None:
+def test_a_changed_text_without_other_changes_records_no_decision() -> None:
     agent = Agent(a_rule(lead=60.0))
     agent.document(an_event())
     agent.document(an_event(description="Virtual machine is being rebooted"))
     assert agent.journal[-1] == 'changed: description "" -> Virtual machine is being rebooted'
 
 
-def test_an_event_that_turns_out_to_name_others_is_not_approved_any_more() -> None:
+def test_an_event_that_now_names_others_is_no_longer_approved() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.document(shared_event())
@@ -886,7 +886,7 @@ def test_an_event_that_turns_out_to_name_others_is_not_approved_any_more() -> No
     assert agent.phase == "held"
 
 
-def test_a_reload_that_forbids_approval_is_obeyed_at_once() -> None:
+def test_a_reload_that_forbids_approval_takes_effect_at_once() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.reload(a_rule(prepare=("drain",), approve="never"))
@@ -895,13 +895,13 @@ def test_a_reload_that_forbids_approval_is_obeyed_at_once() -> None:
     assert agent.reload(a_rule(prepare=("drain",))) == ["A: approve A"]
 
 
-def test_what_was_prepared_is_undone_by_the_rule_that_prepared_it() -> None:
+def test_a_preparation_is_recovered_by_the_rule_that_made_it() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     assert agent.reload() == []
     assert agent.ends("drain") == []
     waits_for = "approve is never (rule impactful began it; now no rule matches it: observe)"
-    assert (agent.phase, agent.waits_for()) == ("held", waits_for)
+    assert (agent.phase, agent.wait_message()) == ("held", waits_for)
     assert agent.document() == ["A: recover resume"]
 
 
@@ -917,7 +917,7 @@ def test_a_hook_that_the_new_rule_wants_besides_runs_before_the_approval() -> No
     assert agent.ends("resume") == ["A: recover load"]
 
 
-def test_a_hook_that_the_new_rule_wants_besides_runs_though_preparation_was_done() -> None:
+def test_an_additional_hook_of_a_new_rule_runs_after_preparation() -> None:
     agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -953,7 +953,7 @@ def test_an_approved_event_is_not_called_held_when_preparing_for_more_fails() ->
     )
 
 
-def test_a_lead_is_not_awaited_once_an_approval_that_was_under_way_is_confirmed() -> None:
+def test_a_confirmed_approval_in_progress_skips_the_lead() -> None:
     short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
     agent = Agent(short, a_rule(prepare=("drain",), lead=60.0))
     assert agent.document(an_event(type="Freeze")) == ["A: approve A"]
@@ -961,7 +961,7 @@ def test_a_lead_is_not_awaited_once_an_approval_that_was_under_way_is_confirmed(
     assert agent.answer() == ["A: prepare drain"]
 
 
-def test_a_hook_that_the_new_rule_wants_besides_runs_though_the_event_was_approved() -> None:
+def test_an_additional_hook_of_a_new_rule_runs_after_approval() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -997,7 +997,7 @@ def test_a_hook_that_runs_while_the_policy_loses_it_still_has_to_succeed() -> No
     assert agent.phase == "held"
 
 
-def test_preparation_begins_where_the_old_decision_wanted_none_and_the_new_one_does() -> None:
+def test_preparation_begins_when_a_new_decision_requires_it() -> None:
     agent = Agent(Rule(name="ask", approve="manual"))
     agent.document(an_event())
     assert agent.phase == "prepared"
@@ -1017,7 +1017,7 @@ def test_a_reload_does_not_touch_an_event_that_is_over() -> None:
 # --- Two events.
 
 
-def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_put_back() -> None:
+def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_restored() -> None:
     agent = Agent(a_rule(prepare=("drain",), recover=("resume",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -1025,24 +1025,24 @@ def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_put_back(
     assert agent.document() == []
     assert agent.journal[-1] == "hook_missing: hook resume is not in the policy any more: put it back"
     assert agent.restart() == []
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     agent.context = replace(agent.context, hooks=("resume",))
-    assert agent.send(Reconsider()) == ["A: recover resume"]
+    assert agent.send(PolicyChanged()) == ["A: recover resume"]
     assert agent.ends("resume") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_a_promised_recovery_is_kept_when_a_new_policy_adds_a_preparation() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=(), recover=("resume",), approve="never"))
     agent.document(an_event())
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     agent.context = replace(agent.context, document_at=None)  # it restarts under the new policy
     agent.reload(a_rule(prepare=("drain",), recover=("resume",), approve="never"))
     agent.context = replace(agent.context, document_at=agent.context.now)
     assert agent.document() == ["A: recover resume"]
 
 
-def test_of_many_events_that_end_one_by_one_each_tells_once_that_it_waits() -> None:
+def test_of_many_events_that_end_one_by_one_each_records_its_wait_once() -> None:
     agent = Agent(a_rule(prepare=("drain",), recover=("resume",)))
     events = [an_event(id=f"E{number}") for number in range(20)]
     agent.document(*events)
@@ -1050,14 +1050,14 @@ def test_of_many_events_that_end_one_by_one_each_tells_once_that_it_waits() -> N
         agent.ends("drain", event=event.id)
     for number in range(1, 20):
         agent.document(*events[number:])
-    waits = [line for line in agent.journal if line.startswith("waits: ") and "still needs it" in line]
+    waits = [line for line in agent.journal if line.startswith("waiting: ") and "still needs it" in line]
     assert len(waits) == 19
-    assert {as_shown(w).waits_for for w in agent.board.values() if w.is_over} == {
+    assert {to_view(w).wait_message for w in agent.workflows.values() if w.is_over} == {
         "event E19 still needs it prepared"
     }
 
 
-def test_a_long_value_that_has_changed_is_cut_where_it_is_told() -> None:
+def test_a_long_changed_value_is_cut_in_the_record() -> None:
     agent = Agent()
     agent.document(an_event(description="x" * 4000, resources=("vm_1", *("y" * 900 for _ in range(100)))))
     agent.document(an_event(description="z" * 4000))
@@ -1074,12 +1074,12 @@ def test_recovery_waits_for_the_last_event_and_each_hook_runs_once() -> None:
     agent.ends("drain", event="B")
     agent.answer()
     assert agent.document(other) == []
-    assert agent.journal[-1] == "waits: event B still needs it prepared"
+    assert agent.journal[-1] == "waiting: event B still needs it prepared"
     assert agent.document() == ["A: recover resume"]
     assert agent.ends("resume") == ["A: recover tell"]
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     assert agent.ends("tell") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_recovery_does_not_wait_for_an_event_that_shares_no_hook() -> None:
@@ -1108,7 +1108,7 @@ def test_recovery_waits_until_the_last_hook_of_another_canceled_event_has_ended(
     assert agent.document() == ["B: cancel prepare"]
     assert agent.ends("drain", "canceled", event="B") == ["A: recover resume"]
     assert agent.ends("resume") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_a_recovery_is_cut_short_by_another_event_and_done_once_for_both_later() -> None:
@@ -1121,10 +1121,10 @@ def test_a_recovery_is_cut_short_by_another_event_and_done_once_for_both_later()
     assert agent.ends("drain", event="B") == ["B: approve B"]
     assert agent.document() == ["A: recover resume"]
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
-def test_what_was_recovered_before_another_event_came_is_recovered_again_after_it() -> None:
+def test_a_stage_recovered_before_another_event_is_recovered_again_after_it() -> None:
     no_recovery = a_rule(name="short", when=When(type=("Freeze",)), prepare=("drain",), recover=())
     agent = Agent(no_recovery, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
     agent.document(an_event())
@@ -1137,12 +1137,12 @@ def test_what_was_recovered_before_another_event_came_is_recovered_again_after_i
     assert agent.document() == ["A: recover uncordon"]
     assert agent.ends("uncordon") == ["A: recover resume"]
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_any_of_several_waiting_events_may_undo_what_was_recovered() -> None:
     nothing_to_run = a_rule(name="short", when=When(type=("Freeze",)), prepare=(), recover=("resume",))
-    no_recovery = a_rule(name="move", when=When(type=("Redeploy",)), prepare=("drain",), recover=())
+    no_recovery = a_rule(name="next_transition", when=When(type=("Redeploy",)), prepare=("drain",), recover=())
     agent = Agent(nothing_to_run, no_recovery, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
     freeze, redeploy = an_event(id="B", type="Freeze"), an_event(id="C", type="Redeploy")
     agent.document(an_event())
@@ -1161,7 +1161,7 @@ def test_a_recovery_is_not_started_when_another_event_begins_in_the_same_moment(
     agent.ends("drain")
     assert agent.document() == ["A: recover resume"]
     assert agent.restart("boot 2", an_event(id="B")) == ["B: prepare drain"]
-    assert [as_shown(w).waits_for for w in agent.all_of("A")] == ["event B still needs it prepared"]
+    assert [to_view(w).wait_message for w in agent.all_of("A")] == ["event B still needs it prepared"]
     agent.ends("drain", event="B")
     assert agent.document() == ["A: recover resume"]
 
@@ -1176,7 +1176,7 @@ def test_an_agent_that_acts_again_prepares_before_it_recovers() -> None:
     assert agent.reload(*agent.context.rules, is_acting=True) == ["B: prepare drain"]
 
 
-def test_a_recovery_whose_last_hook_succeeds_although_it_was_told_to_end_is_over() -> None:
+def test_a_recovery_whose_last_hook_succeeds_after_its_cancellation_is_over() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -1208,7 +1208,7 @@ def test_two_recoveries_with_the_same_hooks_run_each_once_in_their_order() -> No
     assert agent.document() == ["A: recover resume", "B: recover tell"]
     assert agent.ends("resume") == []
     assert agent.ends("tell", event="B") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert "hook_finished: hook resume: has run for another event, once for both" in agent.journal
 
 
@@ -1265,7 +1265,7 @@ def test_a_throttled_approval_is_repeated_after_the_pauses_of_the_service() -> N
 def test_a_failed_approval_is_repeated_only_after_a_fresh_document() -> None:
     agent = prepared_agent()
     agent.answer("timeout")
-    assert next_wake_at(agent.board, agent.context) == agent.context.now + timedelta(seconds=1)
+    assert next_wake_at(agent.workflows, agent.context) == agent.context.now + timedelta(seconds=1)
     assert agent.tick(60) == []
     assert agent.document(an_event()) == ["A: approve A alone"]
 
@@ -1276,7 +1276,7 @@ def test_an_event_that_started_after_a_failed_approval_is_not_approved_again() -
     assert agent.document(started(an_event()), after=60) == []
 
 
-def test_an_approval_that_failed_for_whatever_reason_is_repeated_alone_from_then_on() -> None:
+def test_a_failed_approval_is_repeated_alone_from_then_on() -> None:
     agent = prepared_agent()
     agent.answer("bad_request")
     assert agent.document(an_event()) == ["A: approve A alone"]
@@ -1290,29 +1290,29 @@ def test_an_approval_in_flight_is_not_sent_twice() -> None:
     assert agent.document(an_event(description="changed")) == []
 
 
-def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
+def test_an_unexpected_approval_answer_is_ignored() -> None:
     agent = prepared_agent()
     agent.answer()
-    before = agent.board
+    before = agent.workflows
     assert agent.answer("server") == []
-    assert agent.board == before
+    assert agent.workflows == before
 
 
 # --- The operator.
 
 
-def test_a_word_for_an_unknown_event_is_ignored() -> None:
+def test_an_operator_action_for_an_unknown_event_is_ignored() -> None:
     assert Agent(a_rule()).send(OperatorCommand(workflow_id="nobody", action="approve", user="kim")) == []
 
 
-def test_an_operator_approves_an_event_that_no_rule_takes() -> None:
+def test_an_operator_approves_an_event_without_a_matching_rule() -> None:
     agent = Agent()
     agent.document(an_event())
     assert agent.operator("approve") == ["A: approve A"]
     assert "operator: kim says: approved" in agent.journal
 
 
-def test_an_operator_who_approves_during_preparation_gets_it_finished_first() -> None:
+def test_an_operator_approval_during_preparation_lets_it_finish_first() -> None:
     agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
     assert agent.operator("approve") == []
@@ -1333,7 +1333,7 @@ def test_an_operator_approves_for_other_vms() -> None:
     assert agent.operator("approve") == ["A: approve A"]
 
 
-def test_an_operators_approval_does_not_mind_another_spelling_of_the_same_vms() -> None:
+def test_an_operator_approval_ignores_the_spelling_of_vm_names() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     agent.document(an_event(resources=("vm_1", "vm_2")))
     agent.operator("approve")
@@ -1378,7 +1378,7 @@ def test_an_operator_holds_an_event_whose_approval_failed() -> None:
     assert agent.operator("release") == ["A: approve A alone"]
 
 
-def test_holding_cannot_withdraw_an_approval_that_azure_has_taken() -> None:
+def test_a_hold_cannot_withdraw_an_approval_that_azure_has_accepted() -> None:
     agent = prepared_agent()
     agent.operator("hold")
     assert agent.phase == "held"
@@ -1397,7 +1397,7 @@ def test_an_operator_changes_nothing_once_the_event_has_started_or_is_over(actio
     agent.document()
     assert agent.operator(action) == []
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 # --- The state was lost.
@@ -1413,11 +1413,11 @@ def test_an_event_of_unknown_type_is_prepared_for_but_not_approved(kind: str) ->
 
 
 @pytest.mark.parametrize("status", ["", "Paused"])
-def test_an_event_that_is_not_plainly_scheduled_is_not_approved_even_by_an_operator(status: str) -> None:
+def test_an_event_of_another_status_is_not_approved_even_by_an_operator(status: str) -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(status=status)) == []
     assert agent.operator("approve") == []
-    assert agent.waits_for() == (
+    assert agent.wait_message() == (
         f"only a scheduled event can be approved, and its status is {status or 'missing'}"
     )
     assert agent.document(an_event()) == ["A: approve A"]
@@ -1427,23 +1427,23 @@ def test_an_event_without_an_id_is_not_approved_even_by_an_operator() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(id="")) == []
     assert agent.operator("approve", event="") == []
-    assert agent.waits_for("") == "it has no id to approve"
+    assert agent.wait_message("") == "it has no id to approve"
 
 
 def test_an_id_that_cannot_be_sent_back_is_not_approved_even_by_an_operator() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
-    assert agent.document(an_event(id_fault="it is not a text")) == []
+    assert agent.document(an_event(id_error="it is not a text")) == []
     assert agent.operator("approve") == []
-    assert agent.waits_for() == "its id cannot be sent back exactly (it is not a text)"
+    assert agent.wait_message() == "its id cannot be sent back exactly (it is not a text)"
 
 
-def test_an_event_that_contradicts_itself_is_prepared_for_and_left_to_an_operator() -> None:
+def test_a_contradictory_event_is_prepared_and_left_to_an_operator() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=("drain",), recover=("resume",)))
     event = an_event(is_ambiguous=True)
     assert agent.document(event) == ["A: prepare drain"]
     assert agent.ends("drain") == []
     assert agent.of().phase == "held"
-    assert "only an operator may approve it" in agent.waits_for()
+    assert "only an operator may approve it" in agent.wait_message()
     assert agent.operator("approve") == ["A: approve A"]
 
 
@@ -1456,16 +1456,16 @@ def test_an_operators_approval_is_void_when_the_document_contradicts_itself() ->
     assert "operator: the operator's approval is void: the document contradicts itself now" in agent.journal
 
 
-def test_an_approval_sends_back_the_id_as_it_was_received() -> None:
+def test_an_approval_sends_back_the_received_id() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(received_id="a\n")) == ["A: approve a\n"]
 
 
-def test_events_found_after_the_state_was_lost_are_not_approved_without_an_operator() -> None:
+def test_events_found_after_a_lost_state_are_not_approved_without_an_operator() -> None:
     agent = Agent(a_rule(prepare=("drain",)), is_state_lost=True)
     assert agent.document(an_event()) == ["A: prepare drain"]
     assert agent.ends("drain") == []
-    assert agent.waits_for() == "the state file was lost, and what was done before is not known"
+    assert agent.wait_message() == "the state file was lost, and what was done before is not known"
     agent.context = replace(agent.context, is_state_lost=False)
     assert agent.document(an_event(), an_event(id="B")) == ["B: prepare drain"]
     assert agent.restart("boot 1", an_event(), an_event(id="B")) == ["B: prepare drain"]
@@ -1477,35 +1477,35 @@ def test_an_event_found_started_after_the_state_was_lost_is_recovered_from() -> 
     agent, event = Agent(a_rule(prepare=("drain",), recover=("resume",)), is_state_lost=True), an_event()
     assert agent.document(started(event)) == []
     assert agent.document() == ["A: recover resume"]
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     assert agent.ends("resume") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
-def test_such_an_event_is_recovered_from_if_it_is_over_before_the_name_is_known() -> None:
+def test_an_event_is_recovered_if_it_ends_before_the_name_is_known() -> None:
     agent = Agent(a_rule(prepare=("drain",), recover=("resume",)), is_state_lost=True)
     names, agent.context = agent.context.names, replace(agent.context, names=())
     assert agent.document(started(an_event())) == []
     agent.context = replace(agent.context, names=names)
-    assert agent.send(Reconsider(), Gone("a")) == ["A: recover resume"]
+    assert agent.send(PolicyChanged(), Gone("a")) == ["A: recover resume"]
 
 
-def test_an_event_first_found_started_is_not_recovered_from_if_the_state_is_whole() -> None:
+def test_an_event_first_seen_started_is_not_recovered_if_the_state_is_whole() -> None:
     agent, event = Agent(a_rule(prepare=("drain",), recover=("resume",))), an_event()
     assert agent.document(started(event)) == []
     assert agent.document() == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
     agent, event = Agent(a_rule(on_start=("tell",)), is_acting=False), an_event()
     assert agent.document(event) == []
     assert agent.operator("approve") == []
-    assert ask_approval_gates(agent.of(), agent.context).answer == "not yet"
-    assert is_ready(agent.board)
+    assert evaluate_approval_gates(agent.of(), agent.context).verdict == "wait"
+    assert is_ready(agent.workflows)
     assert agent.document(started(event)) == []
     assert agent.document() == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 @pytest.mark.parametrize(
@@ -1534,44 +1534,44 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
         ({"recover": (), "lead": 60.0}, "at 2026-03-02T12:14:00Z (lead 1m) run drain, then approve it"),
     ],
 )
-def test_an_observing_agent_says_what_it_would_do(rule: dict[str, Any], plan: str) -> None:
+def test_an_observing_agent_records_its_planned_actions(rule: dict[str, Any], plan: str) -> None:
     agent = Agent(a_rule(**{"prepare": ("drain",), **rule}), is_acting=False)
     agent.document(an_event())
-    assert agent.waits_for() == f"the agent only observes; it would {plan}"
+    assert agent.wait_message() == f"the agent only observes; it would {plan}"
     agent.tick()
-    assert [line for line in agent.journal if line.startswith("waits")] == [f"waits: {agent.waits_for()}"]
+    assert [line for line in agent.journal if line.startswith("waiting")] == [f"waiting: {agent.wait_message()}"]
 
 
-def test_an_observing_agent_says_again_what_it_would_do_when_the_policy_changes() -> None:
+def test_an_observing_agent_records_its_new_plan_when_the_policy_changes() -> None:
     agent = Agent(a_rule(prepare=("drain",)), is_acting=False)
     agent.document(an_event())
     agent.journal.clear()
     agent.reload(a_rule(prepare=("drain", "save")), is_acting=False)
     plan = "it would now run drain, save, then approve it, then run resume when it is over"
-    assert agent.journal[1:] == [f"waits: the agent only observes; {plan}"]
+    assert agent.journal[1:] == [f"waiting: the agent only observes; {plan}"]
     agent.reload(a_rule(prepare=("drain", "save")), is_acting=False)
     assert len(agent.journal) == 2
 
 
-def test_an_observing_agent_says_when_it_would_begin_and_what_once_the_event_starts() -> None:
+def test_an_observing_agent_records_its_start_time_and_its_plan_after_the_start() -> None:
     agent, event = Agent(a_rule(lead=60.0, recover=(), on_start=("tell",)), is_acting=False), an_event()
     agent.document(event)
     agent.tick(14 * 60)
-    assert "it would now run drain" in agent.waits_for()
+    assert "it would now run drain" in agent.wait_message()
     agent.document(started(event))
-    assert agent.waits_for() == "the agent only observes; it would now run tell"
+    assert agent.wait_message() == "the agent only observes; it would now run tell"
 
 
 @pytest.mark.parametrize("early_start", ["cancel", "finish"])
-def test_an_agent_set_to_observe_in_mid_life_starts_no_hook_and_owes_the_recovery(early_start: Any) -> None:
+def test_an_agent_set_to_observe_during_an_event_starts_no_hook_and_recovers_later(early_start: Any) -> None:
     agent, event = Agent(a_rule(on_early_start=early_start)), an_event()
     agent.document(event)
     agent.reload(*agent.context.rules, is_acting=False)
     agent.ends("drain")
     assert agent.document(started(event)) == []
     assert agent.document() == []
-    assert (agent.phase, agent.waits_for()) == ("recovering", "the agent only observes")
-    assert not is_ready(agent.board)
+    assert (agent.phase, agent.wait_message()) == ("recovering", "the agent only observes")
+    assert not is_ready(agent.workflows)
     assert agent.reload(*agent.context.rules, is_acting=True) == ["A: recover resume"]
 
 
@@ -1586,7 +1586,7 @@ def test_nothing_acts_after_a_restart_before_the_first_document() -> None:
     assert agent.tick(60) == []
     assert agent.operator("approve") == []
     assert agent.reload(a_rule(approve="immediately")) == []
-    assert not is_ready(agent.board)
+    assert not is_ready(agent.workflows)
     assert agent.document(an_event()) == ["A: prepare checkpoint", "A: approve A"]
 
 
@@ -1633,7 +1633,7 @@ def test_a_held_event_is_still_held_after_a_restart() -> None:
     assert agent.phase == "held"
 
 
-def test_an_operators_word_outlives_a_restart() -> None:
+def test_an_operator_action_survives_a_restart() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -1675,7 +1675,7 @@ def test_a_preparation_that_may_finish_does_so_after_a_restart_of_the_agent_alon
     assert agent.restart("boot 1", started(an_event())) == ["A: prepare drain"]
 
 
-def test_a_cancellation_outlives_a_restart() -> None:
+def test_a_cancellation_survives_a_restart() -> None:
     agent = Agent(a_rule())
     agent.document(an_event())
     agent.document(started(an_event()))
@@ -1691,7 +1691,7 @@ def test_an_interrupted_recovery_goes_on_after_a_restart() -> None:
     agent.ends("resume")
     assert agent.restart("boot 2") == ["A: recover tell"]
     agent.ends("tell")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_a_waiting_event_still_waits_after_a_restart() -> None:
@@ -1726,26 +1726,26 @@ def test_a_bug_in_one_workflow_leaves_it_where_it_was_and_the_others_go_on(
     agent.document(an_event(), an_event(id="B"))
     real = phases._end_preparation
 
-    def broken(workflow: Workflow) -> Step:
+    def broken(workflow: Workflow) -> Transition:
         if workflow.event.id == "A":
             raise ZeroDivisionError("a bug")
         return real(workflow)
 
     monkeypatch.setattr(phases, "_end_preparation", broken)
     assert agent.ends("drain") == []
-    ((workflow_id, fault),) = agent.last.faults
+    ((workflow_id, fault),) = agent.last.errors
     assert (workflow_id, str(fault)) == (agent.of("A").id, "a bug")
     assert agent.ends("drain", event="B") == ["B: approve B"]
     monkeypatch.undo()
     assert agent.tick() == ["A: approve A"]
 
 
-def test_a_step_that_the_table_does_not_allow_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRANSITIONS, "waiting", frozenset({"closed"}))
+def test_a_transition_that_is_not_allowed_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALLOWED_TRANSITIONS, "waiting", frozenset({"closed"}))
     agent = Agent(a_rule())
     agent.may_fail = True
     assert agent.document(an_event()) == []
-    ((_, fault),) = agent.last.faults
+    ((_, fault),) = agent.last.errors
     assert str(fault) == "waiting -> preparing is not an allowed transition"
     assert agent.phase == "waiting"
 
@@ -1754,7 +1754,7 @@ def test_a_step_that_the_table_does_not_allow_is_a_fault(monkeypatch: pytest.Mon
 def test_an_approval_that_the_gates_do_not_allow_is_a_bug_and_is_not_sent(
     approve: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hasty(workflow: Workflow, _: Any, context: Context) -> Step | None:
+    def hasty(workflow: Workflow, _: Any, context: Context) -> Transition | None:
         return approval.request_approval(workflow, context) if workflow.event.id == "A" else None
 
     agent = Agent(a_rule(approve=approve, prepare=("drain",), lead=3600.0))
@@ -1763,15 +1763,15 @@ def test_an_approval_that_the_gates_do_not_allow_is_a_bug_and_is_not_sent(
     before = agent.of("A")
     monkeypatch.setitem(phases._PHASES, "preparing", hasty)
     assert agent.tick() == []
-    ((workflow_id, bug),) = agent.last.faults
+    ((workflow_id, bug),) = agent.last.errors
     assert (workflow_id, agent.of("A")) == (before.id, before)
     assert str(bug) == "it was to be approved although its gates do not allow that"
     monkeypatch.undo()
     agent.ends("drain")
-    assert agent.last.faults == ()
+    assert agent.last.errors == ()
 
 
-def test_a_recovery_of_what_was_never_prepared_is_a_bug_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recovery_without_a_preparation_is_a_bug_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(a_rule(lead=60.0))
     agent.may_fail = True
     agent.document(an_event())
@@ -1779,20 +1779,20 @@ def test_a_recovery_of_what_was_never_prepared_is_a_bug_and_does_not_run(monkeyp
     assert (agent.phase, agent.of().prepare.state) == ("held", "idle")
     monkeypatch.setattr(phases, "_over", lambda workflow, *_: phases._recover(workflow, "begins"))
     assert agent.document() == []
-    ((workflow_id, bug),) = agent.last.faults
+    ((workflow_id, bug),) = agent.last.errors
     assert workflow_id == agent.of().id
     assert str(bug) == "it was to be recovered from although nothing was prepared for it"
 
 
-def test_workflows_that_do_not_come_to_rest_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def restless(workflow: Workflow, *_: Any) -> Step:
-        return Step(workflow=replace(workflow, begun_at=(workflow.begun_at or START) + NOTICE))
+def test_an_endless_loop_of_transitions_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restless(workflow: Workflow, *_: Any) -> Transition:
+        return Transition(workflow=replace(workflow, handling_since=(workflow.handling_since or START) + NOTICE))
 
-    monkeypatch.setattr(advance_module, "move", restless)
+    monkeypatch.setattr(advance_module, "next_transition", restless)
     agent = Agent(a_rule())
     agent.may_fail = True
     agent.document(an_event())
-    ((_, fault),) = agent.last.faults
+    ((_, fault),) = agent.last.errors
     assert str(fault) == "workflows do not stop moving: ['a@20260302T120001.000000Z']"
 
 
@@ -1817,23 +1817,23 @@ def test_only_prepare_hooks_of_an_event_with_a_time_have_a_deadline() -> None:
         assert hook_deadline_at(agent.of(), "prepare", 5.0, START) is None
 
 
-def test_time_wakes_nothing_that_waits_for_something_else() -> None:
+def test_time_wakes_no_workflow_that_waits_for_another_reason() -> None:
     agent = Agent(a_rule())
     assert next_wake_at({}, agent.context) is None
     agent.document(an_event())
-    assert next_wake_at(agent.board, agent.context) is None
+    assert next_wake_at(agent.workflows, agent.context) is None
 
 
-def test_a_thousand_events_of_other_vms_cost_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_events_of_other_vms_cost_one_check_each(monkeypatch: pytest.MonkeyPatch) -> None:
     moves = 0
-    real = phases.move
+    real = phases.next_transition
 
-    def counted(*arguments: Any) -> Step | Waits | None:
+    def counted(*arguments: Any) -> Transition | WaitReason | None:
         nonlocal moves
         moves += 1
         return real(*arguments)
 
-    monkeypatch.setattr(advance_module, "move", counted)
+    monkeypatch.setattr(advance_module, "next_transition", counted)
     # The second rule takes none of them, but has them followed.
     agent = Agent(a_rule(), a_rule(name="others", when=When(affects=("others",), type=("Freeze",))))
     foreign = tuple(an_event(id=f"F{number}", resources=(f"vm_{number + 2}",)) for number in range(1000))

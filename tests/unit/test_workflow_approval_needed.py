@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from test_workflow import Agent, a_rule, an_event, started
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.workflow import Reconsider
+from scheduled_events_agent.workflow import PolicyChanged
 
 MANUAL = a_rule(approve="manual")
 WHY = "an operator must approve it before 12:15:00 UTC: rule impactful leaves it to an operator"
@@ -21,7 +21,7 @@ def is_needed(agent: Agent) -> bool:
     return agent.of().approval_needed_since is not None
 
 
-def test_it_is_noted_at_first_sight_and_not_again_while_it_is_so() -> None:
+def test_it_is_recorded_once_at_first_sight() -> None:
     agent = Agent(replace(MANUAL, lead=60.0))
     agent.document(an_event())
     since = agent.context.now
@@ -33,7 +33,7 @@ def test_it_is_noted_at_first_sight_and_not_again_while_it_is_so() -> None:
 
 
 @pytest.mark.parametrize("action", ["approve", "hold"])
-def test_an_operators_word_ends_it_and_it_is_noted_anew_when_that_is_taken_back(action: Any) -> None:
+def test_an_operator_action_ends_the_need_and_its_release_records_it_again(action: Any) -> None:
     agent = Agent(replace(MANUAL, prepare=("drain",)))
     agent.document(an_event())
     agent.operator(action)
@@ -74,24 +74,26 @@ AMBIGUOUS = an_event(is_ambiguous=True)
         (a_rule(approve="never"), AMBIGUOUS, {}, ""),
         (a_rule(approve="never"), an_event(), {"is_state_lost": True}, ""),
         (a_rule(shared="hold"), an_event(resources=("vm_1", "vm_2")), {"is_state_lost": True}, ""),
-        (MANUAL, an_event(id_fault="it is no text"), {}, ""),
+        (MANUAL, an_event(id_error="it is no text"), {}, ""),
         (MANUAL, an_event(), {"is_acting": False}, ""),
         (MANUAL, an_event(resources=("vm_2",)), {}, ""),
         (MANUAL, started(an_event()), {}, ""),
         (MANUAL, an_event(type="SpotRebalanceRecommendation"), {}, ""),
     ],
 )
-def test_what_makes_it_needed(rule: Any, event: ScheduledEvent, context: dict[str, Any], why: str) -> None:
+def test_an_approval_is_needed_only_in_these_cases(
+    rule: Any, event: ScheduledEvent, context: dict[str, Any], why: str
+) -> None:
     agent = Agent(rule, **context)
     agent.document(event)
-    assert any(one.approval_needed_since for one in agent.board.values()) == bool(why)
+    assert any(one.approval_needed_since for one in agent.workflows.values()) == bool(why)
     assert [text.partition(" UTC: ")[2].partition(", and what")[0] for text in noted(agent)] == [why] * bool(why)
 
 
-def test_it_is_noted_when_the_agent_begins_to_act() -> None:
+def test_it_is_recorded_when_the_agent_begins_to_act() -> None:
     agent = Agent(MANUAL, is_acting=False)
     agent.document(an_event())
     assert noted(agent) == []
     agent.context = replace(agent.context, is_acting=True)
-    agent.send(Reconsider())
+    agent.send(PolicyChanged())
     assert noted(agent) == [WHY]

@@ -27,25 +27,25 @@ from mutants import break_workflow
 
 from scheduled_events_agent.imds.compare import compare
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
-from scheduled_events_agent.policy import Facts, MaintenanceWindow, Rule, When, decide
+from scheduled_events_agent.policy import MaintenanceWindow, MatchContext, Rule, When, decide
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
     Approve,
     CancelHook,
-    ClockSet,
+    ClockChanged,
     Context,
     HookFinished,
     HookOutcome,
     OperatorCommand,
-    Reconsider,
+    PolicyChanged,
     RunHook,
     Signal,
     Stage,
-    Step,
+    Transition,
     Workflow,
+    advance,
     known_events,
-    proceed,
     stages,
 )
 
@@ -83,7 +83,7 @@ class Life:
 
     seed: int
     context: Context = field(init=False)
-    board: dict[str, Workflow] = field(default_factory=dict)
+    workflows: dict[str, Workflow] = field(default_factory=dict)
     document: dict[str, ScheduledEvent] = field(default_factory=dict)
     flights: dict[tuple[str, Stage], Flight] = field(default_factory=dict)
     posts: list[str] = field(default_factory=list)
@@ -120,18 +120,18 @@ class Life:
         """A world without mishaps, in which every event is over."""
         self.story.append("all is fair")
         self.context = replace(self.context, is_acting=True, hooks=HOOKS)
-        self.send(Reconsider())
+        self.send(PolicyChanged())
         self.document.clear()
-        while any(not workflow.is_over for workflow in self.board.values()):
+        while any(not workflow.is_over for workflow in self.workflows.values()):
             self.read()
         for _ in range(100):
-            failed = [key for key, workflow in self.board.items() if workflow.phase == "recovery_failed"]
+            failed = [key for key, workflow in self.workflows.items() if workflow.phase == "recovery_failed"]
             if self.flights:
                 key = next(iter(self.flights))
                 self.finish(key, "canceled" if self.flights[key].is_told_to_end else "succeeded")
             elif failed:
                 self.send(OperatorCommand(workflow_id=failed[0], action="retry", user="kim"))
-        self.expect(not self.board, f"never over: {[*self.board.values()]}")
+        self.expect(not self.workflows, f"never over: {[*self.workflows.values()]}")
         self.expect(all(self.undone.values()), f"never undone: {self.undone}")
 
     def expect(self, holds: bool, text: str) -> None:
@@ -218,10 +218,10 @@ class Life:
     def finish(self, key: tuple[str, Stage], outcome: HookOutcome) -> None:
         flight = self.flights.pop(key)
         is_required = flight.hook not in OPTIONAL
-        is_done = outcome == "succeeded" or (outcome != "canceled" and not is_required)
-        if key[1] == "recover" and is_done:
+        succeeded = outcome == "succeeded" or (outcome != "canceled" and not is_required)
+        if key[1] == "recover" and succeeded:
             self.undone[flight.hook[1:]] = True
-        if is_done:
+        if succeeded:
             self.succeeded.add((key[0], flight.hook))
         self.send(
             HookFinished(
@@ -239,8 +239,8 @@ class Life:
             self.send(ApprovalAnswered(workflow_id=workflow_id, error_kind=error_kind))
 
     def speak(self) -> None:
-        if self.board:
-            workflow = self.board[self.chance.choice([*self.board])]
+        if self.workflows:
+            workflow = self.workflows[self.chance.choice([*self.workflows])]
             word: Any = self.chance.choice(("approve", "hold", "release"))
             if (workflow.recover if workflow.is_over else workflow.prepare).state == "failed":
                 word = self.chance.choice(("retry", "resolve" if workflow.is_over else "retry", word))
@@ -256,40 +256,40 @@ class Life:
         """Hooks that the new policy does not name may be gone, but for those that the engine keeps."""
         rules = self.some_rules()
         hooks = {hook for rule in rules for hook in (*rule.prepare, *rule.on_start, *rule.recover)}
-        kept = {h for w in self.board.values() for h in (*w.decision.on_start, *w.decision.recover)}
+        kept = {h for w in self.workflows.values() for h in (*w.decision.on_start, *w.decision.recover)}
         hooks = self.chance.choice((hooks | kept, set(HOOKS)))
         self.context = replace(self.context, rules=rules, windows=self.a_window(), hooks=frozenset(hooks))
-        self.send(Reconsider())
+        self.send(PolicyChanged())
 
     def pause(self) -> None:
         self.context = replace(self.context, is_acting=not self.context.is_acting)
-        self.send(Reconsider())
+        self.send(PolicyChanged())
 
     def set_clock(self) -> None:
         """While the agent runs, which sees it, or while it does not."""
         seconds = self.chance.choice((-7200, -30, 30, 7200))
         self.wait(seconds)
-        self.send(*self.chance.choice(((), (ClockSet(seconds),))))
+        self.send(*self.chance.choice(((), (ClockChanged(seconds),))))
 
     def crash(self) -> None:
         self.used -= {(*key, flight.hook) for key, flight in self.flights.items()}
         self.flights, self.posts = {}, []
-        stored = msgspec.json.encode([*self.board.values()])
-        self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
+        stored = msgspec.json.encode([*self.workflows.values()])
+        self.workflows = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
         self.context = replace(self.context, document_at=None, boot_id=self.chance.choice(("1", "2")))
-        for workflow in self.board.values():
+        for workflow in self.workflows.values():
             may_start = not (workflow.is_over or workflow.was_started or workflow.event.is_started)
             if may_start and workflow.prepare_boot_id != self.context.boot_id:  # a reboot has undone it
                 key = (workflow.id, "prepare")
                 self.used = {used for used in self.used if used[:2] != key}
-        self.send(AgentRestarted(), Reconsider())
+        self.send(AgentRestarted(), PolicyChanged())
         if self.document and self.chance.random() < 0.5:
             self.document.popitem()
         self.read()
 
     def read(self) -> None:
         self.context = replace(self.context, document_at=self.context.now)
-        for workflow in self.board.values():
+        for workflow in self.workflows.values():
             event = self.document.get(workflow.event.id)
             word, type_, resources = self.words.get(workflow.id, ("", "", set()))
             if event and word == "approve" and (event.type != type_ or not set(event.resources) <= resources):
@@ -298,22 +298,22 @@ class Life:
                 self.words[workflow.id] = (word, type_, set(event.resources))
         # The answer before may have been too short a time ago to count as another one.
         is_apart = self.chance.random() < 0.7
-        missing = {workflow.event.key: is_apart for workflow in self.board.values() if workflow.is_missing}
+        missing = {workflow.event.key: is_apart for workflow in self.workflows.values() if workflow.is_missing}
         document = Document(incarnation="", events=(*self.document.values(),))
-        self.send(*compare(known_events(self.board), document, missing))
+        self.send(*compare(known_events(self.workflows), document, missing))
 
     # --- What the machine makes of it.
 
     def send(self, *signals: Signal) -> None:
         self.story.append(f"{self.context.now:%d %H:%M:%S} {signals or 'time passes'}")
-        progression = proceed(self.board, signals, self.context)
-        self.expect(not progression.faults, f"bugs: {progression.faults}")
-        again = proceed(progression.board, [], self.context)
-        self.expect(not again.steps, f"without news there is more to do: {again.steps}")
-        self.board = progression.board
-        workflows = {step.workflow.id: step.workflow for step in progression.steps} | self.board
+        progression = advance(self.workflows, signals, self.context)
+        self.expect(not progression.errors, f"bugs: {progression.errors}")
+        again = advance(progression.workflows, [], self.context)
+        self.expect(not again.transitions, f"without news there is more to do: {again.transitions}")
+        self.workflows = progression.workflows
+        workflows = {step.workflow.id: step.workflow for step in progression.transitions} | self.workflows
         begun = set()
-        for step in progression.steps:
+        for step in progression.transitions:
             for effect in step.effects:
                 self.story.append(f"    {effect}")
                 match effect:
@@ -329,7 +329,7 @@ class Life:
                     case Approve():
                         self.check_approval(workflows[effect.workflow_id], effect.event_id)
                         self.posts.append(effect.workflow_id)
-        for workflow in self.board.values():
+        for workflow in self.workflows.values():
             self.check_progress(workflow)
 
     def check_hook(self, workflow: Workflow, effect: RunHook, workflows: dict[str, Workflow]) -> None:
@@ -367,9 +367,9 @@ class Life:
         self.expect(word != "hold", "an event is approved that an operator holds")
         if word == "approve":
             return
-        facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
+        facts = MatchContext(names=context.names, not_before_seen_at=workflow.not_before_seen_at)
         decision = decide(context.rules, context.windows, event, facts)
-        is_allowed = decision.approve in ("immediately", "when-prepared") and decision.may_speak
+        is_allowed = decision.approve in ("immediately", "when-prepared") and decision.can_approve_for_all
         self.expect(is_allowed, "an event is approved though no rule says so")
         if decision.approve == "when-prepared" and decision.on_failure == "hold":
             missing = [hook for hook in decision.prepare if (workflow.id, hook) not in self.succeeded]
@@ -397,12 +397,12 @@ def lives(seeds: range = LIVES) -> None:
 
 
 @pytest.mark.parametrize("seeds", [LIVES, pytest.param(range(500, 8000), marks=pytest.mark.nightly)])
-def test_whatever_changes_nothing_is_done_too_early_or_twice_or_never_undone(seeds: range) -> None:
+def test_no_change_breaks_an_invariant(seeds: range) -> None:
     lives(seeds)
 
 
 def without(phase: str) -> Callable[[Workflow], bool]:
-    real = stages.has_more_to_prepare
+    real = stages.needs_more_preparation
     return lambda workflow: workflow.phase != phase and real(workflow)
 
 
@@ -414,8 +414,8 @@ def recovers_first(items: Any, key: Any) -> list[str]:
     return sorted(items, key=lambda item: not key(item))
 
 
-def starts_nothing(workflow: Workflow, *_: object) -> Step:
-    return Step(workflow=replace(workflow, phase="recovering", was_started=True))
+def starts_nothing(workflow: Workflow, *_: object) -> Transition:
+    return Transition(workflow=replace(workflow, phase="recovering", was_started=True))
 
 
 def is_never_needed(*_: object) -> bool:
@@ -425,8 +425,8 @@ def is_never_needed(*_: object) -> bool:
 @pytest.mark.parametrize(
     ("name", "wrong", "found"),
     [
-        ("has_more_to_prepare", without("approved"), "is not prepared for"),
-        ("has_more_to_prepare", without("prepared"), "is not prepared for"),
+        ("needs_more_preparation", without("approved"), "is not prepared for"),
+        ("needs_more_preparation", without("prepared"), "is not prepared for"),
         ("_lost_hooks", loses_nothing, "a hook starts that there is not"),
         ("sorted", recovers_first, "undoes what|canceled in the moment"),
         ("share_hooks", is_never_needed, "undoes what"),
@@ -434,7 +434,7 @@ def is_never_needed(*_: object) -> bool:
         ("_start", starts_nothing, "bugs: .* is not an allowed transition"),
     ],
 )
-def test_a_machine_that_is_wrong_is_found(
+def test_a_broken_state_machine_is_detected(
     name: str, wrong: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "sorted":

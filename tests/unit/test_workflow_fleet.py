@@ -12,7 +12,7 @@ from scheduled_events_agent.engine.fleet import FleetState
 from scheduled_events_agent.engine.messages import FleetUpdate
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.policy.settings import FleetSettings, Settings
-from scheduled_events_agent.status.messages import wait_in_words
+from scheduled_events_agent.status.messages import wait_message
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
@@ -24,11 +24,11 @@ from scheduled_events_agent.workflow import (
     OperatorCommand,
     RunHook,
     Signal,
-    Step,
+    Transition,
     Workflow,
+    advance,
     fleet_requests,
     next_wake_at,
-    proceed,
     workflow_id,
 )
 
@@ -51,14 +51,14 @@ class Life:
             document_at=START,
             fleet=fleet,
         )
-        self.board: dict[str, Workflow] = {}
-        self.steps: tuple[Step, ...] = ()
+        self.workflows: dict[str, Workflow] = {}
+        self.transitions: tuple[Transition, ...] = ()
         self.take(Seen(event or an_event(resources=NAMES)))
 
     def take(self, *signals: Signal) -> None:
-        progression = proceed(self.board, signals, self.context)
-        assert not progression.faults
-        self.board, self.steps = progression.board, progression.steps
+        progression = advance(self.workflows, signals, self.context)
+        assert not progression.errors
+        self.workflows, self.transitions = progression.workflows, progression.transitions
 
     def tell(self, later: timedelta = timedelta(0), **changes: Any) -> None:
         assert self.context.fleet is not None
@@ -67,7 +67,7 @@ class Life:
         self.take()
 
     def status(self, **fields: Any) -> None:
-        status = FleetEventStatus(workflow_id=self.workflow.id, awaited=NAMES, **fields)
+        status = FleetEventStatus(workflow_id=self.workflow.id, requested_vms=NAMES, **fields)
         self.tell(statuses={"a": status})
 
     def finish(self, hook: str = "drain", outcome: Any = "succeeded") -> None:
@@ -76,12 +76,12 @@ class Life:
 
     @property
     def workflow(self) -> Workflow:
-        (workflow,) = self.board.values()
+        (workflow,) = self.workflows.values()
         return workflow
 
     @property
     def requests(self) -> tuple[FleetRequest, ...]:
-        return fleet_requests(self.board, self.context, {self.workflow.id: 7.0})
+        return fleet_requests(self.workflows, self.context, {self.workflow.id: 7.0})
 
     @property
     def request(self) -> FleetRequest:
@@ -91,11 +91,11 @@ class Life:
     def phase(self) -> str:
         return self.workflow.phase
 
-    def waits(self) -> str:
-        return wait_in_words(self.workflow, self.workflow.waits)
+    def wait_reason(self) -> str:
+        return wait_message(self.workflow, self.workflow.wait_reason)
 
     def effects(self, kind: type) -> list[Any]:
-        return [effect for step in self.steps for effect in step.effects if isinstance(effect, kind)]
+        return [effect for step in self.transitions for effect in step.effects if isinstance(effect, kind)]
 
 
 LIMITED = FleetView(max_events=1)
@@ -105,40 +105,40 @@ READY = FleetView()
 # --- leave to begin
 
 
-def test_it_does_not_begin_without_a_slot_and_says_what_it_waits_for() -> None:
+def test_it_does_not_begin_without_a_slot_and_records_its_wait_reason() -> None:
     life = Life(replace(LIMITED, statuses={"a": FULL}))
     assert life.phase() == "waiting"
     latest = f"{START + NOTICE - timedelta(minutes=5):%Y-%m-%dT%H:%M:%SZ}"
     line = "1st in line, behind event 602d9444"
-    assert life.waits() == f"waits for a slot: {line}; begins without one at {latest}"
+    assert life.wait_reason() == f"waits for a slot: {line}; begins without one at {latest}"
     assert (life.request.stage, life.request.needs_slot) == ("requested", True)
 
 
 def test_it_begins_with_a_slot() -> None:
     life = Life(LIMITED)
-    assert life.waits() == "waits for an answer of the fleet's table"
+    assert life.wait_reason() == "waits for an answer of the fleet's table"
     life.status(may_begin=True)
     assert life.effects(RunHook)
     assert life.request.stage == "not_ready"
 
 
-def test_5_minutes_before_not_before_it_begins_without_a_slot_and_says_so() -> None:
+def test_an_urgent_event_starts_without_a_slot() -> None:
     life = Life(LIMITED)
     latest = START + NOTICE - timedelta(minutes=5)
-    assert next_wake_at(life.board, life.context) == latest
+    assert next_wake_at(life.workflows, life.context) == latest
     life.tell(latest - START)
     assert life.effects(RunHook)
     assert ("without_slot", "it begins without a slot of the fleet: it can wait no longer", "late") in [
-        (note.kind, note.text, note.detail) for step in life.steps for note in step.notes
+        (note.kind, note.text, note.detail) for step in life.transitions for note in step.records
     ]
 
 
 @pytest.mark.parametrize("not_before", [None, START + timedelta(minutes=4)])
-def test_with_less_notice_it_begins_at_once(not_before: Any) -> None:
+def test_with_a_shorter_lead_time_it_begins_at_once(not_before: Any) -> None:
     assert Life(LIMITED, an_event(resources=NAMES, not_before=not_before)).effects(RunHook)
 
 
-def test_an_operator_has_it_begin_at_once() -> None:
+def test_an_operator_approval_begins_it_at_once() -> None:
     life = Life(LIMITED)
     life.take(OperatorCommand(workflow_id=life.workflow.id, action="approve", user="ann"))
     assert life.effects(RunHook)
@@ -148,7 +148,7 @@ def test_hooks_that_need_longer_begin_earlier() -> None:
     life = Life(LIMITED, drain_for=420.0)
     life.context = replace(life.context, hook_seconds={"drain": 60.0}, reserve=10.0)
     latest = START + NOTICE - timedelta(seconds=490)
-    assert next_wake_at(life.board, life.context) == latest
+    assert next_wake_at(life.workflows, life.context) == latest
     life.tell(latest - START)
     assert life.phase() == "preparing"
 
@@ -158,39 +158,39 @@ def test_an_urgent_event_waits_for_no_slot_and_is_counted(kind: str) -> None:
     life = Life(LIMITED, an_event(resources=("vm_1",), type=kind))
     assert life.effects(RunHook)
     assert (life.request.stage, life.request.needs_slot) == ("not_ready", False)
-    assert "urgent" in [note.detail for step in life.steps for note in step.notes]
+    assert "urgent" in [note.detail for step in life.transitions for note in step.records]
 
 
-def test_an_unavailable_store_holds_it_until_its_latest_begin() -> None:
+def test_an_unavailable_backend_delays_it_until_its_latest_begin() -> None:
     life = Life(replace(LIMITED, error="no route", unavailable_seconds=0.0))
-    assert "the table cannot be used (no route)" in life.waits()
+    assert "the table cannot be used (no route)" in life.wait_reason()
     life.tell(timedelta(minutes=9), unavailable_seconds=540.0)
     assert life.phase() == "waiting"
     life.tell(timedelta(minutes=1), unavailable_seconds=600.0)
     assert life.phase() == "preparing"
 
 
-def test_with_begin_it_begins_when_the_store_has_been_unavailable_for_a_minute() -> None:
+def test_on_unavailable_begin_starts_it_after_a_minute() -> None:
     life = Life(replace(LIMITED, on_unavailable="begin", error="no route", unavailable_seconds=0.0))
     assert life.phase() == "waiting"
-    assert life.waits().endswith(f"begins without one at {START + timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}")
-    assert next_wake_at(life.board, life.context) == START + timedelta(minutes=1)
+    assert life.wait_reason().endswith(f"begins without one at {START + timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}")
+    assert next_wake_at(life.workflows, life.context) == START + timedelta(minutes=1)
     life.tell(unavailable_seconds=60.0)
     assert life.phase() == "preparing"
-    assert "unavailable" in [note.detail for step in life.steps for note in step.notes]
+    assert "unavailable" in [note.detail for step in life.transitions for note in step.records]
 
 
 def test_two_vms_of_one_name_wait_and_both_are_named() -> None:
     life = Life(LIMITED)
     life.status(other_vm_id="5f0c-other")
-    assert life.waits().startswith(
+    assert life.wait_reason().startswith(
         "waits for a slot: another VM, with vmId 5f0c-other, uses the name of this one; begins without one at "
     )
     assert life.phase() == "waiting"
     shared = Life(READY)
     shared.finish()
     shared.status(other_vm_id="5f0c-other")
-    assert shared.waits() == "another VM, with vmId 5f0c-other, uses the name of this one in the fleet"
+    assert shared.wait_reason() == "another VM, with vmId 5f0c-other, uses the name of this one in the fleet"
 
 
 @pytest.mark.parametrize(
@@ -203,17 +203,17 @@ def test_two_vms_of_one_name_wait_and_both_are_named() -> None:
         (22, (), "22nd in line"),
     ],
 )
-def test_the_place_in_the_line_is_told(position: int, ahead: tuple[str, ...], words: str) -> None:
+def test_the_place_in_the_queue_is_shown(position: int, ahead: tuple[str, ...], words: str) -> None:
     life = Life(LIMITED)
     life.status(position=position, ahead=ahead)
-    assert life.waits().startswith(f"waits for a slot: {words}; begins")
+    assert life.wait_reason().startswith(f"waits for a slot: {words}; begins")
 
 
 @pytest.mark.parametrize(
     "rule",
     [{"prepare": (), "recover": (), "approve": "immediately", "shared": "any"}, {"name": "none", "when": None}],
 )
-def test_what_prepares_nothing_needs_no_slot(rule: dict[str, Any]) -> None:
+def test_an_event_without_preparation_needs_no_slot(rule: dict[str, Any]) -> None:
     rule.pop("when", None)
     life = Life(LIMITED, **{"prepare": (), "recover": (), "shared": "any", **rule})
     assert life.phase() == "prepared"
@@ -222,7 +222,7 @@ def test_what_prepares_nothing_needs_no_slot(rule: dict[str, Any]) -> None:
 
 def test_an_event_that_is_to_begin_later_asks_for_no_slot_yet() -> None:
     life = Life(LIMITED, an_event(resources=NAMES, not_before=START + timedelta(hours=2)), lead=600.0)
-    assert life.waits().startswith("begins at")
+    assert life.wait_reason().startswith("begins at")
     assert life.requests == ()
 
 
@@ -233,9 +233,9 @@ def test_it_is_approved_when_all_are_ready() -> None:
     life = Life(READY)
     life.finish()
     assert life.request.stage == "ready"
-    assert life.waits() == "waits for an answer of the fleet's table"
+    assert life.wait_reason() == "waits for an answer of the fleet's table"
     life.status(not_ready=("vm_2",))
-    assert life.waits() == "waits for vm_2 to be ready"
+    assert life.wait_reason() == "waits for vm_2 to be ready"
     assert not life.effects(Approve)
     life.status(is_all_ready=True)
     assert life.effects(Approve)
@@ -258,22 +258,24 @@ def test_all_ready_does_not_replace_its_own_preparation() -> None:
 def test_a_vm_that_joins_is_waited_for() -> None:
     life = Life(READY)
     life.finish()
-    life.tell(statuses={"a": FleetEventStatus(workflow_id=life.workflow.id, awaited=NAMES, not_ready=("vm_2",))})
+    life.tell(
+        statuses={"a": FleetEventStatus(workflow_id=life.workflow.id, requested_vms=NAMES, not_ready=("vm_2",))}
+    )
     life.context = replace(
         life.context,
         fleet=FleetView(
-            statuses={"a": FleetEventStatus(workflow_id=life.workflow.id, awaited=NAMES, is_all_ready=True)}
+            statuses={"a": FleetEventStatus(workflow_id=life.workflow.id, requested_vms=NAMES, is_all_ready=True)}
         ),
     )
     life.take(Seen(an_event(resources=(*NAMES, "vm_4"))))
     assert not life.effects(Approve), "all of those were ready that it named before"
-    assert life.waits() == "waits for vm_4 to be ready"
-    assert life.request.awaited == (*NAMES, "vm_4")
+    assert life.wait_reason() == "waits for vm_4 to be ready"
+    assert life.request.requested_vms == (*NAMES, "vm_4")
 
 
 def test_names_are_compared_as_everywhere() -> None:
     life = Life(READY, an_event(resources=("_VM_1", "vm_1", "_Vm_2", "VM_2")))
-    assert life.request.awaited == ("vm_1", "vm_2")
+    assert life.request.requested_vms == ("vm_1", "vm_2")
     life.finish()
     life.status(is_all_ready=True)
     assert life.effects(Approve)
@@ -281,7 +283,7 @@ def test_names_are_compared_as_everywhere() -> None:
 
 def test_vms_that_are_no_members_do_not_count_but_this_one_does() -> None:
     life = Life(replace(READY, members=("vm_2",)))
-    assert life.request.awaited == ("vm_1", "vm_2")
+    assert life.request.requested_vms == ("vm_1", "vm_2")
 
 
 def test_an_event_of_this_vm_alone_needs_no_table() -> None:
@@ -292,7 +294,7 @@ def test_an_event_of_this_vm_alone_needs_no_table() -> None:
 
 
 @pytest.mark.parametrize("fleet", [READY, None])
-def test_without_an_answer_of_the_table_nothing_is_approved(fleet: FleetView | None) -> None:
+def test_without_a_response_of_the_table_nothing_is_approved(fleet: FleetView | None) -> None:
     life = Life(fleet)
     life.finish()
     assert life.phase() == "prepared"
@@ -306,21 +308,21 @@ def test_an_operator_approves_although_others_are_not_ready() -> None:
     assert life.effects(Approve)
 
 
-def test_without_an_event_no_time_wakes_the_agent_while_the_store_is_unavailable() -> None:
+def test_without_an_event_an_unavailable_backend_wakes_nothing() -> None:
     life = Life(replace(LIMITED, on_unavailable="begin", error="no route", unavailable_seconds=0.0))
-    assert next_wake_at(life.board, life.context) is not None
+    assert next_wake_at(life.workflows, life.context) is not None
     assert next_wake_at({}, life.context) is None
 
 
 @pytest.mark.parametrize("word", ["wait", "begin"])
-def test_an_unavailable_store_never_waives_the_others(word: Any) -> None:
+def test_an_unavailable_backend_never_skips_the_other_vms(word: Any) -> None:
     life = Life(replace(READY, on_unavailable=word, error="no route", unavailable_seconds=0.0))
     life.finish()
     life.tell(timedelta(minutes=10), unavailable_seconds=600.0)
     assert not life.effects(Approve)
-    assert life.waits() == "waits for vm_2, vm_3 to be ready; the table cannot be used (no route)"
+    assert life.wait_reason() == "waits for vm_2, vm_3 to be ready; the table cannot be used (no route)"
     shown = FleetState(lambda _: None)
-    shown.committed(life.board, life.context, 0.0)
+    shown.committed(life.workflows, life.context, 0.0)
     assert shown.not_ready == ("vm_2", "vm_3"), "not itself"
 
 
@@ -336,16 +338,16 @@ def test_a_held_or_failed_preparation_is_not_ready(word: Any) -> None:
     assert life.request.stage == "not_ready"
 
 
-def test_many_names_are_cut_short() -> None:
+def test_many_names_are_truncated() -> None:
     life = Life(READY, an_event(resources=tuple(f"vm_{number}" for number in range(1, 101))))
     life.finish()
     life.status(not_ready=("vm_2", "vm_3"))
-    assert life.waits() == "waits for vm_2, vm_3, vm_4 and 96 more to be ready"
+    assert life.wait_reason() == "waits for vm_2, vm_3, vm_4 and 96 more to be ready"
 
 
-def test_what_was_told_of_an_earlier_appearance_does_not_count() -> None:
+def test_a_status_of_an_earlier_appearance_does_not_count() -> None:
     old = FleetEventStatus(
-        workflow_id=workflow_id("a", START - NOTICE), may_begin=True, is_all_ready=True, awaited=NAMES
+        workflow_id=workflow_id("a", START - NOTICE), may_begin=True, is_all_ready=True, requested_vms=NAMES
     )
     life = Life(FleetView(max_events=1, statuses={"a": old}))
     assert life.phase() == "waiting"
@@ -407,17 +409,17 @@ def test_an_event_of_this_vm_alone_is_never_ready_for_others() -> None:
     assert (life.request.stage, life.request.needs_all) == ("not_ready", False)
 
 
-def test_whom_it_waits_for_is_noted_once_and_told_as_it_is() -> None:
+def test_vms_it_waits_for_are_recorded_once_and_shown_unchanged() -> None:
     life = Life(READY)
     life.finish()
     life.status(not_ready=("vm_2", "vm_3"))
     assert noted_waits(life) == ["vm_2, vm_3 to be ready"]
     life.status(not_ready=("vm_2",))
-    assert life.waits() == "waits for vm_2 to be ready"
+    assert life.wait_reason() == "waits for vm_2 to be ready"
     assert noted_waits(life) == []
 
 
-def test_the_place_in_the_line_is_noted_as_soon_as_it_is_known() -> None:
+def test_the_place_in_the_queue_is_recorded_as_soon_as_it_is_known() -> None:
     life = Life(LIMITED)
     assert noted_waits(life) == []
     life.status(position=1, ahead=FULL.ahead)
@@ -425,8 +427,8 @@ def test_the_place_in_the_line_is_noted_as_soon_as_it_is_known() -> None:
 
 
 def noted_waits(life: Life) -> list[str]:
-    notes = [note for step in life.steps for note in step.notes]
-    return [note.waits.detail for note in notes if note.waits]
+    notes = [note for step in life.transitions for note in step.records]
+    return [note.wait_reason.detail for note in notes if note.wait_reason]
 
 
 def test_an_event_under_a_new_id_keeps_its_key() -> None:
@@ -468,13 +470,13 @@ def test_when_an_appearance_was_first_seen_is_kept_until_it_is_closed() -> None:
     state = FleetState(published.append)
     life = Life(LIMITED)
     for now in (5.0, 9.0):
-        state.committed(life.board, life.context, now)
+        state.committed(life.workflows, life.context, now)
     state.committed({}, life.context, 11.0)
-    state.committed(life.board, life.context, 12.0)
+    state.committed(life.workflows, life.context, 12.0)
     assert [[request.seen_at for request in requests] for requests in published] == [[5.0], [5.0], [], [12.0]]
 
 
-def test_an_event_that_is_back_and_prepared_for_again_is_ready_while_its_first_recovery_waits_for_it() -> None:
+def test_a_reappeared_and_prepared_event_is_ready_while_its_first_recovery_waits() -> None:
     life = Life(READY)
     event = life.workflow.event
     first = life.workflow.id
@@ -482,16 +484,16 @@ def test_an_event_that_is_back_and_prepared_for_again_is_ready_while_its_first_r
     life.take(Missing(event.key))
     life.take(Gone(event.key))
     (recovery,) = life.effects(RunHook)
-    assert fleet_requests(life.board, life.context, {})[0].stage == "not_ready"
+    assert fleet_requests(life.workflows, life.context, {})[0].stage == "not_ready"
     life.context = replace(life.context, now=START + timedelta(seconds=20))
     life.take(Seen(event))
-    (second,) = life.board.keys() - {first}
+    (second,) = life.workflows.keys() - {first}
     life.take(
         HookFinished(workflow_id=first, stage="recover", hook=recovery.hook, run=recovery.run, outcome="canceled")
     )
     life.take(HookFinished(workflow_id=second, stage="prepare", hook="drain", run=1, outcome="succeeded"))
-    assert life.board[first].phase == "recovering"
-    (request,) = fleet_requests(life.board, life.context, {})
+    assert life.workflows[first].phase == "recovering"
+    (request,) = fleet_requests(life.workflows, life.context, {})
     assert (request.workflow_id, request.stage) == (second, "ready")
 
 
@@ -502,10 +504,10 @@ def test_an_event_that_comes_back_is_seen_anew() -> None:
     life = Life(READY)
     life.finish()
     key = life.workflow.id
-    state.committed(life.board, life.context, 5.0)
+    state.committed(life.workflows, life.context, 5.0)
     over = {key: replace(life.workflow, is_over=True)}
     state.committed(over, life.context, 60.0)
-    state.committed(life.board, life.context, 90.0)
+    state.committed(life.workflows, life.context, 90.0)
     assert [[request.seen_at for request in requests] for requests in published] == [[5.0], [inf], [90.0]]
 
 
@@ -524,7 +526,9 @@ def test_by_an_old_document_it_is_not_ready() -> None:
     assert stages == ["ready", "not_ready"]
 
 
-def test_it_says_that_its_first_appearance_comes_first() -> None:
+def test_it_reports_that_its_first_appearance_comes_first() -> None:
     other = FleetEventStatus(workflow_id=workflow_id("a", START - NOTICE))
     life = Life(FleetView(max_events=1, statuses={"a": other}))
-    assert life.waits().startswith("waits for a slot: its first appearance is not recovered from; begins without")
+    assert life.wait_reason().startswith(
+        "waits for a slot: its first appearance is not recovered from; begins without"
+    )

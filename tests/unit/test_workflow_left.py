@@ -28,12 +28,12 @@ def test_two_answers_that_name_other_vms_end_it(first: object) -> None:
     phase = agent.phase
     assert agent.answer_once(ELSEWHERE) == []
     assert agent.phase == phase
-    assert agent.waits_for() == "it is not in the last document, and the next one shows whether it is over"
+    assert agent.wait_message() == "it is not in the last document, and the next one shows whether it is over"
     assert agent.answer_once(ELSEWHERE) == ["A: recover resume"]
     assert agent.of().outcome == "canceled"
     assert agent.answer_once(ELSEWHERE) == []
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert [line for line in agent.journal if "VM" in line][-2:] == [
         "missing: does not name this VM any more; over for it, if the next answer does not name it either",
         "gone: names only other VMs now (canceled)",
@@ -49,7 +49,7 @@ def test_one_answer_does_not_end_it() -> None:
     agent.answer_once(ELSEWHERE, after=0.5)  # not yet another poll
     assert agent.phase == "prepared"
     assert agent.answer_once(an_event()) == []
-    assert agent.waits_for() == "an operator must approve it"
+    assert agent.wait_message() == "an operator must approve it"
 
 
 def test_if_it_names_this_vm_again_it_is_another_event() -> None:
@@ -58,12 +58,12 @@ def test_if_it_names_this_vm_again_it_is_another_event() -> None:
     agent.document(an_event(), other)
     agent.document(ELSEWHERE, other)  # B needs what is prepared, so nothing is undone yet
     old = agent.of()
-    assert (old.phase, agent.waits_for()) == ("recovering", "event B still needs it prepared")
+    assert (old.phase, agent.wait_message()) == ("recovering", "event B still needs it prepared")
     assert agent.document(an_event(), other) == ["A: prepare drain"]
     assert [one.id != old.id for one in agent.all_of("A")] == [False, True]
 
 
-def test_an_event_that_names_nobody_has_not_left() -> None:
+def test_an_event_that_names_no_vm_has_not_left() -> None:
     agent = prepared()
     agent.document(EVERYWHERE)
     agent.document(EVERYWHERE)
@@ -117,26 +117,26 @@ def test_a_hold_counts_when_it_names_this_vm_again() -> None:
     agent.operator("hold")
     agent.document(ELSEWHERE)
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
     agent.wait(timedelta(hours=1).total_seconds())
     assert agent.document(an_event()) == []
     assert (agent.phase, agent.of().operator_action) == ("held", "hold")
 
 
-def test_an_event_of_other_vms_that_an_unread_answer_listed_was_not_lacked_twice() -> None:
+def test_an_event_of_other_vms_listed_in_a_skipped_document_is_not_missing_twice() -> None:
     """Two answers may come before the agent decides: the first of them counts for what it lists."""
     other = a_rule(when=When(affects=("others",)), prepare=("drain",), approve="never", lead=DAY)
     agent = Agent(other)
     agent.document(ELSEWHERE)
     agent.answer_once()
     document = Document(incarnation="1", events=(ELSEWHERE,))
-    agent.documents.take(document, agent.context.now.timestamp() + 1, agent.context.names)
+    agent.documents.receive(document, agent.context.now.timestamp() + 1, agent.context.names)
     assert agent.answer_once(after=2) == []
     assert not agent.of().is_over
     assert agent.answer_once() != []
 
 
-def test_an_event_of_other_vms_is_followed_under_its_new_id_though_its_rule_is_gone() -> None:
+def test_an_event_of_other_vms_keeps_its_workflow_under_a_new_id_without_its_rule() -> None:
     agent = Agent(a_rule(when=When(affects=("others",)), prepare=("drain",), approve="never", lead=DAY))
     agent.document(ELSEWHERE)
     agent.ends("drain")

@@ -8,7 +8,7 @@ import pytest
 from test_workflow import START, Agent, a_rule, an_event, started
 
 from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.workflow import CancelHook, ClockSet, next_wake_at
+from scheduled_events_agent.workflow import CancelHook, ClockChanged, next_wake_at
 
 EVENT = an_event()
 FIRST = ["A: prepare drain"]
@@ -104,7 +104,7 @@ def test_after_a_reboot_a_scheduled_event_is_prepared_for_from_its_first_hook(wh
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_second_restart_in_the_same_boot_repeats_nothing_but_the_hook_that_was_cut(where: str) -> None:
+def test_a_second_restart_in_the_same_boot_repeats_only_the_interrupted_hook(where: str) -> None:
     agent = an_agent(where)
     assert agent.restart("boot 2", EVENT) == FIRST
     assert agent.ends("drain") == ["A: prepare checkpoint"]
@@ -125,7 +125,7 @@ def test_after_a_reboot_an_event_that_has_started_is_not_prepared_for(where: str
     assert agent.restart("boot 2", started(EVENT)) == []
     assert agent.document() == ["A: recover resume"]
     assert agent.ends("resume") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -134,7 +134,7 @@ def test_after_a_reboot_an_event_that_is_gone_is_recovered_from_once(where: str)
     assert agent.restart("boot 2") == ["A: recover resume"]
     assert agent.of().outcome == "completed"
     assert agent.ends("resume") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -153,7 +153,7 @@ def test_a_drain_is_begun_anew_after_a_reboot() -> None:
     agent.wait(6)
     assert agent.restart("boot 2", EVENT) == []
     assert agent.of().drain_until == agent.context.now + timedelta(seconds=20)
-    assert next_wake_at(agent.board, agent.context) == agent.of().drain_until
+    assert next_wake_at(agent.workflows, agent.context) == agent.of().drain_until
     assert agent.tick(19) == []
     assert agent.tick(1) == FIRST
 
@@ -170,7 +170,7 @@ def test_a_drain_alone_is_begun_anew_too_unless_an_operator_holds_it() -> None:
         assert agent.tick(21) == ([] if is_held else ["A: approve A"])
 
 
-def test_what_is_only_observed_is_not_prepared_again() -> None:
+def test_an_observed_event_is_not_prepared_again() -> None:
     agent = an_agent("in hook 2")
     agent.reload(*agent.context.rules, is_acting=False)
     assert agent.restart("boot 2", EVENT) == []
@@ -244,7 +244,7 @@ def test_an_event_that_is_listed_without_a_gap_does_not_start_twice() -> None:
     agent.document(started(EVENT))
     assert agent.document(EVENT) == []
     assert agent.phase == "started"
-    assert len(agent.board) == 1
+    assert len(agent.workflows) == 1
 
 
 @pytest.mark.parametrize("seconds", [25.0, -15.0])
@@ -252,35 +252,37 @@ def test_a_clock_that_is_set_moves_the_deadline_of_a_hook_that_runs(seconds: flo
     agent = Agent(a_rule())
     agent.document(EVENT)
     agent.wait(1 + seconds)
-    assert agent.send(ClockSet(seconds)) == ["A: move deadline"]
+    assert agent.send(ClockChanged(seconds)) == ["A: move deadline"]
     agent.ends("drain")
     agent.ends("checkpoint")
-    assert agent.send(ClockSet(seconds)) == []
+    assert agent.send(ClockChanged(seconds)) == []
 
 
 @pytest.mark.parametrize(("type_", "is_urgent"), [("Preempt", True), ("Redeploy", False)])
-def test_an_eviction_leaves_a_recovery_that_is_in_its_way_no_time(type_: Any, is_urgent: bool) -> None:
+def test_an_eviction_leaves_no_time_to_a_recovery_that_delays_it(type_: Any, is_urgent: bool) -> None:
     agent = Agent(a_rule())
     agent.document(EVENT)
     agent.ends("drain")
     agent.ends("checkpoint")
     assert agent.document() == ["A: recover resume"]
     assert agent.document(an_event(id="B", type=type_)) == ["A: cancel recover"]
-    cancels = [effect for step in agent.last.steps for effect in step.effects if isinstance(effect, CancelHook)]
+    cancels = [
+        effect for step in agent.last.transitions for effect in step.effects if isinstance(effect, CancelHook)
+    ]
     assert [cancel.is_urgent for cancel in cancels] == [is_urgent]
     assert agent.ends("resume", "canceled") == ["B: prepare drain"]
 
 
-def test_a_preparation_that_had_only_waited_is_not_recovered_from_after_a_reboot() -> None:
+def test_a_preparation_that_had_only_waited_is_not_recovered_after_a_reboot() -> None:
     preempt = an_event(id="P", type="Preempt", not_before=START + timedelta(minutes=5))
     agent = Agent(a_rule(prepare=("drain",)), serialized=frozenset({"drain"}))
     assert agent.document(preempt, EVENT) == ["P: prepare drain"]
-    assert agent.waits_for() == "waits for another run of hook drain"
+    assert agent.wait_message() == "waits for another run of hook drain"
     assert "A: recover resume" not in agent.restart("boot 2", preempt)
     assert agent.all_of("A") == []
 
 
-def test_after_a_reboot_an_event_that_comes_back_is_prepared_for_from_its_first_hook() -> None:
+def test_after_a_reboot_a_reappearing_event_is_prepared_from_its_first_hook() -> None:
     """Its recovery waited for another event, so that it was as prepared as before, but for the reboot."""
     other = an_event(id="B")
     agent = Agent(a_rule(prepare=("drain",), approve="manual", lead=3600.0))

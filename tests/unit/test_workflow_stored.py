@@ -15,9 +15,9 @@ from test_workflow import START, Agent, a_rule, an_event, started
 
 import scheduled_events_agent
 from scheduled_events_agent.hooks.durations import HookTimes
-from scheduled_events_agent.notifications import Happening
+from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.store import Loss
-from scheduled_events_agent.workflow import AgentRestarted, OperatorCommand, Reconsider, Workflow, is_ready
+from scheduled_events_agent.workflow import AgentRestarted, OperatorCommand, PolicyChanged, Workflow, is_ready
 
 IDLE: dict[str, Any] = {
     "state": "idle", "done": [], "current": None, "run": 0, "is_canceling": False, "failure": "",
@@ -29,24 +29,25 @@ STORED: dict[str, Any] = {
     "event": {
         "id": "A", "type": "Reboot", "status": "Scheduled", "source": "Platform", "resources": ["vm_1"],
         "not_before": "2026-03-02T12:15:00Z", "duration_seconds": 9.0, "description": "maintenance",
-        "resource_type": "", "received_id": "", "id_fault": "", "is_ambiguous": False,
+        "resource_type": "", "received_id": "", "id_error": "", "is_ambiguous": False,
     },
     "decision": {
         "rule": "impactful", "reason": "rule impactful matches it: affects self", "affects": "self",
         "prepare": ["drain", "checkpoint"], "on_start": [], "recover": ["resume", "load"], "drain_for": 0.0,
-        "approve": "when-prepared", "on_failure": "hold", "shared": "hold", "may_speak": True, "speaks_after": 0.0,
+        "approve": "when-prepared", "on_failure": "hold", "shared": "hold",
+        "can_approve_for_all": True, "approve_after_seconds": 0.0,
         "on_early_start": "cancel", "lead": None, "window_name": None, "window": None,
         "expire_after": 3600.0,
     },
-    "first_seen_at": "2026-03-02T12:00:01Z", "noticed_at": "2026-03-02T12:00:01Z", "boot_id": "boot 1",
+    "first_seen_at": "2026-03-02T12:00:01Z", "not_before_seen_at": "2026-03-02T12:00:01Z", "boot_id": "boot 1",
     "prepare_boot_id": "boot 1",
     "phase": "preparing",
     "prepare": {**IDLE, "state": "running", "done": ["drain"], "current": "checkpoint", "run": 2},
     "on_start": IDLE, "recover": IDLE, "drain_until": None,
     "approval": {"state": "none", "failures": 0, "failing_since": None, "retry_at": None, "failed_at": None},
     "operator_action": "", "approval_needed_since": None, "phase_since": None,
-    "change_noted_at": None, "missing_since": None, "is_over": False, "is_undone": False, "was_started": False,
-    "is_doubtful": False, "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
+    "change_noted_at": None, "missing_since": None, "is_over": False, "is_reverted": False, "was_started": False,
+    "is_history_unknown": False, "handling_since": "2026-03-02T12:00:01Z", "wait_reason": None, "outcome": "",
 }  # fmt: skip
 OVER = {
     "prepare": DONE, "missing_since": "2026-03-02T12:00:05Z", "is_over": True, "was_started": True,
@@ -60,12 +61,12 @@ def an_agent_that_goes_on(**changes: Any) -> Agent:
     workflow = msgspec.json.decode(msgspec.json.encode({**STORED, **changes}), type=Workflow)
     agent = Agent(a_rule(recover=("resume", "load")))
     agent.context = replace(agent.context, now=START, document_at=None)
-    agent.board = {workflow.id: workflow}
-    assert agent.send(AgentRestarted(), Reconsider()) == []
+    agent.workflows = {workflow.id: workflow}
+    assert agent.send(AgentRestarted(), PolicyChanged()) == []
     return agent
 
 
-def test_what_is_stored_keeps_its_form() -> None:
+def test_the_stored_form_does_not_change() -> None:
     stored = msgspec.json.encode(STORED)
     assert msgspec.json.decode(msgspec.json.encode(msgspec.json.decode(stored, type=Workflow))) == STORED
 
@@ -128,7 +129,7 @@ def structs_in(found: Any) -> Iterator[type[msgspec.Struct]]:
 
 def test_all_that_is_stored_forbids_unknown_fields() -> None:
     found = {struct for type_ in types_read_back() for struct in structs_in(msgspec.inspect.type_info(type_))}
-    assert found > {Workflow, Happening, HookTimes, Loss}
+    assert found > {Workflow, Notification, HookTimes, Loss}
     assert [struct for struct in found if not struct.__struct_config__.forbid_unknown_fields] == []
 
 
@@ -150,7 +151,7 @@ def test_a_recovery_goes_on_with_the_hook_that_ran() -> None:
     agent = an_agent_that_goes_on(**OVER, phase="recovering", recover=recover)
     assert agent.document() == ["A: recover load"]
     assert agent.ends("load") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_a_recovery_that_has_failed_waits_for_a_retry() -> None:
@@ -164,8 +165,8 @@ def test_a_recovery_that_has_failed_waits_for_a_retry() -> None:
     }
     agent = an_agent_that_goes_on(**OVER, phase="recovery_failed", recover=recover)
     assert agent.document() == []
-    assert not is_ready(agent.board)
-    (workflow_id,) = agent.board
+    assert not is_ready(agent.workflows)
+    (workflow_id,) = agent.workflows
     assert agent.send(OperatorCommand(workflow_id=workflow_id, action="retry", user="kim")) == ["A: recover load"]
 
 

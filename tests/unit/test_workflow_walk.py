@@ -1,7 +1,7 @@
 """Every order of things: a walk through all sequences of signals, judged from the outside.
 
 The world below knows what the document says, which hooks run and which approvals are under way. It performs
-the effects of ``proceed``, chooses what happens next in every possible way, and holds each effect against the
+the effects of ``advance``, chooses what happens next in every possible way, and holds each effect against the
 invariants, which it works out for itself and not from the fields of a workflow:
 
 1. no approval before every prepare hook has succeeded, unless the rule or an operator says otherwise
@@ -63,27 +63,27 @@ from scheduled_events_agent.workflow import (
     Approve,
     CancelHook,
     Context,
+    GateResult,
     HookFinished,
     HookOutcome,
-    Leave,
     OperatorAction,
     OperatorCommand,
-    Progress,
     RememberedEvent,
     RunHook,
     Signal,
     Stage,
-    Step,
+    StageStatus,
+    Transition,
     Workflow,
+    advance,
     approval,
     is_ready,
     known_events,
     phases,
-    proceed,
     signals,
     stages,
 )
-from scheduled_events_agent.workflow.timing import turn_to_approve
+from scheduled_events_agent.workflow.timing import approval_turn_at
 
 advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
 
@@ -128,7 +128,7 @@ class Script:
 
 
 def _waits_for_time(workflow: Workflow) -> bool:
-    return bool(workflow.drain_until or workflow.approval.failures or workflow.decision.speaks_after)
+    return bool(workflow.drain_until or workflow.approval.failures or workflow.decision.approve_after_seconds)
 
 
 class BrokenError(AssertionError):
@@ -150,7 +150,7 @@ class World:
     """Everything outside the state machine, and the open workflows that the machine has returned last."""
 
     script: Script
-    board: dict[str, Workflow] = field(default_factory=dict)
+    workflows: dict[str, Workflow] = field(default_factory=dict)
     now: datetime = START
     document_at: datetime | None = START
     boot: int = 0
@@ -215,7 +215,7 @@ class World:
     def key(self) -> tuple[Any, ...]:
         """All that the future depends on: the same key, the same future."""
         return (
-            *(self._workflow_key(workflow) for workflow in self.board.values()),
+            *(self._workflow_key(workflow) for workflow in self.workflows.values()),
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
             *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
             *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
@@ -229,7 +229,7 @@ class World:
         approval = workflow.approval
         retry = max((approval.retry_at - self.now).total_seconds(), 0) if approval.retry_at else None
         drain = max((workflow.drain_until - self.now).total_seconds(), 0) if workflow.drain_until else None
-        speaks_at = turn_to_approve(workflow)
+        speaks_at = approval_turn_at(workflow)
         speaks = max((speaks_at - self.now).total_seconds(), 0) if speaks_at else None
         is_stale = approval.failed_at is not None and approval.failed_at >= (self.document_at or START)
         return (
@@ -237,8 +237,8 @@ class World:
             *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
             approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator_action,
-            workflow.is_over, workflow.was_started, workflow.is_doubtful,
-            workflow.waits and replaced(workflow.waits, at=None), workflow.outcome, speaks,
+            workflow.is_over, workflow.was_started, workflow.is_history_unknown,
+            workflow.wait_reason and replaced(workflow.wait_reason, at=None), workflow.outcome, speaks,
         )  # fmt: skip
 
     def expect(self, holds: bool, text: str) -> None:
@@ -264,9 +264,9 @@ class World:
                 yield f"{name} {stage} failed"
         for name in self.posts:
             yield f"{name} approval ok"
-            if not any(workflow.approval.failures for workflow in self.board.values()):
+            if not any(workflow.approval.failures for workflow in self.workflows.values()):
                 yield f"{name} approval error"
-        if any(_waits_for_time(w) for w in self.board.values()):
+        if any(_waits_for_time(w) for w in self.workflows.values()):
             yield "time passes"
         yield from self._choices_of_operators()
         if self.crashes < self.script.crashes:
@@ -305,10 +305,10 @@ class World:
 
     def unrecovered(self) -> list[str]:
         """The appearances that wait for an operator to repair their recovery."""
-        return [self.names[key] for key, workflow in self.board.items() if workflow.phase == "recovery_failed"]
+        return [self.names[key] for key, workflow in self.workflows.items() if workflow.phase == "recovery_failed"]
 
     def _may_expire(self, name: str) -> bool:
-        return name not in self.expired and any(self.names[key] == name for key in self.board)
+        return name not in self.expired and any(self.names[key] == name for key in self.workflows)
 
     def _may_appear(self, event: str) -> bool:
         """An event that goes and comes back while the agent is away is, for the agent, one that has stayed."""
@@ -318,7 +318,7 @@ class World:
         """The world after ``choice``; raises BrokenError if the agent does something that it must not."""
         world = replace(
             self,
-            board=dict(self.board), truth=dict(self.truth), read=dict(self.read), counts=dict(self.counts),
+            workflows=dict(self.workflows), truth=dict(self.truth), read=dict(self.read), counts=dict(self.counts),
             names=dict(self.names), flights={key: replace(flight) for key, flight in self.flights.items()},
             posts=dict(self.posts), words=dict(self.words), scheduled_boot=dict(self.scheduled_boot),
             first_seen=dict(self.first_seen),
@@ -362,8 +362,8 @@ class World:
             case ["R", "expires"]:
                 self.expired |= {self.present("R")}
                 self.held -= {"R"}
-                since = next(w for w in self.board.values() if self.names[w.id] == self.present("R"))
-                self.now = (since.begun_at or since.first_seen_at) + timedelta(seconds=EXPIRE_SECONDS + 1)
+                since = next(w for w in self.workflows.values() if self.names[w.id] == self.present("R"))
+                self.now = (since.handling_since or since.first_seen_at) + timedelta(seconds=EXPIRE_SECONDS + 1)
                 self.document_at = self.now
                 self._send()
             case ["time", "passes"]:
@@ -430,16 +430,16 @@ class World:
             self.scheduled_boot.setdefault(self.present(event), self.boot)
             self.first_seen[self.present(event)] = self.now
             rule = self.script.rule(event)
-            is_doubtful = self.script.is_state_lost and self.read[event] == "Started"
-            if is_doubtful:
+            is_history_unknown = self.script.is_state_lost and self.read[event] == "Started"
+            if is_history_unknown:
                 self.owed |= {(self.present(event), hook) for hook in rule.recover}
         for event in self.truth:
             self._begin_bare(event)
-        missing = {w.event.key: w.event.id in already for w in self.board.values() if w.is_missing}
+        missing = {w.event.key: w.event.id in already for w in self.workflows.values() if w.is_missing}
         ended = {event.casefold(): "Canceled" for event in over & self.elsewhere}
         document = Document(incarnation="1", events=events, ended=ended)
         elsewhere = {event.casefold() for event in self.elsewhere}
-        found = compare(known_events(self.board), document, missing)
+        found = compare(known_events(self.workflows), document, missing)
         self._send(
             *(
                 replaced(one, names_others=True)
@@ -448,7 +448,7 @@ class World:
                 for one in found
             )
         )
-        still = {self.names[workflow.id] for workflow in self.board.values()}
+        still = {self.names[workflow.id] for workflow in self.workflows.values()}
         self.expired = frozenset(name for name in self.expired if name in still or not self.is_gone(name))
         self.left &= still
         for event in new:
@@ -464,7 +464,7 @@ class World:
 
     def _returns(self, name: str) -> bool:
         """Whether its end has brought nothing about yet."""
-        workflow = next((w for w in self.board.values() if self.names[w.id] == name), None)
+        workflow = next((w for w in self.workflows.values() if self.names[w.id] == name), None)
         if workflow is None or any(other == name for other, _ in self.flights):
             return False
         if name in self.undone or name in self.expired or name in self.left:
@@ -521,13 +521,13 @@ class World:
                 self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
                 self.failed.pop(name, None)
         self.flights, self.posts = {}, {}
-        stored = msgspec.json.encode(list(self.board.values()))
-        self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
+        stored = msgspec.json.encode(list(self.workflows.values()))
+        self.workflows = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
         self.document_at, self.is_blind = None, True
-        was_ready = is_ready(self.board)
+        was_ready = is_ready(self.workflows)
         self._send(AgentRestarted())
         self.expect(not self.flights and not self.posts, "(7) something is done before the first document")
-        self.expect(was_ready == is_ready(self.board), "(9) a restart has made the VM ready, or not ready")
+        self.expect(was_ready == is_ready(self.workflows), "(9) a restart has made the VM ready, or not ready")
 
     # --- What the agent does.
 
@@ -544,11 +544,11 @@ class World:
             serialized=self.script.serialized,
             remembered=self._remembered(),
         )
-        progression = proceed(self.board, signals, context)
-        self.expect(progression.faults == (), f"faults: {progression.faults}")
-        self.board = progression.board
+        progression = advance(self.workflows, signals, context)
+        self.expect(progression.errors == (), f"faults: {progression.errors}")
+        self.workflows = progression.workflows
         begun: set[tuple[str, Stage]] = set()
-        for step in progression.steps:
+        for step in progression.transitions:
             workflow = step.workflow
             event = workflow.event.id
             if workflow.id not in self.names:
@@ -575,14 +575,16 @@ class World:
                     begun.add((name, effect.stage))
             if not workflow.is_open:
                 self._forget(name, workflow.outcome)
-        self.expect(not (self.stuck and is_ready(self.board)), "(4) ready though a recovery has failed")
+        self.expect(not (self.stuck and is_ready(self.workflows)), "(4) ready though a recovery has failed")
         self._expect_urgent_first()
-        for workflow in self.board.values():
-            due = phases.move(workflow, self.board, context)
-            self.expect(due == workflow.waits, f"(12) {due} is not the reason that is shown: {workflow.waits}")
+        for workflow in self.workflows.values():
+            due = phases.next_transition(workflow, self.workflows, context)
+            self.expect(
+                due == workflow.wait_reason, f"(12) {due} is not the reason that is shown: {workflow.wait_reason}"
+            )
             is_needed = bool(REAL["why_approval_needed"](workflow, context))
-            is_told = workflow.approval_needed_since is not None
-            self.expect(is_needed == is_told, f"(14) an approval by an operator is needed: {is_needed}")
+            is_logged = workflow.approval_needed_since is not None
+            self.expect(is_needed == is_logged, f"(14) an approval by an operator is needed: {is_needed}")
 
     def _remembered(self) -> dict[str, RememberedEvent]:
         """The workflows that the store would have, by the event's key."""
@@ -730,7 +732,7 @@ class World:
             return f"{name} approval ok"
         for name in self.unrecovered():
             return f"{name} retry"
-        may_wait = {w.id for w in self.board.values() if _waits_for_time(w)}
+        may_wait = {w.id for w in self.workflows.values() if _waits_for_time(w)}
         if may_wait and self.story[-2:] != ("time passes", "time passes"):
             return "time passes"
         for event, status in self.truth.items():
@@ -743,8 +745,8 @@ class World:
         return None
 
     def expect_rest(self) -> None:
-        self.expect(self.board == {}, f"never over: {[*self.board.values()]}")
-        self.expect(is_ready(self.board), "never ready again")
+        self.expect(self.workflows == {}, f"never over: {[*self.workflows.values()]}")
+        self.expect(is_ready(self.workflows), "never ready again")
         self.expect(not self.owed, f"(4) never recovered: {set(self.owed)}")
 
 
@@ -841,7 +843,7 @@ SINGLE = list(itertools.product(APPROVE, ("hold", "approve"), ("cancel", "finish
 
 @to_depth(ONE_EVENT)
 @pytest.mark.parametrize(("approve", "on_failure", "on_early_start", "recover"), SINGLE)
-def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
+def test_one_event_with_signals_in_every_order_and_a_crash_anywhere(
     approve: Any, on_failure: Any, on_early_start: Any, recover: tuple[str, ...], depth: int
 ) -> None:
     rule = a_rule(approve=approve, on_failure=on_failure, on_early_start=on_early_start, recover=recover)
@@ -876,7 +878,7 @@ def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
         "leaves", "held while it is away",
     ],
 )  # fmt: skip
-def test_one_event_under_special_rules_in_every_order_of_things(script: Script, depth: int) -> None:
+def test_one_event_under_special_rules_with_signals_in_every_order(script: Script, depth: int) -> None:
     assert walk(replace(script, depth=depth)) > 50
 
 
@@ -892,7 +894,7 @@ def test_one_event_under_special_rules_in_every_order_of_things(script: Script, 
     ],
     ids=["one hook", "two hooks", "drain", "no recovery", "recovery alone"],
 )
-def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule, depth: int) -> None:
+def test_a_reappearing_event_with_signals_in_every_order(rule: Rule, depth: int) -> None:
     assert walk(Script({"A": rule}, crashes=0, appearances=2, failures=0, depth=depth)) > 80
     assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0, depth=depth)) > 400
 
@@ -926,7 +928,7 @@ PAIRS = {
 
 @to_depth(TWO_EVENTS, nightly=7)
 @pytest.mark.parametrize("rules", PAIRS.values(), ids=PAIRS.keys())
-def test_two_events_in_every_order_of_things_with_a_crash_anywhere(rules: dict[str, Rule], depth: int) -> None:
+def test_two_events_with_signals_in_every_order_and_a_crash_anywhere(rules: dict[str, Rule], depth: int) -> None:
     assert walk(Script(rules, crashes=1, appearances=1, depth=depth)) > 500
 
 
@@ -959,7 +961,7 @@ def test_an_eviction_among_others_that_need_the_same_hook_once_at_a_time(more: d
 
 
 @to_depth(ONE_EVENT)
-def test_a_recommendation_alone_in_every_order_of_things(depth: int) -> None:
+def test_a_recommendation_alone_with_signals_in_every_order(depth: int) -> None:
     rules = {"R": a_rule("R", prepare=("drain",), expire_after=EXPIRE_SECONDS)}
     assert walk(Script(rules, crashes=1, appearances=2, has_operator=True, depth=depth)) > 300
 
@@ -967,7 +969,7 @@ def test_a_recommendation_alone_in_every_order_of_things(depth: int) -> None:
 @pytest.mark.parametrize(
     "seed", [seed if seed < 25 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(60)]
 )
-def test_a_long_random_life_of_two_events_breaks_nothing(seed: int) -> None:
+def test_a_long_random_run_of_two_events_breaks_no_invariant(seed: int) -> None:
     chance = random.Random(seed)
     changes: list[dict[str, Any]] = [
         {
@@ -998,7 +1000,7 @@ def test_a_long_random_life_of_two_events_breaks_nothing(seed: int) -> None:
 # --- A walk that finds nothing proves something only if it finds what is there to be found.
 
 
-def test_a_story_can_be_told_again() -> None:
+def test_a_walk_can_be_repeated() -> None:
     story = (
         "A appears Scheduled",
         "A1 prepare succeeded",
@@ -1014,7 +1016,7 @@ def test_a_story_can_be_told_again() -> None:
 
 
 @pytest.mark.parametrize("ended", ["A1 recover canceled", "A1 recover succeeded"])
-def test_an_event_is_prepared_for_again_that_comes_back_while_another_one_is_recovered_from(ended: str) -> None:
+def test_a_reappearing_event_is_prepared_again_while_another_recovers(ended: str) -> None:
     """It has the same hooks, so what was prepared for it does not stand any more."""
     story = (
         "A appears Scheduled",
@@ -1035,70 +1037,70 @@ def test_an_event_is_prepared_for_again_that_comes_back_while_another_one_is_rec
 Faults = dict[str, Callable[..., Any]]
 
 
-def _always_yes(*_: Any) -> Leave:
-    return Leave("yes")
+def _always_yes(*_: Any) -> GateResult:
+    return GateResult("allow")
 
 
 def _never_asked(name: str) -> Faults:
     """The machine with one gate left open."""
-    left = tuple(_always_yes if gate.__name__ == name else gate for gate in phases.GATES)
-    return {"GATES": left}  # type: ignore[dict-item]
+    left = tuple(_always_yes if gate.__name__ == name else gate for gate in phases.APPROVAL_GATES)
+    return {"APPROVAL_GATES": left}  # type: ignore[dict-item]
 
 
-def _forgetful_restart(workflow: Workflow, context: Context) -> Step:
+def _forgetful_restart(workflow: Workflow, context: Context) -> Transition:
     del context
-    return Step(workflow=workflow)
+    return Transition(workflow=workflow)
 
 
-def _restart_that_takes_hooks_for_done(workflow: Workflow, context: Context) -> Step:
+def _restart_that_takes_hooks_for_done(workflow: Workflow, context: Context) -> Transition:
     step = REAL["_restart"](workflow, context)
     done = (*workflow.prepare.done, workflow.prepare.current or "")
-    assert isinstance(step, Step)
+    assert isinstance(step, Transition)
     return replaced(step, workflow=replaced(step.workflow, prepare=replaced(step.workflow.prepare, done=done)))
 
 
-def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Step:
+def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Transition:
     step = REAL["_restart"](workflow, context)
-    assert isinstance(step, Step)
+    assert isinstance(step, Transition)
     return replaced(step, workflow=replaced(step.workflow, approval=Approval()))
 
 
-def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
+def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Transition:
     step = REAL["_restart"](workflow, context)
-    assert isinstance(step, Step)
+    assert isinstance(step, Transition)
     again = replaced(step.workflow.prepare, done=())
     return replaced(step, workflow=replaced(step.workflow, prepare=again))
 
 
-def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
-    step = REAL["take_answer"](workflow, signal, context)
-    assert step is None or isinstance(step, Step)
+def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Transition | None:
+    step = REAL["apply_approval_answer"](workflow, signal, context)
+    assert step is None or isinstance(step, Transition)
     if step is None or not signal.error_kind:
         return step
     return replaced(step, workflow=replaced(step.workflow, approval=Approval(state="requested")))
 
 
-def _restart_that_retries(workflow: Workflow, context: Context) -> Step:
+def _restart_that_retries(workflow: Workflow, context: Context) -> Transition:
     step = REAL["_restart"](workflow, context)
-    assert isinstance(step, Step)
+    assert isinstance(step, Transition)
     is_stuck = workflow.recover.state == "failed"
     recover = replaced(workflow.recover, state="running") if is_stuck else step.workflow.recover
     return replaced(step, workflow=replaced(step.workflow, recover=recover))
 
 
-def _takes_failures_for_done(progress: Progress, signal: HookFinished) -> Progress:
-    ended = REAL["with_end"](progress, replaced(signal, is_required=signal.stage != "recover"))
-    assert isinstance(ended, Progress)
+def _takes_failures_for_done(progress: StageStatus, signal: HookFinished) -> StageStatus:
+    ended = REAL["with_result"](progress, replaced(signal, is_required=signal.stage != "recover"))
+    assert isinstance(ended, StageStatus)
     return ended
 
 
-def _close_at_once(workflow: Workflow, *_: Any) -> Step | None:
+def _close_at_once(workflow: Workflow, *_: Any) -> Transition | None:
     return phases._close(workflow)
 
 
-def _cancel_in_words_only(workflow: Workflow, stage: Stage) -> Step:
-    progress = replaced(workflow.progress(stage), current=None, state="canceled")
-    return Step(workflow=workflow.with_progress(stage, progress))
+def _cancel_in_words_only(workflow: Workflow, stage: Stage) -> Transition:
+    progress = replaced(workflow.stage_status(stage), current=None, state="canceled")
+    return Transition(workflow=workflow.with_stage(stage, progress))
 
 
 def _begin_when_an_operator_says_so(workflow: Workflow, context: Context) -> Any:
@@ -1111,39 +1113,39 @@ def _nobody_prepares(*_: Any) -> bool:
 
 
 def _needed_by_nobody_else(workflow: Workflow, workflows: Any) -> list[Workflow]:
-    peers = stages.prepared_peers(workflow, workflows)
+    peers = stages.other_prepared(workflow, workflows)
     return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.share_hooks(peer, workflow)]
 
 
 def _lose_as_if_it_had_vanished(workflow: Workflow, signal: Gone, context: Context) -> Any:
-    return REAL["_lose"](workflow, replaced(signal, names_others=False), context)
+    return REAL["_mark_gone"](workflow, replaced(signal, names_others=False), context)
 
 
 def _admit_and_forget(event: ScheduledEvent, context: Context) -> Any:
-    return REAL["_admit"](event, replaced(context, remembered={}))
+    return REAL["_create"](event, replaced(context, remembered={}))
 
 
 REAL: Faults = {
     "_restart": signals._restart,
-    "take_answer": approval.take_answer,
-    "_admit": signals._admit,
-    "_lose": signals._lose,
+    "apply_approval_answer": approval.apply_approval_answer,
+    "_create": signals._create,
+    "_mark_gone": signals._mark_gone,
     "explain": advance_module.explain,
     "why_approval_needed": approval.why_approval_needed,
     "_begin_when_due": phases._begin_when_due,
-    "with_end": stages.with_end,
+    "with_result": stages.with_result,
 }
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "no preparation is asked for": (_never_asked("preparation_gate"), "(1", Script(PAIRS["same hooks"])),
     "no rule is asked": (_never_asked("rule_gate"), "(1", Script({"A": a_rule(approve="never")})),
     "the service's gate is open": (
-        _never_asked("service_gate"), "(2)", Script({"A": a_rule()}, resources=OTHER, has_operator=True),
+        _never_asked("eligibility_gate"), "(2)", Script({"A": a_rule()}, resources=OTHER, has_operator=True),
     ),
     "operators are ignored": (_never_asked("operator_gate"), "(1", Script({"A": a_rule(approve="manual")})),
     "anybody speaks for all": (
-        _never_asked("speaker_gate"), "(1", Script({"A": a_rule()}, resources=SHARED),
+        _never_asked("shared_event_gate"), "(1", Script({"A": a_rule()}, resources=SHARED),
     ),
-    "lost state": (_never_asked("doubt_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
+    "lost state": (_never_asked("state_loss_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
     "recovery ignores other events": ({"share_hooks": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
     "recovery beside the last prepare hook": (
         {"still_needs_preparation": lambda workflow: not workflow.is_over}, "(4)",
@@ -1167,32 +1169,34 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         Script({"A": a_rule(approve="manual")}, has_operator=True, crashes=0),
     ),
     "a restart repeats approvals": ({"_restart": _restart_that_repeats_approvals}, "(6)", Script({"A": a_rule()})),
-    "a failed approval is given up": ({"take_answer": _answer_that_gives_up}, "(6)", Script({"A": a_rule()})),
-    "hooks are canceled in words only": ({"cut_short": _cancel_in_words_only}, "", Script({"A": a_rule()})),
+    "a failed approval is given up": (
+        {"apply_approval_answer": _answer_that_gives_up}, "(6)", Script({"A": a_rule()}),
+    ),
+    "hooks are canceled in words only": ({"cancel_stage": _cancel_in_words_only}, "", Script({"A": a_rule()})),
     "a failed recovery is taken for done": (
-        {"with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule(recover=("resume",))}, crashes=0),
+        {"with_result": _takes_failures_for_done}, "(4)", Script({"A": a_rule(recover=("resume",))}, crashes=0),
     ),
     "recovery goes on after a failure": (
-        {"with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule()}, crashes=0),
+        {"with_result": _takes_failures_for_done}, "(4)", Script({"A": a_rule()}, crashes=0),
     ),
     "a restart tries a failed recovery again": (
         {"_restart": _restart_that_retries}, "(4)", Script({"A": a_rule(prepare=("drain",))}),
     ),
     "a hold stops approvals only": (
-        {"is_to_begin": _nobody_prepares}, "(10)", Script({"A": a_rule()}, has_operator=True, crashes=0),
+        {"starts_next": _nobody_prepares}, "(10)", Script({"A": a_rule()}, has_operator=True, crashes=0),
     ),
     "a recommendation is recovered from before its eviction": (
-        {"_needed_by": _needed_by_nobody_else}, "(11)", Script(WARNED["nothing shared"], crashes=0),
+        {"_dependents": _needed_by_nobody_else}, "(11)", Script(WARNED["nothing shared"], crashes=0),
     ),
     "an expired recommendation begins again": (
-        {"_admit": _admit_and_forget}, "", Script(WARNED["same hooks"], crashes=0),
+        {"_create": _admit_and_forget}, "", Script(WARNED["same hooks"], crashes=0),
     ),
     "a hold ends when its event vanishes": (
-        {"_admit": _admit_and_forget}, "(10)",
+        {"_create": _admit_and_forget}, "(10)",
         Script({"A": a_rule(prepare=("drain",), recover=())}, appearances=2, has_operator=True, crashes=0),
     ),
     "an event that left comes back as it was": (
-        {"_lose": _lose_as_if_it_had_vanished}, "",
+        {"_mark_gone": _lose_as_if_it_had_vanished}, "",
         Script(PAIRS["same hooks"], may_leave=True, crashes=0, begins=("A appears Scheduled",)),
     ),
     "an eviction waits for its turn": (
@@ -1200,7 +1204,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         Script({"A": a_rule("A", **DRAIN), "P": a_rule("P", **DRAIN)}, serialized=frozenset({"drain"}), crashes=0),
     ),
     "a reason outlives its cause": (
-        {"explain": lambda workflow, waits, context: REAL["explain"](workflow, waits or workflow.waits, context)},
+        {"explain": lambda one, why, context: REAL["explain"](one, why or one.wait_reason, context)},
         "(12)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),
     "an approval that is needed is noted for ever": (
@@ -1217,7 +1221,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
 
 
 @pytest.mark.parametrize(("faults", "found", "script"), MUTANTS.values(), ids=MUTANTS.keys())
-def test_the_walk_finds_a_state_machine_that_is_wrong(
+def test_the_walk_detects_a_broken_state_machine(
     faults: Faults, found: str, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, wrong in faults.items():

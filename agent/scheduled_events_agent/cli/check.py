@@ -14,7 +14,7 @@ from scheduled_events_agent.cli.config import find_config, inspect_policy, load_
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
 from scheduled_events_agent.hooks.preflight import Finding, check_machine, problems, rejections
-from scheduled_events_agent.imds.api_version import versions_to_ask
+from scheduled_events_agent.imds.api_version import candidate_versions
 from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.policy import Rule, When, names_recommendations, promised_times
 from scheduled_events_agent.policy.durations import format_duration, plural
@@ -42,7 +42,7 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the file; empty if it cannot be read. The hash is empty then too."""
     hash: str
     valid: bool
-    problems: tuple[str, ...]
+    errors: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 file=loaded.name if loaded else "",
                 hash=loaded.hash if loaded else "",
                 valid=is_valid,
-                problems=report.errors,
+                errors=report.errors,
                 warnings=report.warnings,
             )
         )
@@ -149,9 +149,9 @@ def _look_around(loaded: Loaded) -> Iterator[Finding]:
     yield from check_machine(loaded, is_root=host.is_privileged())
     yield from _fleet_errors(settings)
     if settings.notify:
-        from scheduled_events_agent.notifications import doubts  # noqa: PLC0415  # with httpx, half of this command's start
+        from scheduled_events_agent.notifications import warnings  # noqa: PLC0415  # with httpx, half of this command's start
 
-        for key, message in doubts(settings.notify):
+        for key, message in warnings(settings.notify):
             yield Finding("notify", key, "warning", message)
     if settings.fleet:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
@@ -204,7 +204,7 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     imds = settings.imds
     agent = settings.agent
     versions = ", else ".join(
-        versions_to_ask(imds.api_version, has_recommendations=names_recommendations(settings.rules))
+        candidate_versions(imds.api_version, has_recommendations=names_recommendations(settings.rules))
     )
     poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {versions})"
     listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
@@ -214,7 +214,7 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     yield from terminal.line(f"The agent {poll}; {listen}{clear}{mode}.")
     for target in settings.notify:
         words = f"{_when_in_words(target.when)}: when {_either(target.kinds).replace('_', ' ')}"
-        yield from terminal.line(f"It notifies {target.name} (body {target.body}). {words}.")
+        yield from terminal.line(f"It notifies {target.name} (format {target.format}). {words}.")
     if fleet := settings.fleet:
         limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""
         group = f"group {fleet.group}" if fleet.group else "its scale set"
@@ -241,7 +241,7 @@ def _when_in_words(when: When) -> str:
         parts.append(f"with a resource like {_either(when.resource)}")
     if when.description:
         parts.append(f"described as {_either(when.description)}")
-    for kind, words in (("duration", "lasting"), ("notice", "announced")):
+    for kind, words in (("duration", "duration_text"), ("notice", "announced")):
         below = getattr(when, f"{kind}_below")
         at_least = getattr(when, f"{kind}_at_least")
         limits = [f"at least {format_duration(at_least)}"] if at_least is not None else []

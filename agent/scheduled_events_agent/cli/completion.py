@@ -66,7 +66,7 @@ def _print_ids() -> int:
     """Print the ids of pending events, one on a line. No error is shown: the user is typing a command line."""
     default = argparse.Namespace(state_dir=None, config=None)
     try:
-        with closing(Store.look_into(find_state_dir(default, report=lambda _: None))) as store:
+        with closing(Store.open_readonly(find_state_dir(default, report=lambda _: None))) as store:
             ids = {workflow.event.id: None for workflow in store.load_workflows()}
     except AgentError:
         return 1

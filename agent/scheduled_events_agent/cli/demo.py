@@ -138,8 +138,8 @@ class _Shown:
 
 
 def _show_azure(azure: Simulator, shown: _Shown) -> None:
-    for happening in azure.follow():
-        event = happening.event
+    for entry in azure.stream():
+        event = entry.event
         if event is None:
             continue
         name = f"{event.plan.type} {event.id[:8]}"
@@ -150,8 +150,8 @@ def _show_azure(azure: Simulator, shown: _Shown) -> None:
             "started": f"starts {name}",
             "gone": f"is done with {name}",
         }
-        if happening.kind in words:
-            shown.line("Azure", words[happening.kind])
+        if entry.kind in words:
+            shown.line("Azure", words[entry.kind])
 
 
 class _ShownAgent:
@@ -222,7 +222,7 @@ def _run(_arguments: argparse.Namespace) -> int:
         with _ShownAgent(config, directory / "state", shown):
             azure.wait_polls(1, timeout_seconds=_WITHIN_SECONDS)
             events = [_play(azure, scene, shown) for scene in _SCENES]
-        with contextlib.closing(Store.look_into(directory / "state")) as store:
+        with contextlib.closing(Store.open_readonly(directory / "state")) as store:
             histories = {history.workflow.event.id: history for history in store.load_histories()}
     print("\nHow it ended:\n")
     ended = zip(_SCENES, events, strict=True)
@@ -268,9 +268,9 @@ class _End(NamedTuple):
 
 def _end_of(scene: _Scene, event: SimulatedEvent, history: History | None) -> _End:
     """The result of an event, from Azure and the agent's history, and whether it is as expected."""
-    entries = history.entries if history else ()
+    records = history.records if history else ()
     rule = history.workflow.decision.rule if history else None
-    hooks = tuple(f"{entry.hook}: {entry.outcome}" for entry in entries if entry.kind == "hook_finished")
+    hooks = tuple(f"{record.hook}: {record.outcome}" for record in records if record.kind == "hook_finished")
     is_completed = history is not None and not history.workflow.is_open and history.workflow.outcome == "completed"
     is_approved = event.approved_at is not None
     is_right = (rule, hooks, is_approved) == (scene.rule, scene.hooks, scene.is_approved) and is_completed

@@ -39,8 +39,8 @@ from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, 
 from scheduled_events_agent.hooks import preflight
 from scheduled_events_agent.host import conflicts, processes
 from scheduled_events_agent.host.conflicts import OwnService
-from scheduled_events_agent.imds.api_version import ask_best, versions_to_ask
-from scheduled_events_agent.imds.client import Answer, ImdsError, connect, parse_identity, resolve_endpoint
+from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
+from scheduled_events_agent.imds.client import ImdsError, RawResponse, connect, parse_identity, resolve_endpoint
 from scheduled_events_agent.imds.document import ApiVersion
 from scheduled_events_agent.policy import Hook, names_recommendations
 from scheduled_events_agent.policy.durations import plural
@@ -60,7 +60,7 @@ from scheduled_events_agent.store import LOCK_NAME
 _SPACING_SECONDS = 0.5
 
 # Checks of what the metadata service answers.
-_NEED_AN_ANSWER = ("name", "version", "events", "clock")
+_NEED_AN_ANSWER = ("vm-name", "version", "events", "clock")
 
 _AS_AGENT = "run this as root, or as the agent's account"
 _DO_SO = "run that command: the agent does not start before"
@@ -77,7 +77,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     ok: int
     """The number of findings in each state."""
     warning: int
-    failure: int
+    error: int
     skipped: int
     checks: tuple[Finding, ...]
 
@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Looks at the metadata service, the clock, the policy, hooks, notifications, state, service, and at other "
         "agents that approve events, and says what to do. Approves nothing, runs no hook, changes nothing on this "
-        "machine; with a fleet it writes a record to its table and deletes it. Exit code 0: no failure; 1: a "
-        "check failed."
+        "machine; with a fleet it writes a record to its table and deletes it. Exit code 0: no error; 1: an "
+        "error was found."
     )
     add_state_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -104,14 +104,14 @@ def _run(arguments: argparse.Namespace) -> int:
             yield finding
 
     if arguments.json:
-        number = Counter(finding.state for finding in examine())
+        number = Counter(finding.severity for finding in examine())
         print_json(
             Diagnosis(
                 at=datetime.now(UTC),
                 version=__version__,
                 ok=number["ok"],
                 warning=number["warning"],
-                failure=number["failure"],
+                error=number["error"],
                 skipped=number["skipped"],
                 checks=tuple(findings),
             )
@@ -119,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         for line in doctor_checks.in_words(examine(), Terminal.of(sys.stdout)):
             print(line, flush=True)
-    return 1 if any(finding.state == "failure" for finding in findings) else 0
+    return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 
 def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
     options = agent.options(options_in_force(state_option, path, state_dir))
     if loaded is None:
-        yield from waiting(("hooks", "secrets", "files", "fleet", "notifications"), "policy")
+        yield from waiting(("hooks", "secrets", "permissions", "fleet", "notifications"), "policy")
     else:
         yield from _look_at_policy(loaded, service, account)
         yield _look_at_fleet(settings, account)
@@ -215,9 +215,9 @@ def _as_used(settings: Settings, status: Status, *, has_policy: bool) -> Setting
 def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     endpoint = resolve_endpoint(settings.imds.endpoint)
     imds = settings.imds
-    versions = versions_to_ask(imds.api_version, has_recommendations=names_recommendations(settings.rules))
+    versions = candidate_versions(imds.api_version, has_recommendations=names_recommendations(settings.rules))
 
-    def fetch(version: ApiVersion, longest: float) -> Answer:
+    def fetch(version: ApiVersion, longest: float) -> RawResponse:
         time.sleep(_SPACING_SECONDS)
         client = connect(
             endpoint,
@@ -226,21 +226,21 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
             first_request_timeout=imds.first_request_timeout,
             longest=longest,
         )
-        answer = client.inspect("document")
+        answer = client.probe("document")
         if answer.fault is not None and version != versions[-1]:
             raise answer.fault
         return answer
 
     asked_at = datetime.now(UTC)
     try:
-        instance = connect(endpoint, request_timeout=imds.request_timeout).inspect("instance")
+        instance = connect(endpoint, request_timeout=imds.request_timeout).probe("instance")
     except ImdsError as error:
         yield doctor_checks.judge_no_answer("endpoint", error)
-        yield from waiting(("direct", *_NEED_AN_ANSWER), "endpoint")
+        yield from waiting(("proxy", *_NEED_AN_ANSWER), "endpoint")
         return
     answered_at = datetime.now(UTC)
     direct = doctor_checks.judge_directness([instance])
-    if instance.fault is not None and direct.state == "ok":  # there is no point in asking for more
+    if instance.fault is not None and direct.severity == "ok":  # there is no point in asking for more
         yield doctor_checks.judge_no_answer("endpoint", instance.fault)
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "endpoint")
@@ -248,14 +248,14 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     yield ok("endpoint", f"{endpoint} answers, in {(answered_at - asked_at).total_seconds() * 1000:.0f} ms")
     if instance.fault is not None or doctor_checks.is_page(instance):
         yield direct
-        yield from waiting(_NEED_AN_ANSWER, "direct")
+        yield from waiting(_NEED_AN_ANSWER, "proxy")
         return
     identity = parse_identity(instance.body)
     said = identity.name if identity is not None else ""
     names = tuple(filter(None, (settings.vm.name or said, *settings.vm.aliases)))
     try:
         with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-            best = ask_best(versions, fetch)
+            best = fetch_with_fallback(versions, fetch)
     except ImdsError as error:
         version = skipped("version", "waits for the check events")
         events = doctor_checks.judge_no_answer("events", error)
@@ -296,7 +296,7 @@ def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | N
         is_root_service = service is not None and _is_system(service.account)
         yield from _look_at_files(loaded, found, is_root_service=is_root_service)
         return
-    yield from (hidden(check, host.account_name()) for check in ("hooks", "secrets", "files"))
+    yield from (hidden(check, host.account_name()) for check in ("hooks", "secrets", "permissions"))
 
 
 def _line_of(loaded: Loaded, finding: preflight.Finding) -> str:
@@ -410,21 +410,21 @@ def _look_at_files(
             exposed.setdefault(finding.message, finding)
     for message, finding in exposed.items():
         judge = failure if finding.severity == "error" else warning
-        yield judge("files", message, finding.hint)
+        yield judge("permissions", message, finding.hint)
     secrets = [finding for finding in findings if finding.subject == "secret"]
     for finding in secrets:
-        yield warning("files", _line_of(loaded, finding), finding.hint)
+        yield warning("permissions", _line_of(loaded, finding), finding.hint)
     own = _own_code_fault() if is_root_service else None
     if own is not None:
         advice = (
             "install the agent where only root or administrators can write: who changes its code is one of them"
         )
-        yield failure("files", own, advice)
+        yield failure("permissions", own, advice)
     elif not exposed and not secrets:
         what = "the policy or the files that it names"
         if is_root_service:
             what = "the policy, the files that it names, or the agent's own code"
-        yield ok("files", f"no other account can change {what}")
+        yield ok("permissions", f"no other account can change {what}")
 
 
 def _look_at_notifications(
@@ -449,7 +449,7 @@ def _look_at_notifications(
 
 def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
     """Why the account cannot use the target; each reason once."""
-    yield from dict.fromkeys(fault for _, fault in notifications.doubts([target]))
+    yield from dict.fromkeys(fault for _, fault in notifications.warnings([target]))
     if account is None:
         return
     for key, name in files_of_target(target):
@@ -588,7 +588,7 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
         return failure("agent", f"{runs} and is not healthy: {problems}", f"{look}, and its log")
     if needs := [one.message for one in status.attention if one.severity == "act"]:
         return warning("agent", f"{runs}: {needs[0]}", look)
-    doubts = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
+    warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
     if loaded is not None and policy is not None:
         changed_at = policy.read_at
@@ -598,12 +598,12 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
         looked = f"with the policy {policy.file}, and these checks looked at another"
         read = f"with the policy as it was read at {policy.read_at:%Y-%m-%d %H:%M:%S}Z; its file has changed since"
         observes = status.mode == "observe" and loaded.settings.agent.mode == "act"
-        doubts += [
+        warnings += [
             (is_other, looked, "name that one with --config, or restart the agent"),
             (changed_at > policy.read_at, read, _RELOAD),
             (observes, "and only observes: no hook runs and nothing is approved", "start it without --observe"),
         ]
-    for is_so, doubt, advice in doubts:
+    for is_so, doubt, advice in warnings:
         if is_so:
             return warning("agent", f"{runs}, {doubt}", advice)
     return ok("agent", runs)

@@ -1,7 +1,7 @@
 """The judgments of ``doctor``: observations in, findings out; and the text of findings.
 
 Does no I/O and reads no clock.
-Invariant: a warning or a failure says what to do, and a check that was skipped says why.
+Invariant: a warning or an error says what to do, and a check that was skipped says why.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +15,8 @@ from scheduled_events_agent import host
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal
 from scheduled_events_agent.host.conflicts import STOP_ONE, ActingAgent, Approver, OwnService
 from scheduled_events_agent.http.errors import HttpErrorKind
-from scheduled_events_agent.imds.api_version import BestAnswer, not_available, reason_of
-from scheduled_events_agent.imds.client import Answer, ImdsError
+from scheduled_events_agent.imds.api_version import FallbackResult, not_available, reason_of
+from scheduled_events_agent.imds.client import ImdsError, RawResponse
 from scheduled_events_agent.imds.document import parse_document
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy.durations import plural
@@ -25,9 +25,9 @@ from scheduled_events_agent.status import CommandOptions, NotifiedTarget
 from scheduled_events_agent.status.actions import command, quoted
 from scheduled_events_agent.status.messages import utc
 
-State = Literal["ok", "warning", "failure", "skipped"]
+Severity = Literal["ok", "warning", "error", "skipped"]
 
-_STYLES: dict[State, Style] = {"ok": "green", "warning": "yellow", "failure": "red", "skipped": "dim"}
+_STYLES: dict[Severity, Style] = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "dim"}
 # Headers that only a proxy writes into an answer.
 _OF_PROXIES = ("via", "x-cache", "x-squid-error", "proxy-agent", "proxy-connection", "proxy-authenticate")
 _SKEW_WARNING_SECONDS = 2.0
@@ -63,30 +63,30 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check."""
 
     check: str
-    state: State
-    finding: str
-    advice: str = ""
+    severity: Severity
+    message: str
+    hint: str = ""
     """A hint what to do; empty if nothing needs to be done."""
 
 
-def ok(check: str, finding: str) -> Finding:
+def ok(check: str, message: str) -> Finding:
     """The check found no problem."""
-    return Finding(check=check, state="ok", finding=finding)
+    return Finding(check=check, severity="ok", message=message)
 
 
-def warning(check: str, finding: str, advice: str) -> Finding:
+def warning(check: str, message: str, hint: str) -> Finding:
     """The agent works, but perhaps not as intended; or something could not be checked."""
-    return Finding(check=check, state="warning", finding=finding, advice=advice)
+    return Finding(check=check, severity="warning", message=message, hint=hint)
 
 
-def failure(check: str, finding: str, advice: str) -> Finding:
+def failure(check: str, message: str, hint: str) -> Finding:
     """The agent cannot do its work, or another program interferes with it."""
-    return Finding(check=check, state="failure", finding=finding, advice=advice)
+    return Finding(check=check, severity="error", message=message, hint=hint)
 
 
-def skipped(check: str, finding: str) -> Finding:
-    """The check could not be made. ``finding``: why."""
-    return Finding(check=check, state="skipped", finding=finding)
+def skipped(check: str, message: str) -> Finding:
+    """The check could not be made. ``message``: why."""
+    return Finding(check=check, severity="skipped", message=message)
 
 
 def waiting(checks: Iterable[str], needed: str) -> Iterator[Finding]:
@@ -106,15 +106,15 @@ def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
 
     def rows() -> Iterator[tuple[Cell, ...]]:
         for finding in findings:
-            counts[finding.state] += 1
-            yield Cell(finding.state, _STYLES[finding.state]), Cell(finding.check), Cell(finding.finding)
-            if finding.advice:
-                yield Cell(""), Cell(""), Cell(f"-> {finding.advice}", indent=3)
+            counts[finding.severity] += 1
+            yield Cell(finding.severity, _STYLES[finding.severity]), Cell(finding.check), Cell(finding.message)
+            if finding.hint:
+                yield Cell(""), Cell(""), Cell(f"-> {finding.hint}", indent=3)
 
     yield from terminal.table(rows(), widest=("skipped", "notifications"))
     warnings = plural(counts["warning"], "warning")
-    failures = plural(counts["failure"], "failure")
-    yield f"{counts['ok']} ok, {warnings}, {failures}, {counts['skipped']} skipped"
+    errors = plural(counts["error"], "error")
+    yield f"{counts['ok']} ok, {warnings}, {errors}, {counts['skipped']} skipped"
 
 
 # --- the metadata service
@@ -125,12 +125,12 @@ def judge_no_answer(check: str, error: ImdsError) -> Finding:
     return failure(check, str(error), _ADVICE.get(error.kind, _SOMETHING_ELSE))
 
 
-def is_page(answer: Answer) -> bool:
+def is_page(answer: RawResponse) -> bool:
     """Whether the answer is a web page, as from a proxy."""
     return "html" in answer.headers.get("content-type", "").lower() or answer.body.lstrip()[:1] == b"<"
 
 
-def judge_directness(answers: Iterable[Answer]) -> Finding:
+def judge_directness(answers: Iterable[RawResponse]) -> Finding:
     """Whether the answers come from the service itself."""
     for answer in answers:
         signs = [f"the header {name}: {answer.headers[name]}" for name in _OF_PROXIES if name in answer.headers]
@@ -140,14 +140,14 @@ def judge_directness(answers: Iterable[Answer]) -> Finding:
             signs.append("a web page")
         if signs:
             return failure(
-                "direct",
+                "proxy",
                 f"something other than the metadata service has answered, or changed the answer: {signs[0]}",
                 "exempt the endpoint from every proxy, also transparent ones",
             )
-    return ok("direct", "no sign of a proxy")
+    return ok("proxy", "no sign of a proxy")
 
 
-def judge_version(best: BestAnswer[Answer]) -> Finding:
+def judge_version(best: FallbackResult[RawResponse]) -> Finding:
     """Whether the document comes in the newest api-version that the policy needs."""
     if best.content.status != 200:
         return skipped("version", "waits for the check events")
@@ -161,7 +161,7 @@ def judge_version(best: BestAnswer[Answer]) -> Finding:
     )
 
 
-def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Finding:
+def judge_document(answer: RawResponse, names: Sequence[str], host_name: str) -> Finding:
     """The pending events of the document, and whether Resources call this VM by one of ``names``."""
     if answer.fault is not None:
         return judge_no_answer("events", answer.fault)
@@ -196,18 +196,18 @@ def judge_name(vm: VmSettings, said: str) -> Finding:
     """Whether it is known who this VM is. ``said``: its name according to the service, or ""."""
     if not vm.name and not said:
         return failure(
-            "name",
+            "vm-name",
             "the service does not know this VM's name",
             "set vm.name in the policy to the name in Resources: without a name nothing is approved",
         )
     if vm.name and said and vm.name.casefold().lstrip("_") != said.casefold().lstrip("_"):
         return warning(
-            "name",
+            "vm-name",
             f"the policy calls this VM {vm.name}, the service {said}",
             "remove vm.name from the policy, unless Resources use that name",
         )
     also = f", also known as {', '.join(vm.aliases)}" if vm.aliases else ""
-    return ok("name", f"this VM is {vm.name or said}{also}")
+    return ok("vm-name", f"this VM is {vm.name or said}{also}")
 
 
 def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> Finding:
@@ -326,18 +326,18 @@ def judge_others(
 ) -> Iterator[Finding]:
     """Other programs that approve events, and other agents of this program."""
     if not approvers and not agents:
-        yield ok("others", "no other agent that approves events was found")
+        yield ok("other-agents", "no other agent that approves events was found")
     for agent in agents:
         what = f"another agent acts on this machine, process {agent.pid}: {agent.command}"
-        yield warning("others", what, STOP_ONE)
+        yield warning("other-agents", what, STOP_ONE)
     for other in approvers:
         if other.life == "active" and is_acting:
             what = f"{other.name} approves events too, perhaps before the hooks have run ({other.where})"
-            yield failure("others", what, other.way_out)
+            yield failure("other-agents", what, other.way_out)
             continue
         what = {
             "active": "approves events too",
             "maybe": "runs, and approves events too if its configuration says so",
             "installed": "is installed and does not run; it would approve events too",
         }[other.life]
-        yield warning("others", f"{other.name} {what} ({other.where})", other.way_out)
+        yield warning("other-agents", f"{other.name} {what} ({other.where})", other.way_out)

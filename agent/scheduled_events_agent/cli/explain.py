@@ -22,26 +22,26 @@ from scheduled_events_agent.cli.operator import find_agent, options_of
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.status import event_rows, head, load_status
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
-from scheduled_events_agent.hooks.durations import KnownTimes, decode, may_take_seconds
-from scheduled_events_agent.imds.api_version import ask_best, versions_to_ask
+from scheduled_events_agent.hooks.durations import KnownTimes, decode, estimate_seconds
+from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
 from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import (
     ApiVersion,
     Document,
     ScheduledEvent,
+    normalized_names,
     parse_document,
     parse_event,
-    plain_names,
 )
 from scheduled_events_agent.imds.text import DocumentError
-from scheduled_events_agent.policy import Decision, Facts, decide, names_recommendations, passed_over
+from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations, rejected_rules
 from scheduled_events_agent.policy.durations import format_duration, parse_time
 from scheduled_events_agent.policy.load import Loaded
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import SCHEMA_VERSION, CommandOptions, ShownWorkflow, Status, Vm
+from scheduled_events_agent.status import SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
 from scheduled_events_agent.status.actions import command, quoted
 from scheduled_events_agent.status.attention import NO_AGENT
-from scheduled_events_agent.status.messages import activity, clock, wait_in_words
+from scheduled_events_agent.status.messages import activity, format_clock, wait_message
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import (
     ACTION_TEXTS,
@@ -56,13 +56,13 @@ from scheduled_events_agent.workflow import (
     Signal,
     Stage,
     Workflow,
-    ask_approval_gates,
+    advance,
+    evaluate_approval_gates,
     hook_deadline_at,
     needed_seconds,
     needs_all,
     needs_slot,
     next_wake_at,
-    proceed,
     workflow_id,
 )
 
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 _STAGES: tuple[Stage, ...] = ("prepare", "on_start", "recover")
 
 
-class PassedOver(msgspec.Struct, frozen=True, kw_only=True):
+class RejectedRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule above the one that matched the event, and why it did not match."""
 
     rule: str
@@ -82,7 +82,7 @@ class PassedOver(msgspec.Struct, frozen=True, kw_only=True):
 class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the event would be approved."""
 
-    answer: Literal["yes", "operator", "no"]
+    verdict: Literal["allow", "manual", "deny"]
     at: datetime | None
     """When at the earliest; None unless ``answer`` is yes, or if it was approved already."""
     text: str
@@ -93,10 +93,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The plan for one event if every hook succeeds at once, and the reasons."""
 
     event: ScheduledEvent
-    workflow: ShownWorkflow | None
+    workflow: WorkflowView | None
     """The agent's workflow of the event; None if it does not follow the event, or was not asked."""
     decision: Decision
-    passed_over: tuple[PassedOver, ...]
+    rejected_rules: tuple[RejectedRule, ...]
     begins_at: datetime | None
     """When preparation or approval begins or has begun; None if neither does."""
     begins_reason: str
@@ -172,22 +172,22 @@ class _Life:
         """``known``: the agent's workflow of the event; None if it is first seen now."""
         self.workflow = known if known is not None else _not_followed(event, context)
         self.context = context
-        self.begins_at = known.begun_at if known is not None else None
+        self.begins_at = known.handling_since if known is not None else None
         self.approved_at: datetime | None = None
         self.drain_seconds = 0.0
         self.prepare: list[str] = []
         self.hooks_until: datetime | None = None
 
-    def rehearse(self, signals: list[Signal], board: dict[str, Workflow]) -> None:
+    def rehearse(self, signals: list[Signal], workflows: dict[str, Workflow]) -> None:
         """Continue from these workflows. ``context`` is then that of the end."""
         while True:
-            progression = proceed(board, signals, self.context)
-            for _, fault in progression.faults:
+            result = advance(workflows, signals, self.context)
+            for _, fault in result.errors:
                 raise fault
-            board = progression.board
+            workflows = result.workflows
             now = self.context.now
             signals = []
-            for step in progression.steps:
+            for step in result.transitions:
                 self._look_at(step.workflow)
                 for effect in step.effects:
                     if isinstance(effect, RunHook):
@@ -195,10 +195,10 @@ class _Life:
                     elif isinstance(effect, Approve):
                         self.approved_at = now
                         signals.append(ApprovalAnswered(workflow_id=effect.workflow_id))
-            self.workflow = next((one for one in board.values() if not one.is_over), self.workflow)
+            self.workflow = next((one for one in workflows.values() if not one.is_over), self.workflow)
             if signals:
                 continue
-            wake_at = next_wake_at(board, self.context)
+            wake_at = next_wake_at(workflows, self.context)
             if wake_at is None:
                 return
             self.context = replace(self.context, now=wake_at, document_at=wake_at)
@@ -222,8 +222,10 @@ class _Life:
 def _not_followed(event: ScheduledEvent, context: Context) -> Workflow:
     """The explanation of a recommendation whose type no rule names."""
     now = context.now
-    decision = decide(context.rules, context.windows, event, Facts(names=context.names, noticed_at=now))
-    return Workflow(id="", event=event, decision=decision, first_seen_at=now, noticed_at=now, boot_id="")
+    decision = decide(
+        context.rules, context.windows, event, MatchContext(names=context.names, not_before_seen_at=now)
+    )
+    return Workflow(id="", event=event, decision=decision, first_seen_at=now, not_before_seen_at=now, boot_id="")
 
 
 class _Assumed(NamedTuple):
@@ -241,21 +243,21 @@ class _Assumed(NamedTuple):
     """Whether the policy that the agent has in force is the one of ``settings``."""
 
 
-def _explain(event: ScheduledEvent, known: ShownWorkflow | None, assumed: _Assumed) -> Explanation:
+def _explain(event: ScheduledEvent, known: WorkflowView | None, assumed: _Assumed) -> Explanation:
     life = _Life(event, known, _context(event, known, assumed))
     if known is None or not known.is_over:
         life.rehearse(_first_signals(life, event, known, assumed), {} if known is None else {known.id: known})
     decision = life.workflow.decision
     now = assumed.now
-    has_begun = known is not None and known.begun_at is not None
+    has_begun = known is not None and known.handling_since is not None
     start = decision.start(event, now, needed_seconds(decision, life.context))
-    facts = Facts(names=assumed.names, noticed_at=life.workflow.noticed_at)
-    above = passed_over(assumed.settings.rules, decision.rule, event, facts) if assumed.is_same_policy else []
+    facts = MatchContext(names=assumed.names, not_before_seen_at=life.workflow.not_before_seen_at)
+    above = rejected_rules(assumed.settings.rules, decision.rule, event, facts) if assumed.is_same_policy else []
     return Explanation(
         event=event,
         workflow=known,
         decision=decision,
-        passed_over=tuple([PassedOver(rule=rule, reason=reason) for rule, reason in above]),
+        rejected_rules=tuple([RejectedRule(rule=rule, reason=reason) for rule, reason in above]),
         begins_at=life.begins_at,
         begins_reason=start.reason if life.begins_at is not None and not has_begun else "",
         needs_slot=not has_begun and needs_slot(life.workflow, life.context),
@@ -280,7 +282,7 @@ def _context(event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -
         rules=settings.rules,
         windows=settings.maintenance_windows,
         hooks=hooks,
-        hook_seconds={name: may_take_seconds(assumed.known_times, name, hook) for name, hook in hooks.items()},
+        hook_seconds={name: estimate_seconds(assumed.known_times, name, hook) for name, hook in hooks.items()},
         reserve=settings.agent.reserve,
         boot_id=boot_id,
         document_at=assumed.now,
@@ -296,7 +298,7 @@ def _first_signals(life: _Life, event: ScheduledEvent, known: Workflow | None, a
         return [AgentRestarted(), Seen(event)]
     signals: list[Signal] = [] if event == known.event else [Seen(event)]
     for stage in _STAGES:
-        progress = known.progress(stage)
+        progress = known.stage_status(stage)
         if progress.current is not None:
             signals.append(life.run(known, stage, progress.current, progress.run))
     if known.approval.state == "requested":
@@ -310,8 +312,8 @@ def _willing_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> 
     fleet = settings.fleet
     if fleet is None:
         return None
-    names = tuple(plain_names(event.resources))
-    status = FleetEventStatus(workflow_id=workflow, may_begin=True, is_all_ready=True, awaited=names)
+    names = tuple(normalized_names(event.resources))
+    status = FleetEventStatus(workflow_id=workflow, may_begin=True, is_all_ready=True, requested_vms=names)
     return FleetView(max_events=fleet.max_events, members=fleet.members, statuses={event.key: status})
 
 
@@ -322,7 +324,7 @@ def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
     approved_at = life.approved_at
     if approved_at is not None:
         is_now = approved_at == assumed.now
-        when = "at once" if is_now else f"at {clock(approved_at, assumed.now)} at the earliest"
+        when = "at once" if is_now else f"at {format_clock(approved_at, assumed.now)} at the earliest"
         if decision.approve == "when-prepared" and life.prepare:
             count = len(life.prepare)
             hooks = f"hook {life.prepare[0]} has" if count == 1 else f"its {count} hooks have"
@@ -330,18 +332,18 @@ def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
             text += "" if is_now else f", {when}"
             text += ", and once the other VMs are ready" if needs_all(workflow) else ""
             fails = "a failed hook holds it" if decision.on_failure == "hold" else "even if a hook fails"
-            return ExpectedApproval(answer="yes", at=approved_at, text=f"{text}; {fails}")
-        return ExpectedApproval(answer="yes", at=approved_at, text=when)
+            return ExpectedApproval(verdict="allow", at=approved_at, text=f"{text}; {fails}")
+        return ExpectedApproval(verdict="allow", at=approved_at, text=when)
     if workflow.approval.state == "confirmed":
-        return ExpectedApproval(answer="yes", at=None, text="already")
+        return ExpectedApproval(verdict="allow", at=None, text="already")
     if workflow.is_over:
-        return ExpectedApproval(answer="no", at=None, text="not approved: it is over")
-    leave = ask_approval_gates(workflow, life.context)
-    if leave.answer == "not yet" and decision.approve == "manual":
+        return ExpectedApproval(verdict="deny", at=None, text="not approved: it is over")
+    result = evaluate_approval_gates(workflow, life.context)
+    if result.verdict == "wait" and decision.approve == "manual":
         line = command(assumed.options, "approve", quoted(event.id))
-        return ExpectedApproval(answer="operator", at=None, text=f"when an operator says so: {line}")
-    text = f"not approved: {wait_in_words(workflow, leave.waits)}"
-    return ExpectedApproval(answer="no", at=None, text=text)
+        return ExpectedApproval(verdict="manual", at=None, text=f"when an operator says so: {line}")
+    text = f"not approved: {wait_message(workflow, result.wait_reason)}"
+    return ExpectedApproval(verdict="deny", at=None, text=text)
 
 
 # --- what is asked
@@ -350,7 +352,7 @@ def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
 class _Found(NamedTuple):
     """The events, and where they are from."""
 
-    events: tuple[tuple[ScheduledEvent, ShownWorkflow | None], ...]
+    events: tuple[tuple[ScheduledEvent, WorkflowView | None], ...]
     source: Literal["endpoint", "agent", "file"]
     received_at: datetime | None
     incarnation: str
@@ -368,7 +370,7 @@ def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsC
     from scheduled_events_agent.imds.client import ImdsClient, connect  # noqa: PLC0415  # httpx: half of this command's start
 
     imds = settings.imds
-    versions = versions_to_ask(imds.api_version, has_recommendations=names_recommendations(settings.rules))
+    versions = candidate_versions(imds.api_version, has_recommendations=names_recommendations(settings.rules))
 
     def fetch(version: ApiVersion, longest: float) -> tuple[bytes, ImdsClient]:
         client = connect(
@@ -381,7 +383,7 @@ def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsC
         return client.fetch(), client
 
     with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-        return ask_best(versions, fetch).content
+        return fetch_with_fallback(versions, fetch).content
 
 
 def _rehearsal(arguments: argparse.Namespace, settings: Settings, state_dir: Path) -> _Found:
@@ -504,8 +506,8 @@ def _assume(
 def _load_known_times(state_dir: Path) -> KnownTimes:
     """Times of hooks that the agent of this machine has stored; nothing if they cannot be read."""
     try:
-        with closing(Store.look_into(state_dir)) as store:
-            return decode(store.load_fact("hook_times"))
+        with closing(Store.open_readonly(state_dir)) as store:
+            return decode(store.get_meta("hook_times"))
     except StoreError:
         return {}
 
@@ -551,9 +553,9 @@ def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
         return Row("agent", "has not seen it yet" if has_agent else "had not seen it", "yellow")
     parts = [activity(workflow, status.running_for(workflow.id), now)]
     parts += [f"an operator has {ACTION_TEXTS[workflow.operator_action]} it"] if workflow.operator_action else []
-    seen = f"first seen {clock(workflow.first_seen_at, now)}"
-    if workflow.noticed_at != workflow.first_seen_at:
-        seen += f", with this NotBefore {clock(workflow.noticed_at, now)}"
+    seen = f"first seen {format_clock(workflow.first_seen_at, now)}"
+    if workflow.not_before_seen_at != workflow.first_seen_at:
+        seen += f", with this NotBefore {format_clock(workflow.not_before_seen_at, now)}"
     text = "; ".join([*parts, seen])
     return Row("agent", text, "cyan") if has_agent else Row("agent", f"when it last ran: {text}")
 
@@ -564,7 +566,7 @@ def _rows(explanation: Explanation, status: Status | None, assumed: _Assumed) ->
     now = assumed.now
     yield from event_rows(event, decision.affects)
     label = "rule"
-    for passed in explanation.passed_over:
+    for passed in explanation.rejected_rules:
         yield Row(label, f"not {passed.rule}: {passed.reason}")
         label = ""
     yield Row(label, decision.reason)
@@ -592,7 +594,7 @@ def _plan_of(explanation: Explanation, now: datetime) -> Plan:
         drain_for=decision.drain_for if explanation.drain_seconds else 0.0,
         drain_seconds=explanation.drain_seconds,
         prepare=explanation.prepare,
-        until=clock(until, now) if until is not None else "",
+        until=format_clock(until, now) if until is not None else "",
         on_start=_hooks_on_start(explanation),
         on_start_when="now, as it has started" if event.is_started else "once it has started",
         approve=explanation.expected_approval.text,
@@ -604,12 +606,12 @@ def _plan_of(explanation: Explanation, now: datetime) -> Plan:
 def _beginning(explanation: Explanation, now: datetime) -> str:
     begins_at = explanation.begins_at
     known = explanation.workflow
-    has_begun = known is not None and known.begun_at is not None
+    has_begun = known is not None and known.handling_since is not None
     if begins_at is None or has_begun or not (explanation.decision.has_preparation or begins_at != now):
         return ""
     begins = "now"
     if begins_at != now:
-        begins = f"at {clock(begins_at, now)} ({explanation.begins_reason})"
+        begins = f"at {format_clock(begins_at, now)} ({explanation.begins_reason})"
     return begins + (", once the fleet has a slot for it" if explanation.needs_slot else "")
 
 

@@ -17,8 +17,8 @@ from scheduled_events_agent.cli.operator import find_by_prefix, find_state_dir
 from scheduled_events_agent.cli.status import title
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal, print_json
 from scheduled_events_agent.policy.durations import parse_duration, parse_time
-from scheduled_events_agent.status import History, HistoryItem, Journal, JournalEntry
-from scheduled_events_agent.status.messages import as_shown, clock, span
+from scheduled_events_agent.status import History, HistoryItem, Journal, JournalRecord
+from scheduled_events_agent.status.messages import format_clock, format_elapsed, to_view
 from scheduled_events_agent.store import Store
 
 _DEFAULT_LIMIT = 20
@@ -32,8 +32,8 @@ _STYLES: dict[str, Style] = {
     "approval_failed": "yellow",
     "approved": "green",
     "operator": "cyan",
-    "pause": "yellow",
-    "reload_refused": "yellow",
+    "machine_paused": "yellow",
+    "reload_rejected": "yellow",
     "state_lost": "red",
     "state_recreated": "red",
 }
@@ -73,9 +73,9 @@ def _run(arguments: argparse.Namespace) -> int:
     shown = _load(arguments)
     if arguments.json:
         histories = [
-            HistoryItem(workflow=as_shown(item.workflow), entries=item.entries)
+            HistoryItem(workflow=to_view(item.workflow), records=item.records)
             if isinstance(item, History)
-            else HistoryItem(workflow=None, entries=(item,))
+            else HistoryItem(workflow=None, records=(item,))
             for item in _merge(shown)
         ]
         print_json(Journal(at=datetime.now(UTC), histories=tuple(histories)))
@@ -89,7 +89,7 @@ class _Shown(NamedTuple):
     """The parts of the journal to show."""
 
     histories: Sequence[History]
-    notes: Sequence[JournalEntry]
+    notes: Sequence[JournalRecord]
     """Notes about the agent itself, by time; shown in a timeline, or between timelines."""
     is_chosen: bool
     """Whether only one event is wanted: then no notes are shown between timelines."""
@@ -99,20 +99,20 @@ class _Shown(NamedTuple):
 
 def _load(arguments: argparse.Namespace) -> _Shown:
     limit = arguments.limit or -1
-    with closing(Store.look_into(find_state_dir(arguments))) as store:
+    with closing(Store.open_readonly(find_state_dir(arguments))) as store:
         key: str | None = None
         if arguments.event is not None:
             key = find_by_prefix(arguments.event, store.find_workflows())[0].event.key
         histories = store.load_histories(
             since=arguments.since, limit=limit, is_wanted=lambda one: key is None or one.event.key == key
         )
-        notes = sorted(store.load_notes(since=arguments.since), key=lambda note: note.at)
+        notes = sorted(store.load_records(since=arguments.since), key=lambda note: note.at)
     return _Shown(histories, notes, arguments.event is not None, limit)
 
 
-def _merge(shown: _Shown) -> list[History | JournalEntry]:
+def _merge(shown: _Shown) -> list[History | JournalRecord]:
     """Events, and notes that are in no timeline, oldest first."""
-    items: list[tuple[datetime, History | JournalEntry]] = [
+    items: list[tuple[datetime, History | JournalRecord]] = [
         (history.workflow.first_seen_at, history) for history in shown.histories
     ]
     if not shown.is_chosen:
@@ -122,17 +122,17 @@ def _merge(shown: _Shown) -> list[History | JournalEntry]:
     return [item for _, item in sorted(items, key=lambda item: item[0])]
 
 
-def _span(history: History, notes: Sequence[JournalEntry]) -> range:
+def _span(history: History, notes: Sequence[JournalRecord]) -> range:
     """The notes from the time of the event. They are shown in its timeline."""
     begins = bisect_left(notes, history.workflow.first_seen_at, key=lambda note: note.at)
     if not _is_over(history):
         return range(begins, len(notes))
-    return range(begins, bisect_right(notes, history.entries[-1].at, key=lambda note: note.at))
+    return range(begins, bisect_right(notes, history.records[-1].at, key=lambda note: note.at))
 
 
 def _is_over(history: History) -> bool:
     # An event of another machine was closed by a journal entry alone.
-    return bool(history.entries) and history.entries[-1].kind == "closed"
+    return bool(history.records) and history.records[-1].kind == "closed"
 
 
 def _in_words(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]:
@@ -147,33 +147,40 @@ def _in_words(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]
             yield from _timeline(item, notes, now, terminal)
         else:
             style = _STYLES.get(item.kind, "dim")
-            text = f"{clock(item.at, now)}  {item.kind.replace('_', ' ')}: {item.text}"
+            text = f"{format_clock(item.at, now)}  {item.kind.replace('_', ' ')}: {item.text}"
             yield from terminal.line(text, style, indent=4)
 
 
-def _timeline(history: History, notes: Iterable[JournalEntry], now: datetime, terminal: Terminal) -> Iterator[str]:
+def _timeline(
+    history: History, notes: Iterable[JournalRecord], now: datetime, terminal: Terminal
+) -> Iterator[str]:
     workflow = history.workflow
     began = history.workflow.first_seen_at
     event = workflow.event
     if _is_over(history):
-        end = history.entries[-1]
+        end = history.records[-1]
         outcome = end.text
-        period = f"until {clock(end.at, began)}, for {span(began, end.at)}"
+        period = f"until {format_clock(end.at, began)}, for {format_elapsed(began, end.at)}"
     else:
         outcome = f"is pending: {workflow.phase}"
-        period = f"until now, for {span(began, now)}"
+        period = f"until now, for {format_elapsed(began, now)}"
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
     yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
     yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
     # Notes of the event keep their order, even if the clock was changed.
-    entries = list(heapq.merge(history.entries, notes, key=lambda entry: entry.at))
+    entries = list(heapq.merge(history.records, notes, key=lambda entry: entry.at))
     rows = [row for entry in entries for row in _entry_rows(entry, began)]
     yield from terminal.table(rows, indent=2, right=(1,))
 
 
-def _entry_rows(entry: JournalEntry, began: datetime) -> Iterator[tuple[Cell, ...]]:
+def _entry_rows(entry: JournalRecord, began: datetime) -> Iterator[tuple[Cell, ...]]:
     style = _HOOK_STYLES.get(entry.outcome, "") or _STYLES.get(entry.kind, "" if entry.event_id else "dim")
-    texts = (clock(entry.at, began), f"+{span(began, entry.at)}", entry.kind.replace("_", " "), entry.text)
+    texts = (
+        format_clock(entry.at, began),
+        f"+{format_elapsed(began, entry.at)}",
+        entry.kind.replace("_", " "),
+        entry.text,
+    )
     yield tuple([Cell(text, style) for text in texts])
     for line in entry.detail.splitlines():
         yield Cell(""), Cell(""), Cell(""), Cell(f"| {line}", "dim", indent=2)

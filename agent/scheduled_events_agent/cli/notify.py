@@ -12,7 +12,7 @@ from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.config import find_config, load_policy
 from scheduled_events_agent.cli.terminal import print_json
 from scheduled_events_agent.imds.text import clean_text
-from scheduled_events_agent.notifications import SAMPLE, NoticeError, deliver
+from scheduled_events_agent.notifications import SAMPLE, NotificationError, deliver
 from scheduled_events_agent.policy.settings import NotifyTarget
 from scheduled_events_agent.status import SCHEMA_VERSION
 
@@ -71,12 +71,12 @@ def _run(arguments: argparse.Namespace) -> int:
 def _test(target: NotifyTarget, vm: str) -> TestedTarget:
     now = datetime.now(UTC)
     event = replace(SAMPLE.event, resources=(vm,), not_before=now + timedelta(minutes=15))
-    happening = replace(SAMPLE, id=f"test-{now.timestamp():.6f}", at=now, vm=vm, event=event)
+    notification = replace(SAMPLE, id=f"test-{now.timestamp():.6f}", at=now, vm=vm, event=event)
     try:
-        delivered = deliver(target, happening)
-        if target.body == "pagerduty":  # end the incident that this has opened
-            delivered = deliver(target, replace(happening, id=f"{happening.id}-end", what="recovered"))
-    except NoticeError as error:
+        delivered = deliver(target, notification)
+        if target.format == "pagerduty":  # end the incident that this has opened
+            delivered = deliver(target, replace(notification, id=f"{notification.id}-end", kind="recovered"))
+    except NotificationError as error:
         return TestedTarget(
             name=target.name, is_delivered=False, status=None, failure=str(error), answer=error.answer
         )

@@ -18,9 +18,9 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_json, printable
 from scheduled_events_agent.policy.durations import plural
-from scheduled_events_agent.status import CommandOptions, OperatorAnswer
+from scheduled_events_agent.status import CommandOptions, OperatorResult
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD, command, quoted
-from scheduled_events_agent.status.messages import clock
+from scheduled_events_agent.status.messages import format_clock
 from scheduled_events_agent.store import (
     FILE_NAME,
     LOCK_NAME,
@@ -33,7 +33,7 @@ from scheduled_events_agent.workflow import OperatorAction, Workflow
 
 # Longer than the agent ever sleeps, in case the wake-up is lost.
 _ANSWER_WITHIN_SECONDS = 12.0
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 _LISTED = 20
 
 
@@ -113,7 +113,7 @@ def wait_for_answer(store: Store, request: int) -> RequestAnswer | None:
     deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS
     try:
         while store.load_answer(request) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     finally:
         try:
             answer = store.withdraw_request(request)
@@ -167,8 +167,8 @@ def _how_it_ended(prefix: str, action: OperatorAction, pending: Sequence[Workflo
         return ""
     for history in store.load_histories(limit=1, is_wanted=lambda w: w.event.key.startswith(folded)):
         workflow = history.workflow
-        gone = [entry for entry in history.entries if entry.kind in ("gone", "closed")]
-        ended = f" since {clock(gone[0].at, datetime.now(UTC))}" if gone else ""
+        gone = [entry for entry in history.records if entry.kind in ("gone", "closed")]
+        ended = f" since {format_clock(gone[0].at, datetime.now(UTC))}" if gone else ""
         outcome = f": {workflow.outcome}" if workflow.outcome else ""
         recovery = "; its recovery is not done" if workflow.is_open else ""
         return printable(f"event {workflow.event.id} is over{ended}{outcome}{recovery}")
@@ -192,12 +192,12 @@ def _request(arguments: argparse.Namespace) -> int:
             raise
         asked = _Asked("", "", RequestAnswer(succeeded=False, message=str(error)))
     if arguments.json:
-        result = OperatorAnswer(
+        result = OperatorResult(
             at=datetime.now(UTC),
             command=arguments.command,
             event_id=asked.event_id,
             workflow_id=asked.workflow_id,
-            is_done=asked.answer.succeeded,
+            succeeded=asked.answer.succeeded,
             answer=asked.answer.message,
         )
         print_json(result)
@@ -210,7 +210,7 @@ def _ask(arguments: argparse.Namespace) -> _Asked:
     """Find the event, and ask the agent. Raises AgentError if there is no such event, or no answer."""
     action: OperatorAction = arguments.command
     state_dir = find_state_dir(arguments)
-    with closing(Store.join(state_dir)) as store:
+    with closing(Store.open_client(state_dir)) as store:
         workflows = store.load_workflows()
         held = _find_absent_hold(arguments.id, workflows, store)
         if held and action == "release":

@@ -58,8 +58,8 @@ def _install(arguments: argparse.Namespace) -> int:
 
 
 def _remove(_arguments: argparse.Namespace) -> int:
-    is_done = windows_service.remove()
-    print("the service was removed; policy, state and logs stay" if is_done else "there is no service to remove")
+    succeeded = windows_service.remove()
+    print("the service was removed; policy, state and logs stay" if succeeded else "there is no service to remove")
     return 0
 
 

@@ -26,7 +26,7 @@ def run_agent(config: str | None, state_dir: str | None, service: Service, left:
     if fault := directory_fault(log_dir()):
         log.warning("the log file is not written", log_id=LogId.LOG_FILE_REFUSED, reason=fault)
     if left:
-        log.error("the previous agent process crashed or hung", log_id=LogId.AGENT_FAILED, stacks=left)
+        log.error("the previous agent process crashed or hung", log_id=LogId.AGENT_FAILED, crash_log=left)
     try:
         with open_daemon(
             config=config,
@@ -36,7 +36,7 @@ def run_agent(config: str | None, state_dir: str | None, service: Service, left:
             set_up_log=set_up_log,
             service=service,
         ) as daemon:
-            service.obey(daemon.stop, daemon.reload)
+            service.attach(daemon.stop, daemon.reload)
             daemon.run()
     except AgentError as error:
         is_refused = error.kind in ("config", "usage")

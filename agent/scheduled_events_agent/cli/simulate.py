@@ -27,7 +27,7 @@ from scheduled_events_agent.simulator import (
     load_scenario,
     rename_vms,
 )
-from scheduled_events_agent.simulator.azure import HappeningKind
+from scheduled_events_agent.simulator.azure import LogEntryKind
 from scheduled_events_agent.simulator.control import Control
 from scheduled_events_agent.simulator.recorder import REAL_ENDPOINT, record
 from scheduled_events_agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
@@ -60,7 +60,7 @@ class ScenarioCheck(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     valid: bool
-    problems: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
     steps: int | None = None
     """The number of steps of a scenario."""
     documents: int | None = None
@@ -110,7 +110,7 @@ class SimulatorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
-    kind: HappeningKind | Literal["end"]
+    kind: LogEntryKind | Literal["end"]
     vm: str = ""
     text: str = ""
     event: ShownSimulatedEvent | None = None
@@ -204,7 +204,9 @@ def _run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         bind=arguments.bind,
         begins_at_first_poll=not arguments.now,
-        linger_seconds=_LINGER_SECONDS if arguments.control is None and arguments.table is None else math.inf,
+        shutdown_delay_seconds=_LINGER_SECONDS
+        if arguments.control is None and arguments.table is None
+        else math.inf,
         requests_file=arguments.requests,
     )
     with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:
@@ -254,7 +256,7 @@ def _check(name: str | None, *, as_json: bool) -> int:
     except SimulatorError as error:
         if not as_json:
             raise
-        print_json(ScenarioCheck(at=now, valid=False, problems=tuple(str(error).splitlines())))
+        print_json(ScenarioCheck(at=now, valid=False, errors=tuple(str(error).splitlines())))
         return exit_code(error)
     if isinstance(found, Scenario):
         counted = plural(len(found.timeline), "step")
@@ -309,11 +311,9 @@ def _endpoints(simulator: Simulator, more: dict[Literal["control", "table"], str
 
 def _records(simulator: Simulator) -> Iterator[SimulatorRecord]:
     """The events of the simulator as they happen. The last line says that the scenario is finished."""
-    for happening in simulator.follow():
-        event = _event_of(happening.event) if happening.event else None
-        yield SimulatorRecord(
-            at=happening.at, kind=happening.kind, vm=happening.vm, text=happening.text, event=event
-        )
+    for entry in simulator.stream():
+        event = _event_of(entry.event) if entry.event else None
+        yield SimulatorRecord(at=entry.at, kind=entry.kind, vm=entry.vm, text=entry.text, event=event)
     yield SimulatorRecord(at=datetime.now(UTC), kind="end")
 
 

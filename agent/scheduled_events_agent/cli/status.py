@@ -26,16 +26,25 @@ from scheduled_events_agent.status import (
     NO_OPTIONS,
     Attention,
     CommandOptions,
-    JournalEntry,
-    ShownWorkflow,
+    JournalRecord,
     Status,
     SuggestedCommand,
     Vm,
+    WorkflowView,
 )
-from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
+from scheduled_events_agent.status.actions import command, offered_actions, quoted, short_ids
 from scheduled_events_agent.status.attention import NO_AGENT, exit_code
-from scheduled_events_agent.status.messages import activity, as_shown, by_urgency, clock, lasting, span, time_left
-from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.status.messages import (
+    activity,
+    by_urgency,
+    duration_text,
+    format_clock,
+    format_elapsed,
+    is_for_this_vm,
+    time_left,
+    to_view,
+)
+from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.store import Store, StoreError, notified
 from scheduled_events_agent.workflow import ACTION_TEXTS
 
@@ -46,7 +55,6 @@ _SHOWN_NAMES = 8
 _SHOWN_LINES = 3
 _SHOWN_COLUMNS = 200
 _INDENT = " " * 5
-_TONES: dict[str, Style] = {"good": "green", "busy": "cyan", "bad": "red"}
 _PHASE_STYLES: dict[str, Style] = {
     "recovery_failed": "red", "held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green",
 }  # fmt: skip
@@ -95,14 +103,14 @@ def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Statu
             answer = ask_status(state_dir, pid)
     if isinstance(answer, Status):
         return answer
-    return with_words(_without_answer(state_dir, answer, options(), is_running=pid is not None))
+    return with_summaries(_without_answer(state_dir, answer, options(), is_running=pid is not None))
 
 
 def ask_status(state_dir: Path, pid: str) -> Status | str:
     """The answer of the running agent, or why there is none."""
     agent = f"the agent (pid {pid})"
     try:
-        with closing(Store.join(state_dir)) as store:
+        with closing(Store.open_client(state_dir)) as store:
             answer = wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
     except StoreError as error:
         return f"{agent} cannot be asked: {error}"
@@ -154,17 +162,17 @@ def _commands_without_answer(options: CommandOptions, *, is_running: bool) -> It
 
 
 def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_running: bool) -> Status:
-    with closing(Store.look_into(state_dir)) as store:
-        waiting = store.notices.waiting()
+    with closing(Store.open_readonly(state_dir)) as store:
+        waiting = store.outbox.waiting()
         losses = store.load_losses()
         return Status(
             at=datetime.now(UTC),
             source="state_file",
             health=(why,),
             state_file=str(store.path),
-            agent_log=tuple(store.load_life()),
-            vm=Vm(names=tuple(filter(None, [store.load_fact("vm_name")])), vm_id=store.load_fact("vm_id")),
-            pending=tuple(map(as_shown, store.load_workflows())),
+            agent_log=tuple(store.load_last_start_and_stop()),
+            vm=Vm(names=tuple(filter(None, [store.get_meta("vm_name")])), vm_id=store.get_meta("vm_id")),
+            pending=tuple(map(to_view, store.load_workflows())),
             notify=tuple([notified(name, waiting.get(name), losses.get(name)) for name in {**waiting, **losses}]),
             command_options=options,
             supervisor_commands=tuple(_commands_without_answer(options, is_running=is_running)),
@@ -174,7 +182,7 @@ def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_ru
 def _load_outputs(state_dir: Path, status: Status) -> Outputs:
     """The last output of failed hooks; empty if the state file cannot be read."""
     outputs: dict[str, Sequence[str]] = {}
-    with suppress(StoreError), closing(Store.look_into(state_dir)) as store:
+    with suppress(StoreError), closing(Store.open_readonly(state_dir)) as store:
         for workflow in status.pending:
             for stage in workflow.stages:
                 if stage.failed_hook and (output := store.load_last_output(workflow.id, stage.failed_hook)):
@@ -189,7 +197,8 @@ def _status(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[st
         is_of_hook = one.kind in ("prepare_failed", "recovery_failed")
         yield from _attention(one, outputs.get(one.workflow_id, ()) if is_of_hook else (), status.at, terminal)
     if not status.attention:
-        yield from terminal.line(status.headline, _TONES[status.tone])
+        is_busy = any(map(is_for_this_vm, status.pending))
+        yield from terminal.line(status.headline, "cyan" if is_busy else "green")
     needed = {one.workflow_id for one in status.attention}
     rest = {workflow_id: lines for workflow_id, lines in outputs.items() if workflow_id not in needed}
     yield from _cards(status, rest, terminal)
@@ -198,7 +207,7 @@ def _status(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[st
 
 
 def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Terminal) -> Iterator[str]:
-    left = f" ({span(now, one.deadline)} left)" if one.deadline and one.deadline > now else ""
+    left = f" ({format_elapsed(now, one.deadline)} left)" if one.deadline and one.deadline > now else ""
     text = f"{one.severity.upper()}  {one.message} {one.consequence}".rstrip()
     yield from terminal.line(f"{text}{left}", "red" if one.severity == "act" else "yellow", indent=len(_INDENT))
     for line in lines:
@@ -229,13 +238,14 @@ def _rows(status: Status) -> Iterator[Row]:
     yield Row("agent", f"{acts}; {readiness} (/readyz); version {status.version}{since}")
     for target in status.notify:
         if failure := target.failure:
-            text = f"{target.name} has failed since {clock(failure.since, now)}: {failure.reason}"
+            text = f"{target.name} has failed since {format_clock(failure.since, now)}: {failure.reason}"
             yield Row("notify", f"{text}; notifications waiting: {target.waiting}", "yellow")
         if target.lost_at:
-            lost = f"{target.name}: {plural(target.lost, 'notification')} lost since {clock(target.lost_at, now)}"
+            since = format_clock(target.lost_at, now)
+            lost = f"{target.name}: {plural(target.lost, 'notification')} lost since {since}"
             yield Row("notify", f"{lost} ({target.lost_reason})", "yellow")
     if fleet := status.fleet:
-        since = f" since {clock(fleet.unavailable_since, now)}" if fleet.unavailable_since else ""
+        since = f" since {format_clock(fleet.unavailable_since, now)}" if fleet.unavailable_since else ""
         error = f"; its table cannot be used{since}: {fleet.error}" if fleet.error else ""
         waits = f"; waits for {', '.join(fleet.not_ready)}" if fleet.not_ready else ""
         yield Row("fleet", f"group {fleet.group or 'not known'}{error}{waits}", "yellow" if error else "")
@@ -246,7 +256,7 @@ def _rows(status: Status) -> Iterator[Row]:
         if held.event_id not in present:
             yield Row("held", f"{held.event_id}, by {held.user or 'an operator'}; not in the document", "yellow")
     for hook in status.running_for(""):
-        yield Row("runs", f"the on_clear hook {hook.hook}, {span(hook.since, now)} so far", "cyan")
+        yield Row("runs", f"the on_clear hook {hook.hook}, {format_elapsed(hook.since, now)} so far", "cyan")
 
 
 def _last_known_rows(status: Status) -> Iterator[Row]:
@@ -270,7 +280,7 @@ def _cards(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str
         yield from terminal.rows(_card(workflow, status, outputs.get(workflow.id, ()), short_id))
 
 
-def _card(workflow: ShownWorkflow, status: Status, output: Sequence[str], short_id: str) -> Iterator[Row]:
+def _card(workflow: WorkflowView, status: Status, output: Sequence[str], short_id: str) -> Iterator[Row]:
     decision = workflow.decision
     running = status.running_for(workflow.id)
     doing = activity(workflow, running, status.at)
@@ -288,7 +298,7 @@ def _card(workflow: ShownWorkflow, status: Status, output: Sequence[str], short_
     yield from event_rows(workflow.event, decision.affects)
     told = {one.command for needed in status.attention for one in needed.commands}
     label = "overrule"
-    for action in words_of_use(status, workflow):
+    for action in offered_actions(status, workflow):
         line = command(status.command_options, action, quoted(short_id))
         if line not in told:
             yield Row(label, line)
@@ -303,24 +313,24 @@ def _vm(vm: Vm) -> str:
 def _last_poll(status: Status) -> Row:
     version = f" (api-version {status.api_version})" if status.api_version else ""
     where = f"{status.endpoint}{version}, document {status.incarnation or '(none yet)'}"
-    if status.others_events:
-        concern = "concerns" if status.others_events == 1 else "concern"
-        where += f", {status.others_events} of its events only {concern} other VMs"
+    if status.other_vm_events:
+        concern = "concerns" if status.other_vm_events == 1 else "concern"
+        where += f", {status.other_vm_events} of its events only {concern} other VMs"
     when = f"succeeded {_ago(status.last_poll_at, status.at)}" if status.last_poll_at else "none has succeeded"
     if status.poll_failure:
         return Row("last poll", f"failed: {status.poll_failure}; {when}; {where}", "yellow")
     return Row("last poll", f"{when}; {where}")
 
 
-def _life(note: JournalEntry, now: datetime) -> str:
+def _life(note: JournalRecord, now: datetime) -> str:
     what = "started" if note.kind == "agent_started" else "stopped"
     text = f": {note.text}" if note.text else ""
     return f"{what} {_ago(note.at, now)}{text}"
 
 
 def _ago(at: datetime, now: datetime) -> str:
-    when = f" ({clock(at, now)})" if (now - at).total_seconds() >= 60 else ""
-    return f"{span(at, now)} ago{when}"
+    when = f" ({format_clock(at, now)})" if (now - at).total_seconds() >= 60 else ""
+    return f"{format_elapsed(at, now)} ago{when}"
 
 
 def title(event: ScheduledEvent, id_: str) -> str:
@@ -334,13 +344,13 @@ def head(event: ScheduledEvent, id_: str, now: datetime, *, is_over: bool = Fals
         return f"{title(event, id_)}: is over"
     left = time_left(event, now)
     if event.not_before and not event.is_started:
-        left += f" ({clock(event.not_before, now)})"
+        left += f" ({format_clock(event.not_before, now)})"
     return f"{title(event, id_)}: {left}"
 
 
 def event_rows(event: ScheduledEvent, affects: Affects) -> list[Row]:
     """Azure's description of the event, and the VMs that it names."""
-    facts = [event.status or "no status", f"from {event.source}" if event.source else "", lasting(event)]
+    facts = [event.status or "no status", f"from {event.source}" if event.source else "", duration_text(event)]
     facts.append(f'"{event.description}"' if event.description else "")
     names = ", ".join(event.resources[:_SHOWN_NAMES]) or "no VM"
     if (more := len(event.resources) - _SHOWN_NAMES) > 0:

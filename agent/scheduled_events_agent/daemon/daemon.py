@@ -5,7 +5,7 @@ approval or client can delay the engine's next cycle.
 
     engine      reads the inbox, runs a cycle (the thread that calls ``run``; inbox.py)
     poller      fetches, compares bytes, parses            -> inbox     (polling.py)
-    relief      sends requests too, while the poller's own has no answer
+    hedge      sends requests too, while the poller's own has no answer
     identity    asks for this VM's name and id, until they are known  -> inbox
     approvals   one thread for each request to approve     -> inbox     (threads.py)
     hooks       one thread for each hook that runs         -> inbox
@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from scheduled_events_agent import __version__, host
-from scheduled_events_agent.daemon.executor import Threads
-from scheduled_events_agent.daemon.inbox import Command, Inbox, Item, PolicyRead
-from scheduled_events_agent.daemon.notifier import Senders
+from scheduled_events_agent.daemon.executor import ThreadExecutor
+from scheduled_events_agent.daemon.inbox import Command, Inbox, Item, PolicyReloaded
+from scheduled_events_agent.daemon.notifier import Notifier
 from scheduled_events_agent.daemon.policy_reader import PolicyReader
-from scheduled_events_agent.daemon.poller import Identifier, Poller
+from scheduled_events_agent.daemon.poller import IdentityResolver, Poller
 from scheduled_events_agent.daemon.service_status import ServiceReporter
 from scheduled_events_agent.daemon.status_source import StatusSource
 from scheduled_events_agent.daemon.watchdog import Watchdog
 from scheduled_events_agent.engine import Engine, Snapshot
-from scheduled_events_agent.hooks.run import end_leftovers
+from scheduled_events_agent.hooks.run import kill_orphans
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import ImdsClient, connect
 from scheduled_events_agent.policy.load import Loaded, PolicyFile
@@ -49,7 +49,7 @@ from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.web.endpoints import Pages
+from scheduled_events_agent.web.endpoints import Endpoints
 from scheduled_events_agent.web.server import WebServer
 from scheduled_events_agent.workflow import FleetRequest
 
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 # Without messages the engine runs a cycle this often, as a sign of life for the watchdog and /healthz.
 _TICK_SECONDS = 10.0
 # It runs a cycle this often while something is wrong, or operators cannot wake it.
-_RESTLESS_TICK_SECONDS = 1.0
+_EARLY_TICK_SECONDS = 1.0
 # The first poll waits at most this long for the first answer about this VM's identity.
-_IDENTITY_PATIENCE_SECONDS = 2.0
+_IDENTITY_TIMEOUT_SECONDS = 2.0
 _START_TICK_SECONDS = 0.1
 _COMMIT_RETRY_SECONDS = 1.0
 # Time limit for opening the web server at the start, and for closing it at the end.
-_WEB_PATIENCE_SECONDS = 2.0
+_WEB_TIMEOUT_SECONDS = 2.0
 DEFAULT_STOP_TIMEOUT = 5.0
 
 
@@ -99,23 +99,23 @@ class Daemon:
         self._crash: BaseException | None = None
         self._instance = str(store.path.resolve())
         self._metrics = Metrics(lambda: tuple(self._snapshot().workflows.values()))
-        self._senders = Senders(store.path.parent, self._put, self._metrics)
-        self._executor = Threads(self._connect, self._put, self._instance)
+        self._notifier = Notifier(store.path.parent, self._put, self._metrics)
+        self._executor = ThreadExecutor(self._connect, self._put, self._instance)
         self._engine = Engine(
             loaded.settings,
             store,
             self._metrics,
             self._executor,
             put=self._put,
-            notify=self._senders.notify,
+            notify=self._notifier.notify,
             describe=lambda: msgspec.json.encode(self._status.status()),
             publish_fleet_requests=self._publish_fleet_requests,
             command_options=command_options,
         )
         self._poller = Poller(self._snapshot, self._put, self._metrics, partial(self._put, Command("look")))
-        self._identifier = Identifier(self._snapshot, self._put, self._poller.stop_requested)
+        self._identifier = IdentityResolver(self._snapshot, self._put, self._poller.stop_requested)
         self._inbox = Inbox(
-            items, self._engine, self._executor, self._handle_command, is_sending=self._senders.is_busy
+            items, self._engine, self._executor, self._handle_command, is_sending=self._notifier.is_busy
         )
         self._policy = PolicyReader(file, loaded, self._put)
         self._status = StatusSource(
@@ -124,12 +124,12 @@ class Daemon:
             self._metrics,
             policy=lambda: self._policy.in_force,
             running=self._executor.running,
-            target_failures=self._senders.failures,
-            web=lambda: self._pages.state(),  # noqa: PLW0108 - there are no pages yet
+            target_failures=self._notifier.failures,
+            web=lambda: self._endpoints.state(),  # noqa: PLW0108 - there are no pages yet
             state_dir=store.path.parent,
             command_options=command_options,
         )
-        self._pages = Pages(
+        self._endpoints = Endpoints(
             self._snapshot,
             status=self._status.status,
             status_basis=self._status.basis,
@@ -162,7 +162,7 @@ class Daemon:
     @property
     def web(self) -> WebServer | None:
         """The web server while ``run`` runs; None if the policy has it off, or as long as it cannot listen."""
-        return self._pages.web
+        return self._endpoints.web
 
     def stop(self) -> None:
         """Have ``run`` return within the stop time-out; at once, or nearly, if it is called again."""
@@ -192,10 +192,10 @@ class Daemon:
         self._engine.start()  # before a client can ask whether this VM is ready for work
         self._start_thread("identity", self._identifier.run)
         self._start_thread("poller", self._poll)
-        self._start_thread("relief", self._poller.run_relief)
+        self._start_thread("hedge", self._poller.run_hedge)
         if settings.agent.listen != "off":
-            self._web_thread = self._start_thread("pages", self._pages.serve)
-            self._pages.has_tried.wait(_WEB_PATIENCE_SECONDS)
+            self._web_thread = self._start_thread("pages", self._endpoints.serve)
+            self._endpoints.has_tried.wait(_WEB_TIMEOUT_SECONDS)
         listen = settings.agent.listen if self._web_thread else "off"
         self._log.info(
             "agent started",
@@ -205,17 +205,17 @@ class Daemon:
             rules=[rule.name for rule in settings.rules],
             endpoint=settings.imds.endpoint,
             vm=self._engine.name() or "not known yet",
-            pending=len(self._engine.board),
+            pending=len(self._engine.workflows),
             listen=self.web.address if self.web else listen,
         )
-        ended = end_leftovers(self._instance)
+        ended = kill_orphans(self._instance)
         if ended:
             self._log.warning(
                 "ended what hooks of an agent that was killed had left running",
                 log_id=LogId.HOOK_CUT_SHORT,
                 processes=ended,
             )
-        self._senders.reconfigure(settings.notify)
+        self._notifier.reconfigure(settings.notify)
         self._reconfigure_fleet(settings)
         self._start_thread("watchdog", self._watchdog.run)
         self._start_thread("policy", self._policy.run)
@@ -244,7 +244,7 @@ class Daemon:
 
             connect_fleet = self._connect_fleet or partial(connect_table, on_request=log_request)
             self._fleet = FleetThread(
-                self._put, self._metrics, settings, connect_fleet, looks_again=bool(self._engine.board)
+                self._put, self._metrics, settings, connect_fleet, looks_again=bool(self._engine.workflows)
             )
             self._start_thread("fleet", self._fleet.run)
 
@@ -262,7 +262,7 @@ class Daemon:
 
     def _poll(self) -> None:
         # Best before the first document: whether the state on disk is this VM's, and how Resources name it.
-        self._identifier.has_tried.wait(_IDENTITY_PATIENCE_SECONDS)
+        self._identifier.has_tried.wait(_IDENTITY_TIMEOUT_SECONDS)
         self._poller.run()
 
     def _start_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
@@ -286,7 +286,7 @@ class Daemon:
         self._watchdog.stop()  # a stop has a time limit of its own
         self._poller.stop()
         self._policy.stop()
-        self._senders.begin_stop()
+        self._notifier.begin_stop()
         if self._fleet is not None:
             self._fleet.stop()
         # After a bug a new start helps best, and soon.
@@ -295,9 +295,9 @@ class Daemon:
         waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
         self._reporter.report_stopping(f"Stopping{waits_for}")
         if waits_for:
-            self._log.info(f"stopping{waits_for}", log_id=LogId.AGENT_STOPPING, patience_seconds=stop_timeout)
+            self._log.info(f"stopping{waits_for}", log_id=LogId.AGENT_STOPPING, timeout_seconds=stop_timeout)
         try:
-            self._inbox.finish(stop_timeout)
+            self._inbox.shutdown(stop_timeout)
         except StoreError as error:
             self._log.error(
                 "could not write the state file while stopping", log_id=LogId.STATE_LOST, reason=str(error)
@@ -305,17 +305,17 @@ class Daemon:
         if self._wake_up is not None:
             self._wake_up.close()
         if self._web_thread is not None:
-            self._web_thread.join(_WEB_PATIENCE_SECONDS)
-        self._pages.close()
+            self._web_thread.join(_WEB_TIMEOUT_SECONDS)
+        self._endpoints.close()
         self._log.info("agent stopped", log_id=LogId.AGENT_STOPPED)
 
     # --- a cycle of the engine
 
     def _run_cycle(self) -> bool:
         """Receive messages, decide, commit, perform. False when it is time to stop."""
-        could_go_on = self._inbox.take(self._seconds_to_next_cycle())
+        could_go_on = self._inbox.drain(self._seconds_to_next_cycle())
         document_at = self._poller.succeeded_at  # read first: the inbox has all documents up to then
-        may_go_on = self._inbox.take(0.0)
+        may_go_on = self._inbox.drain(0.0)
         self._executor.reap()
         if not (could_go_on and may_go_on):
             return False
@@ -325,11 +325,11 @@ class Daemon:
             self._start_waiting_for_requests()
         self._reporter.report()
         # This cycle has ended, so engine and store work. A restart also helps against a poller that hangs.
-        if self._reporter.reported is not None and not self._poller.overdue_seconds():
+        if self._reporter.reported is not None and not self._poller.stalled_seconds():
             self._watchdog.feed()
             self._reporter.keep_alive()
         if has_worked:
-            self._engine.tidy()
+            self._engine.maintain()
         else:
             time.sleep(_COMMIT_RETRY_SECONDS)
         return True
@@ -339,32 +339,34 @@ class Daemon:
             return _START_TICK_SECONDS
         if self._engine.store_failure:  # the last cycle has waited already
             return 0.0
-        is_restless = self._wake_up is None or self._engine.is_restless or bool(self._poller.overdue_seconds())
-        seconds = min(_TICK_SECONDS, _RESTLESS_TICK_SECONDS) if is_restless else _TICK_SECONDS
+        needs_early_cycle = (
+            self._wake_up is None or self._engine.needs_early_cycle or bool(self._poller.stalled_seconds())
+        )
+        seconds = min(_TICK_SECONDS, _EARLY_TICK_SECONDS) if needs_early_cycle else _TICK_SECONDS
         wake_at = self._engine.wake_at
         return min(seconds, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else seconds
 
-    def _handle_command(self, item: Command | PolicyRead) -> None:
+    def _handle_command(self, item: Command | PolicyReloaded) -> None:
         if self._is_stopping:
             return
         match item:
             case Command(word="look"):
                 pass  # the next cycle does it
-            case PolicyRead():
+            case PolicyReloaded():
                 self._reload(item)
             case Command(word="reload"):
                 self._reporter.report_reloading()
                 self._policy.request()
 
-    def _reload(self, read: PolicyRead) -> None:
+    def _reload(self, read: PolicyReloaded) -> None:
         if read.settings is None:
             self._policy.refuse(read.refused)
-            self._engine.refuse_settings(read.refused)
+            self._engine.reject_settings(read.refused)
         else:
             self._policy.accept(read.settings.agent, read.hash, self._engine.settings.agent)
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
-            self._senders.reconfigure(read.settings.notify)
+            self._notifier.reconfigure(read.settings.notify)
             self._reconfigure_fleet(read.settings)
         self._reporter.report_reloaded()
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.daemon.poller import Put, request_error
-from scheduled_events_agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
+from scheduled_events_agent.engine import HookCommand, HookDone, HookKey, hook_key, not_run_result
 from scheduled_events_agent.hooks.run import HookQueue, HookQueues, HookRun
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import ImdsClient
@@ -23,7 +23,7 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 
-class Threads:
+class ThreadExecutor:
     """Runs each hook and each request to approve on its own thread, so that none delays another.
 
     For the engine's thread.
@@ -34,13 +34,13 @@ class Threads:
         self._put = put
         self._instance = instance
         self._queues = HookQueues(HookQueue)
-        self._runs: dict[HookKey, tuple[HookRun, HookStart]] = {}
+        self._runs: dict[HookKey, tuple[HookRun, HookCommand]] = {}
         self._unanswered: set[str] = set()
         self._have_run = False
 
     def start_hook(
         self,
-        effect: HookStart,
+        effect: HookCommand,
         hook: Hook | None,
         *,
         environment: dict[str, str],
@@ -51,8 +51,8 @@ class Threads:
         """Run the hook of ``effect``; its result goes to the inbox. Never raises."""
         name = effect.hook
         if hook is None:
-            result = without_run(name, "not_started", "there is no such hook in the policy any more")
-            self._put(HookEnded(effect, result))
+            result = not_run_result(name, "not_started", "there is no such hook in the policy any more")
+            self._put(HookDone(effect, result))
             return
         log = get_logger().bind(hook=name, stage=environment["SCHEDULED_EVENT_STAGE"], event_id=event_id)
         run = HookRun(
@@ -67,13 +67,13 @@ class Threads:
             rank=effect.rank,
         )
         if is_debugging():
-            _tell_command(log, hook, deadline)
-        self._runs[key_of(effect)] = (run, effect)
+            _log_command(log, hook, deadline)
+        self._runs[hook_key(effect)] = (run, effect)
         self._have_run = True
         _start_thread(
             f"hook-{name}",
-            lambda: self._put(HookEnded(effect, run.run())),
-            lambda _, reason: self._put(HookEnded(effect, without_run(name, "not_started", reason))),
+            lambda: self._put(HookDone(effect, run.run())),
+            lambda _, reason: self._put(HookDone(effect, not_run_result(name, "not_started", reason))),
         )
 
     def cancel_hook(self, key: HookKey, *, is_urgent: bool) -> None:
@@ -86,9 +86,9 @@ class Threads:
         if key in self._runs:
             self._runs[key][0].set_deadline(deadline)
 
-    def forget_hook(self, effect: HookStart) -> None:
+    def hook_received(self, effect: HookCommand) -> None:
         """Note that the hook's result has been taken from the inbox."""
-        self._runs.pop(key_of(effect), None)
+        self._runs.pop(hook_key(effect), None)
 
     def is_running(self, key: HookKey) -> bool:
         return key in self._runs
@@ -138,7 +138,7 @@ class Threads:
         self._unanswered |= {approve.workflow_id for approve in approvals}
         _start_thread("approval", work, partial(self._answer, approvals))
 
-    def forget_approval(self, workflow_id: str) -> None:
+    def approval_received(self, workflow_id: str) -> None:
         """Note that the answer to the approval has been taken from the inbox."""
         self._unanswered.discard(workflow_id)
 
@@ -170,7 +170,7 @@ def _of_hook(hook: str, environment: Mapping[str, str]) -> str:
     return of_event(environment["SCHEDULED_EVENT_TYPE"], event_id, text) if event_id else text
 
 
-def _tell_command(log: Logger, hook: Hook, deadline: float | None) -> None:
+def _log_command(log: Logger, hook: Hook, deadline: float | None) -> None:
     """Log which program the hook runs. Arguments and shell lines may hold secrets, and are not logged."""
     command = "a line for the shell"
     if hook.run is not None:

@@ -19,7 +19,7 @@ from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
 from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.imds.client import resolve_endpoint
 from scheduled_events_agent.policy.settings import FleetSettings, Settings
-from scheduled_events_agent.telemetry.log import FailureLog, get_logger
+from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import FleetRequest
@@ -66,7 +66,7 @@ class FleetThread:
         self._input = _Input(settings)
         self._has_news = threading.Event()
         self._is_stopping = False
-        self._failures = FailureLog("using the fleet's table", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
+        self._failures = ChangeLogger("using the fleet's table", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
         self._warned: dict[LogId, object] = {}
         metrics.add_fleet()
 

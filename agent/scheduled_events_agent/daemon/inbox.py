@@ -30,7 +30,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class PolicyRead:
+class PolicyReloaded:
     """The policy file was read again."""
 
     settings: Settings | None
@@ -39,7 +39,7 @@ class PolicyRead:
     refused: str = ""
 
 
-Item = Message | Command | PolicyRead
+Item = Message | Command | PolicyReloaded
 
 
 class Inbox:
@@ -50,7 +50,7 @@ class Inbox:
         items: "queue.SimpleQueue[Item]",
         engine: Engine,
         executor: Executor,
-        handle: Callable[[Command | PolicyRead], None],
+        handle: Callable[[Command | PolicyReloaded], None],
         *,
         is_sending: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
@@ -66,7 +66,7 @@ class Inbox:
         self._is_sending = is_sending
         self._monotonic = monotonic
 
-    def take(self, timeout: float) -> bool:
+    def drain(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for an item, then take all items. False if one of them is a stop."""
         is_to_stop = False
         try:
@@ -74,7 +74,7 @@ class Inbox:
             while True:
                 if isinstance(item, Command) and item.word == "stop":
                     is_to_stop = True
-                elif isinstance(item, Command | PolicyRead):
+                elif isinstance(item, Command | PolicyReloaded):
                     self._handle(item)
                 else:
                     self._engine.receive(item)
@@ -82,7 +82,7 @@ class Inbox:
         except queue.Empty:
             return not is_to_stop
 
-    def finish(self, seconds: float) -> None:
+    def shutdown(self, seconds: float) -> None:
         """Stop within ``seconds``: wait for hooks and approvals, then end the hooks. Keeps all that comes.
 
         Raises StoreError.
@@ -91,7 +91,7 @@ class Inbox:
         self._collect(seconds - 2 * _GRACE_SECONDS)
         self._executor.cancel_all(_GRACE_SECONDS)
         self._collect(_GRACE_SECONDS + 0.5)
-        self.take(0.0)
+        self.drain(0.0)
         self._engine.finish()
 
     def _collect(self, seconds: float) -> None:
@@ -99,7 +99,7 @@ class Inbox:
         deadline = self._monotonic() + seconds
         while (self._executor.is_busy() or self._is_sending()) and (left := deadline - self._monotonic()) > 0:
             try:
-                if not self.take(min(left, _TICK_SECONDS)):
+                if not self.drain(min(left, _TICK_SECONDS)):
                     return
                 self._engine.run_cycle(None)
             except StoreError:

@@ -15,13 +15,13 @@ from random import Random
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.engine import NoticeEnded
+from scheduled_events_agent.engine import NotificationDone
 from scheduled_events_agent.http.retry import Backoff
-from scheduled_events_agent.notifications import NoticeError, decode_happening, deliver
+from scheduled_events_agent.notifications import NotificationError, decode_notification, deliver
 from scheduled_events_agent.policy.settings import NotifyTarget
 from scheduled_events_agent.status import TargetFailure
-from scheduled_events_agent.store import Store, StoredNotice, StoreError
-from scheduled_events_agent.telemetry.log import FailureLog, get_logger
+from scheduled_events_agent.store import OutboxItem, Store, StoreError
+from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 
@@ -31,7 +31,7 @@ _OLD_SECONDS = 300.0
 # How long a stop waits for the last tries.
 _STOP_SECONDS = 3.0
 
-Report = Callable[[NoticeEnded], None]
+Report = Callable[[NotificationDone], None]
 
 
 def new_backoff() -> Backoff:
@@ -39,53 +39,55 @@ def new_backoff() -> Backoff:
     return Backoff(1.0, 300.0, Random(), longest_retry_after=3600.0)  # noqa: S311
 
 
-class Senders:
+class Notifier:
     """The threads of all targets. ``failures`` is for any thread, the rest for the engine's."""
 
     def __init__(self, state_dir: Path, report: Report, metrics: Metrics) -> None:
         self._state_dir = state_dir
         self._report = report
         self._metrics = metrics
-        self._senders: dict[str, _Sender] = {}
+        self._notifier: dict[str, _TargetWorker] = {}
         self._stop_deadline: float | None = None
 
     def reconfigure(self, targets: Iterable[NotifyTarget]) -> None:
         """Send the notifications that wait for these targets; other targets get none any more."""
-        old = dict(self._senders)
-        senders = {}
+        old = dict(self._notifier)
+        notifier = {}
         for target in targets:
-            sender = old.pop(target.name, None) or _Sender(target, self._state_dir, self._report, self._metrics)
+            sender = old.pop(target.name, None) or _TargetWorker(
+                target, self._state_dir, self._report, self._metrics
+            )
             if sender.target != target:
-                sender.retarget(target)
-            senders[target.name] = sender
-        self._senders = senders
+                sender.update(target)
+            notifier[target.name] = sender
+        self._notifier = notifier
         for sender in old.values():
             sender.end()
         self.notify(is_urgent=True)
 
     def notify(self, *, is_urgent: bool) -> None:
         """Send the new notifications. ``is_urgent``: retry targets that failed now."""
-        for sender in self._senders.values():
+        for sender in self._notifier.values():
             sender.wake(is_urgent=is_urgent)
 
     def begin_stop(self) -> None:
         """Try to send the waiting notifications once more, for a short time."""
         self._stop_deadline = time.monotonic() + _STOP_SECONDS
-        for sender in self._senders.values():
+        for sender in self._notifier.values():
             sender.begin_stop(self._stop_deadline)
 
     def is_busy(self) -> bool:
         """Whether a stop should still wait."""
         deadline = self._stop_deadline
         is_in_time = deadline is not None and time.monotonic() < deadline
-        return is_in_time and any(sender.is_busy() for sender in self._senders.values())
+        return is_in_time and any(sender.is_busy() for sender in self._notifier.values())
 
     def failures(self) -> dict[str, TargetFailure]:
         """Why targets do not accept notifications now, by target."""
-        return {name: sender.failure for name, sender in self._senders.items() if sender.failure}
+        return {name: sender.failure for name, sender in self._notifier.items() if sender.failure}
 
 
-class _Sender:
+class _TargetWorker:
     """The thread of one target."""
 
     def __init__(self, target: NotifyTarget, state_dir: Path, report: Report, metrics: Metrics) -> None:
@@ -103,7 +105,7 @@ class _Sender:
         self._hurry = threading.Event()
         self._has_nothing = False
         self._failing_since: float | None = None
-        self._log = FailureLog(f"notifying {target.name}", LogId.NOTICES_FAIL, LogId.NOTICES_WORK)
+        self._log = ChangeLogger(f"notifying {target.name}", LogId.NOTICES_FAIL, LogId.NOTICES_WORK)
 
     def wake(self, *, is_urgent: bool) -> None:
         self._news.set()
@@ -117,7 +119,7 @@ class _Sender:
                 return
             self._thread = thread
 
-    def retarget(self, target: NotifyTarget) -> None:
+    def update(self, target: NotifyTarget) -> None:
         # The failures of the old service say nothing about the new one.
         self.target = target
         self.failure = None
@@ -145,23 +147,23 @@ class _Sender:
             self._news.clear()
             self._hurry.clear()
             is_stopping = self._stop_deadline is not None
-            error: NoticeError | None = None
+            error: NotificationError | None = None
             try:
-                notice = self._load(last_id)
+                item = self._load(last_id)
                 if self._has_ended:  # a notification that has come since is not for this target
                     return
-                if notice is None:
+                if item is None:
                     if is_stopping:
                         return
                     self._has_nothing = True
                     self._news.wait()
                     self._has_nothing = False
                     continue
-                error = self._try(notice)
-                lost = self._why_lost(notice, error) if error else ""
+                error = self._try(item)
+                lost = self._why_lost(item, error) if error else ""
                 if error is None or lost:
-                    self._report(NoticeEnded(notice.id, self._name, lost))
-                    last_id = notice.id
+                    self._report(NotificationDone(item.id, self._name, lost))
+                    last_id = item.id
                     backoff.reset()
                     continue
             except StoreError as fault:
@@ -177,37 +179,37 @@ class _Sender:
         """Seconds until the stop waits no longer."""
         return math.inf if self._stop_deadline is None else self._stop_deadline - time.monotonic()
 
-    def _load(self, last_id: int) -> StoredNotice | None:
-        with closing(Store.look_into(self._state_dir)) as store:
-            return store.notices.load_next(self._name, last_id)
+    def _load(self, last_id: int) -> OutboxItem | None:
+        with closing(Store.open_readonly(self._state_dir)) as store:
+            return store.outbox.load_next(self._name, last_id)
 
-    def _try(self, notice: StoredNotice) -> NoticeError | None:
+    def _try(self, item: OutboxItem) -> NotificationError | None:
         target = self.target
         timeout = max(0.1, min(target.timeout, self._seconds_left()))
         began = time.monotonic()
         about: dict[str, str] = {}
         try:
-            happening = decode_happening(notice.body)
-            about = {"event_id": happening.event.id, "type": happening.event.type, "what": happening.what}
-            delivered = deliver(replace(target, timeout=timeout), happening)
-        except NoticeError as error:
+            notification = decode_notification(item.body)
+            about = {"event_id": notification.event.id, "type": notification.event.type, "kind": notification.kind}
+            delivered = deliver(replace(target, timeout=timeout), notification)
+        except NotificationError as error:
             failed = error
         except Exception as error:  # noqa: BLE001 - it must not affect events; its text may hold a secret
-            failed = NoticeError(f"a bug in the agent: {type(error).__name__}", kind="bug")
+            failed = NotificationError(f"a bug in the agent: {type(error).__name__}", kind="bug")
         else:
             self.failure = self._failing_since = None
             self._log.succeeded(time.monotonic())
-            self._metrics.notices_sent.labels(self._name).inc()
-            self._tell_request(about, delivered.status, began)
+            self._metrics.notifications_sent.labels(self._name).inc()
+            self._log_request(about, delivered.status, began)
             return None
-        self._tell_request(about, failed.status or failed.kind, began)
-        self._metrics.notice_failures.labels(self._name, failed.kind).inc()
+        self._log_request(about, failed.status or failed.kind, began)
+        self._metrics.notification_failures.labels(self._name, failed.kind).inc()
         if self.target is not target:  # replaced meanwhile: try the new target before giving up
-            return NoticeError(str(failed), kind="unreachable")
+            return NotificationError(str(failed), kind="unreachable")
         self._fail(failed.kind, str(failed))
         return failed
 
-    def _tell_request(self, about: dict[str, str], status: int | str, began: float) -> None:
+    def _log_request(self, about: dict[str, str], status: int | str, began: float) -> None:
         milliseconds = round((time.monotonic() - began) * 1000, 1)
         get_logger().debug(
             "request to notification target",
@@ -217,15 +219,15 @@ class _Sender:
             milliseconds=milliseconds,
         )
 
-    def _why_lost(self, notice: StoredNotice, error: NoticeError) -> str:
+    def _why_lost(self, item: OutboxItem, error: NotificationError) -> str:
         """Why the notification is not sent again; "" if it is."""
         if error.kind == "rejected":
-            self._metrics.notices_dropped.labels(self._name, "refused").inc()
+            self._metrics.notifications_dropped.labels(self._name, "refused").inc()
             return str(error)
-        is_old = datetime.now(UTC) - notice.at >= GIVE_UP_AFTER
+        is_old = datetime.now(UTC) - item.at >= GIVE_UP_AFTER
         failing_since = self._failing_since or time.monotonic()
         if is_old and time.monotonic() - failing_since >= _OLD_SECONDS:
-            self._metrics.notices_dropped.labels(self._name, "too_old").inc()
+            self._metrics.notifications_dropped.labels(self._name, "too_old").inc()
             return f"too old: {error}"
         return ""
 

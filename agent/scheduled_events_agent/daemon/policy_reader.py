@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from scheduled_events_agent import host
-from scheduled_events_agent.daemon.inbox import PolicyRead
+from scheduled_events_agent.daemon.inbox import PolicyReloaded
 from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
-from scheduled_events_agent.notifications import doubts
+from scheduled_events_agent.notifications import warnings as notification_warnings
 from scheduled_events_agent.policy.load import ConfigError, Loaded, PolicyFile, keys_for_next_start
 from scheduled_events_agent.policy.settings import AgentSettings, LogFormat, LogLevel
-from scheduled_events_agent.status import PolicyInForce
+from scheduled_events_agent.status import ActivePolicy
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
@@ -43,14 +43,14 @@ class PolicyReader:
     ``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``refuse`` for the engine's.
     """
 
-    def __init__(self, file: PolicyFile, loaded: Loaded, put: Callable[[PolicyRead], None]) -> None:
+    def __init__(self, file: PolicyFile, loaded: Loaded, put: Callable[[PolicyReloaded], None]) -> None:
         """``loaded``: the policy with which the agent starts."""
         self.file = file
         self._put = put
         self._agent_at_start = loaded.settings.agent
         self._is_requested = threading.Event()
         self._is_stopping = False
-        self.in_force = PolicyInForce(file=file.name, read_at=datetime.now(UTC), hash=loaded.hash)
+        self.in_force = ActivePolicy(file=file.name, read_at=datetime.now(UTC), hash=loaded.hash)
         """Replaced, never changed."""
 
     def request(self) -> None:
@@ -67,9 +67,9 @@ class PolicyReader:
             self._is_requested.clear()
             try:
                 loaded = read_policy(self.file, log.change)
-                read = PolicyRead(loaded.settings, loaded.hash)
+                read = PolicyReloaded(loaded.settings, loaded.hash)
             except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
-                read = PolicyRead(None, refused=str(error))
+                read = PolicyReloaded(None, refused=str(error))
             if not self._is_requested.is_set():
                 self._put(read)
 
@@ -103,7 +103,7 @@ def run_aside(function: Callable[[], None], name: str) -> None:
 def look_at_machine(loaded: Loaded) -> list[str]:
     """Warnings about files, programs and accounts on this machine that the policy names."""
     of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
-    findings = [*doubts(loaded.settings.notify)]
+    findings = [*notification_warnings(loaded.settings.notify)]
     if loaded.settings.fleet:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
@@ -111,6 +111,6 @@ def look_at_machine(loaded: Loaded) -> list[str]:
     return [str(problem) for problem in (*of_machine, *loaded.parsed.gather(findings))]
 
 
-def _warn(warnings: Iterable[str]) -> None:
-    for problem in warnings:
+def _warn(texts: Iterable[str]) -> None:
+    for problem in texts:
         get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=problem)

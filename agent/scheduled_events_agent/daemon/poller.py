@@ -11,28 +11,28 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.engine import Message, Paused, Snapshot
+from scheduled_events_agent.engine import MachinePaused, Message, Snapshot
 from scheduled_events_agent.imds.api_version import (
-    GENERAL_VERSION,
-    BestAnswer,
+    BASELINE_VERSION,
+    FallbackResult,
     VersionFallback,
-    ask_best,
-    versions_to_ask,
+    candidate_versions,
+    fetch_with_fallback,
 )
 from scheduled_events_agent.imds.client import ImdsBackoff, ImdsClient, ImdsError, connect
 from scheduled_events_agent.imds.document import (
+    REBALANCE_VERSION,
     RECOMMENDATION,
-    RECOMMENDING_VERSION,
     ApiVersion,
     Document,
+    check_limits,
     parse_document,
-    refuse_too_many,
 )
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import names_recommendations
 from scheduled_events_agent.policy.settings import ImdsSettings
 from scheduled_events_agent.status.actions import SHORT_ID
-from scheduled_events_agent.telemetry.log import FailureLog, get_logger, is_debugging
+from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger, is_debugging
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 
@@ -43,11 +43,11 @@ _IDENTITY_RETRY_SECONDS = 1.0
 _NO_NAME_RETRY_SECONDS = 10.0
 # After this long without an answer, hedged requests are sent beside the first one: one in each interval, and one
 # at a time. That is far below the service's limit of five a second.
-_RELIEF_AFTER_SECONDS = 2.0
+_HEDGE_AFTER_SECONDS = 2.0
 # Longest time between two heartbeats without a wait: enough for a big document, short enough for the watchdog.
 _SLACK_SECONDS = 1.0
 # At level debug the log has at most this many events of a document.
-_MOST_EVENTS_TOLD = 20
+_MAX_EVENTS_LOGGED = 20
 
 Put = Callable[[Message], None]
 """Puts a message into the engine's inbox; from any thread, never waits."""
@@ -70,18 +70,18 @@ class Poller:
         self._metrics = metrics
         self._good_polls = metrics.polls.labels("ok")  # looking it up at every poll would cost CPU
         self._backoff = ImdsBackoff()
-        self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
+        self._failure_log = ChangeLogger("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
         # Guards the fields that two threads share. Requests are numbered in the order in which they are sent.
         self._lock = threading.Lock()
         self._last_number = 0
         self._newest_answered = 0
         self._body = b""
         self._document: Document | None = None
-        self.api_version: ApiVersion = GENERAL_VERSION
+        self.api_version: ApiVersion = BASELINE_VERSION
         """The api-version in which documents are answered, and approvals are sent."""
         self._fallback = VersionFallback()
         self._client: ImdsClient | None = None
-        self._client_version: ApiVersion = GENERAL_VERSION
+        self._client_version: ApiVersion = BASELINE_VERSION
         self._imds: ImdsSettings | None = None
         self._sent: float | None = None  # since when the poller waits for an answer
         self.stop_requested = threading.Event()
@@ -95,7 +95,7 @@ class Poller:
         self._expected_back: float | None = None
         self._needs_relief = threading.Event()
 
-    def overdue_seconds(self) -> float:
+    def stalled_seconds(self) -> float:
         """For how long a heartbeat of the loop has been due; 0 if it is on time."""
         if self._expected_back is None or self.stop_requested.is_set():
             return 0.0
@@ -105,25 +105,25 @@ class Poller:
         self.stop_requested.set()
         self._needs_relief.set()
 
-    def _expect_back(self, seconds: float) -> None:
+    def _heartbeat(self, seconds: float) -> None:
         """Heartbeat; the next one is due in ``seconds``."""
         now = time.monotonic()
         self._expected_back = now + seconds + _SLACK_SECONDS
-        if self._sent is not None and now - self._sent >= _RELIEF_AFTER_SECONDS / 4:
+        if self._sent is not None and now - self._sent >= _HEDGE_AFTER_SECONDS / 4:
             self._needs_relief.set()
 
     def run(self) -> None:
         while not self.stop_requested.is_set():
             self._sent = began = time.monotonic()
-            self._expect_back(0.0)
+            self._heartbeat(0.0)
             delay = self._poll(self._connect)
             self._sent = None
             due = max(time.monotonic(), began + delay)  # missed ticks are dropped, and not done later
-            self._expect_back(due - time.monotonic())
+            self._heartbeat(due - time.monotonic())
             self.stop_requested.wait(due - time.monotonic())
             late = time.monotonic() - due
             if late > _PAUSE_SECONDS:
-                self._put(Paused(late))
+                self._put(MachinePaused(late))
 
     def _connect(self, version: ApiVersion, timeout: float) -> ImdsClient:
         """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
@@ -136,25 +136,25 @@ class Poller:
                 request_timeout=imds.request_timeout,
                 first_request_timeout=imds.first_request_timeout if self.succeeded is None else 0.0,
                 longest=timeout,
-                on_wait=self._expect_back,
+                on_wait=self._heartbeat,
             )
             self._imds = imds
             self._client_version = version
         return self._client
 
-    def run_relief(self) -> None:
+    def run_hedge(self) -> None:
         """Send hedged requests while the poller's own request has no answer."""
         while self._needs_relief.wait() and not self.stop_requested.is_set():
             self._needs_relief.clear()
-            due = (self._sent or 0.0) + _RELIEF_AFTER_SECONDS
+            due = (self._sent or 0.0) + _HEDGE_AFTER_SECONDS
             while not self.stop_requested.wait(max(0.0, due - time.monotonic())):
                 sent = self._sent
                 began = time.monotonic()
-                if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
+                if sent is None or began - sent < _HEDGE_AFTER_SECONDS:
                     break
-                due = began + self._poll(self._connect_beside)
+                due = began + self._poll(self._connect_hedge)
 
-    def _connect_beside(self, version: ApiVersion, timeout: float) -> ImdsClient:
+    def _connect_hedge(self, version: ApiVersion, timeout: float) -> ImdsClient:
         imds = self._snapshot().settings.imds
         return connect(imds.endpoint, version, request_timeout=imds.request_timeout, longest=timeout)
 
@@ -166,19 +166,19 @@ class Poller:
             began = time.monotonic()
         settings = self._snapshot().settings
         delay = settings.imds.poll_interval
-        versions = versions_to_ask(
+        versions = candidate_versions(
             settings.imds.api_version,
             has_recommendations=names_recommendations(settings.rules),
             fallback=self._fallback,
             now=began,
         )
         try:
-            answer = ask_best(versions, lambda version, timeout: load_client(version, timeout).fetch())
+            answer = fetch_with_fallback(versions, lambda version, timeout: load_client(version, timeout).fetch())
             with self._lock:
                 # The answer to a later request may have come first.
                 if number > self._newest_answered:
                     self._take(answer.content, answer.version, began)
-                    self._learn_version(versions, answer)
+                    self._negotiate_version(versions, answer)
                     self._newest_answered = number
                     self._succeed(began)
         except (AgentError, OSError) as raised:
@@ -192,10 +192,10 @@ class Poller:
 
     def _take(self, body: bytes, version: ApiVersion, began: float) -> None:
         if self._document is None or body != self._body or version != self.api_version:
-            has_recommendations = version >= RECOMMENDING_VERSION
+            has_recommendations = version >= REBALANCE_VERSION
             document = replace(parse_document(body), has_recommendations=has_recommendations)
-            refuse_too_many(document, self._snapshot().names)
-            self._tell_change(document, version, time.monotonic() - began)
+            check_limits(document, self._snapshot().names)
+            self._log_change(document, version, time.monotonic() - began)
             self._document = document
             self._metrics.documents.inc()
             self._body = body
@@ -203,7 +203,7 @@ class Poller:
             return
         self._put(replace(self._document, answered=time.monotonic()))
 
-    def _tell_change(self, document: Document, version: ApiVersion, seconds: float) -> None:
+    def _log_change(self, document: Document, version: ApiVersion, seconds: float) -> None:
         if is_debugging():
             before = self._document.incarnation if self._document else ""
             events = [f"{event.type} {event.id[:SHORT_ID]} {event.status}" for event in document.events]
@@ -212,7 +212,7 @@ class Poller:
                 incarnation=document.incarnation,
                 incarnation_before=before,
                 api_version=version,
-                events=events[:_MOST_EVENTS_TOLD],
+                events=events[:_MAX_EVENTS_LOGGED],
                 count=len(events),
                 milliseconds=round(seconds * 1000, 1),
             )
@@ -224,7 +224,7 @@ class Poller:
         is_wanted = settings.imds.api_version == "auto" and names_recommendations(settings.rules)
         return self._fallback.failure if is_wanted else ""
 
-    def _learn_version(self, asked: tuple[ApiVersion, ...], answer: BestAnswer[bytes]) -> None:
+    def _negotiate_version(self, asked: tuple[ApiVersion, ...], answer: FallbackResult[bytes]) -> None:
         before = self._fallback
         self._fallback = before.after(asked, answer.error, time.monotonic())
         self.api_version = answer.version
@@ -246,23 +246,23 @@ class Poller:
         self._metrics.poll_seconds.observe(now - began)
         self._failure_log.succeeded(now)
         self._backoff.reset()
-        self._tell_failure("")
+        self._log_failure("")
         self.succeeded = now
         self.succeeded_at = datetime.now(UTC)
 
-    def _tell_failure(self, failure: str) -> None:
+    def _log_failure(self, failure: str) -> None:
         if failure != self.failure:
             self.failure = failure
             self._on_failure()
 
     def _fail(self, error: ImdsError | DocumentError) -> float:
         """Log the failure; returns how long to wait."""
-        self._tell_failure(str(error))
+        self._log_failure(str(error))
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return self._backoff.seconds_after(error)
 
 
-class Identifier:
+class IdentityResolver:
     """Asks the service for this VM's name until it is known: without it no event can be matched to this VM."""
 
     def __init__(self, snapshot: Callable[[], Snapshot], put: Put, stop_requested: threading.Event) -> None:
@@ -272,7 +272,7 @@ class Identifier:
         self.has_tried = threading.Event()
 
     def run(self) -> None:
-        failure_log = FailureLog("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
+        failure_log = ChangeLogger("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
         backoff = ImdsBackoff()
         while True:
             try:

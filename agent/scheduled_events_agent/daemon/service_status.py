@@ -9,7 +9,7 @@ from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.status import RunningHook
 
 # The agent reports that it is ready after its first poll, or if that takes longer than this.
-_READY_PATIENCE_SECONDS = 2.0
+_READY_TIMEOUT_SECONDS = 2.0
 
 
 class ServiceReporter:
@@ -40,7 +40,7 @@ class ServiceReporter:
         """Report the state after a cycle."""
         line = self.line()
         if self.reported is None:
-            has_waited = self._snapshot().cycle_began_at - self._started > _READY_PATIENCE_SECONDS
+            has_waited = self._snapshot().cycle_began_at - self._started > _READY_TIMEOUT_SECONDS
             if not (self._poller.has_tried or has_waited):
                 return
             self._service.tell("ready", line)

@@ -12,26 +12,26 @@ from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.status import (
     NO_OPTIONS,
+    ActivePolicy,
     Attention,
     CommandOptions,
     FleetState,
     HeldEvent,
     NotifiedTarget,
-    PolicyInForce,
     RunningHook,
-    ShownWorkflow,
     Status,
     SuggestedCommand,
     TargetFailure,
     Vm,
+    WorkflowView,
 )
 from scheduled_events_agent.status.attention import attention
-from scheduled_events_agent.status.messages import as_shown, headline, utc
-from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.status.messages import headline, to_view, utc
+from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.store import FILE_NAME, notified
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.web.endpoints import WebState
-from scheduled_events_agent.workflow import Board, is_ready
+from scheduled_events_agent.workflow import Workflows, is_ready
 
 # An engine that has begun no cycle for this long hangs. (It idles for ten seconds, and waits two for a slow disk.)
 _STALL_SECONDS = 20.0
@@ -47,7 +47,7 @@ class StatusSource:
         poller: Poller,
         metrics: Metrics,
         *,
-        policy: Callable[[], PolicyInForce],
+        policy: Callable[[], ActivePolicy],
         running: Callable[[], tuple[RunningHook, ...]],
         target_failures: Callable[[], dict[str, TargetFailure]],
         web: Callable[[], WebState],
@@ -65,13 +65,13 @@ class StatusSource:
         self._state_dir = state_dir
         self._command_options = command_options
         self._unhealthy_since: datetime | None = None
-        self._worded: tuple[Board, tuple[ShownWorkflow, ...]] = ({}, ())
+        self._worded: tuple[Workflows, tuple[WorkflowView, ...]] = ({}, ())
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
 
     def status(self) -> Status:
         """The agent's status, with its texts for people."""
-        return with_words(self._facts())
+        return with_summaries(self._facts())
 
     def attention(self) -> tuple[Attention, ...]:
         """All that needs a person now."""
@@ -108,7 +108,7 @@ class StatusSource:
         for event_id, kind in list(snapshot.bugs.items())[:_MAX_BUGS]:
             what = f"event {event_id}" if event_id else "what is pending"
             problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
-        if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
+        if (overdue := self._poller.stalled_seconds()) > _STALL_SECONDS:
             problems.append(f"the poller has sent no heartbeat for {overdue:.0f}s")
         if self.lacks_poll():
             since = self._poller.succeeded_at or self._started_at
@@ -152,7 +152,7 @@ class StatusSource:
             last_poll_at=self._poller.succeeded_at,
             poll_failure=self._poller.failure,
             incarnation=snapshot.incarnation,
-            others_events=snapshot.other_vm_events,
+            other_vm_events=snapshot.other_vm_events,
             holds=tuple(
                 [
                     HeldEvent(event_id=key, user=one.user, at=one.at, last_seen_at=one.last_seen_at)
@@ -179,11 +179,11 @@ class StatusSource:
             shown = notified(name, snapshot.waiting.get(name), snapshot.losses.get(name))
             yield replace(shown, failure=failures.get(name))
 
-    def _pending(self, workflows: Board) -> tuple[ShownWorkflow, ...]:
+    def _pending(self, workflows: Workflows) -> tuple[WorkflowView, ...]:
         """The open workflows with their texts. These are made once for each mapping, which is never changed."""
         known, shown = self._worded
         if known is not workflows:
-            shown = tuple(map(as_shown, workflows.values()))
+            shown = tuple(map(to_view, workflows.values()))
             self._worded = (workflows, shown)
         return shown
 

@@ -24,7 +24,7 @@ _TICK_SECONDS = 1.0
 _HANG_TICKS = 25
 # Longer than the engine is idle: while it works, only its cycles wake this thread.
 _REST_TICKS = 12
-_TELL_SECONDS = 2.0
+_NOTIFY_TIMEOUT_SECONDS = 2.0
 _MAX_FRAMES = 20
 
 
@@ -65,7 +65,7 @@ class Watchdog:
         teller = threading.Thread(target=self._tell, name="watchdog-log", daemon=True)
         with contextlib.suppress(RuntimeError):  # no memory for a thread
             teller.start()
-            teller.join(_TELL_SECONDS)
+            teller.join(_NOTIFY_TIMEOUT_SECONDS)
         os._exit(EXIT_CODE)
 
     def _tell(self) -> None:

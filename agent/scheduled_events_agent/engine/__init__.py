@@ -1,7 +1,7 @@
 """The engine: takes in what has come, decides, commits, performs.
 
 Owns the open workflows and all that outlives a cycle. Decides nothing about events (``workflow`` does) and
-waits for nothing: it starts no thread, opens no connection and reads no clock but that of its ``Machine``. The one
+waits for nothing: it starts no thread, opens no connection and reads no clock but that of its ``Host``. The one
 invariant: what was decided is on disk before any of it is done; what could not be written is decided again.
 
     engine.py     a cycle: receive, decide, commit, perform, publish
@@ -23,20 +23,32 @@ invariant: what was decided is on disk before any of it is done; what could not 
 from scheduled_events_agent.engine.engine import Engine
 from scheduled_events_agent.engine.messages import (
     FleetUpdate,
-    HookEnded,
+    HookCommand,
+    HookDone,
     HookKey,
-    HookStart,
+    MachinePaused,
     Message,
-    NoticeEnded,
-    Paused,
+    NotificationDone,
     RunOnClear,
-    key_of,
-    without_run,
+    hook_key,
+    not_run_result,
 )
-from scheduled_events_agent.engine.protocols import Executor, Machine
+from scheduled_events_agent.engine.protocols import Executor, Host
 from scheduled_events_agent.engine.snapshot import Snapshot
 
 __all__ = [
-    "Engine", "Executor", "FleetUpdate", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded",
-    "Paused", "RunOnClear", "Snapshot", "key_of", "without_run",
+    "Engine",
+    "Executor",
+    "FleetUpdate",
+    "HookCommand",
+    "HookDone",
+    "HookKey",
+    "Host",
+    "MachinePaused",
+    "Message",
+    "NotificationDone",
+    "RunOnClear",
+    "Snapshot",
+    "hook_key",
+    "not_run_result",
 ]  # fmt: skip

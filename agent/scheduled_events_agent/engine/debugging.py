@@ -2,55 +2,55 @@
 
 from collections.abc import Callable, Iterable
 
-from scheduled_events_agent.policy import Facts, passed_over
-from scheduled_events_agent.status.messages import wait_in_words
+from scheduled_events_agent.policy import MatchContext, rejected_rules
+from scheduled_events_agent.status.messages import wait_message
 from scheduled_events_agent.telemetry.log import get_logger, is_debugging
 from scheduled_events_agent.telemetry.log_ids import LogId
-from scheduled_events_agent.workflow import Board, Context, Step, Workflow, gate_answers
+from scheduled_events_agent.workflow import Context, Transition, Workflow, Workflows, gate_results
 
 
-class DebugTeller:
+class DebugReporter:
     """Logs the details of decisions. At any level but debug it computes nothing."""
 
-    def __init__(self, is_told: Callable[[str], bool]) -> None:
-        """``is_told``: whether the log has lines about the event of this workflow at all."""
-        self._is_told = is_told
+    def __init__(self, is_logged: Callable[[str], bool]) -> None:
+        """``is_logged``: whether the log has lines about the event of this workflow at all."""
+        self._is_told = is_logged
         self._log = get_logger()
         self._answers: dict[str, dict[str, str]] = {}
         """By workflow and gate: the answer that was logged last."""
 
-    def tell(self, steps: Iterable[Step], board: Board, context: Context) -> None:
+    def report(self, transitions: Iterable[Transition], workflows: Workflows, context: Context) -> None:
         """Log the reasons for these steps, and the present answers of the gates."""
         if not is_debugging():
             self._answers.clear()
             return
         try:
-            self._tell(steps, board, context)
+            self._report(transitions, workflows, context)
         except Exception:  # noqa: BLE001 - a bug in debug lines must not stop the agent
             self._log.exception("a bug in the agent: debug lines are missing", log_id=LogId.EVENT_FAULT)
 
-    def _tell(self, steps: Iterable[Step], board: Board, context: Context) -> None:
-        for step in steps:
-            is_decided = any(note.kind == "decided" for note in step.notes)
-            if is_decided and self._is_told(step.workflow.id):
-                self._tell_rules(step.workflow, context)
+    def _report(self, transitions: Iterable[Transition], workflows: Workflows, context: Context) -> None:
+        for transition in transitions:
+            is_decided = any(record.kind == "decided" for record in transition.records)
+            if is_decided and self._is_told(transition.workflow.id):
+                self._tell_rules(transition.workflow, context)
         told = self._answers
         self._answers = {
             key: self._tell_gates(workflow, context, told.get(key, {}))
-            for key, workflow in board.items()
+            for key, workflow in workflows.items()
             if self._is_told(key)
         }
 
     def _tell_rules(self, workflow: Workflow, context: Context) -> None:
-        facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
-        for rule, reason in passed_over(context.rules, workflow.decision.rule, workflow.event, facts):
+        facts = MatchContext(names=context.names, not_before_seen_at=workflow.not_before_seen_at)
+        for rule, reason in rejected_rules(context.rules, workflow.decision.rule, workflow.event, facts):
             self._log.debug(f"rule {rule} does not match", reason=reason, **_about(workflow))
 
     def _tell_gates(self, workflow: Workflow, context: Context, told: dict[str, str]) -> dict[str, str]:
         answers = {}
-        for name, leave in gate_answers(workflow, context).items():
-            why = wait_in_words(workflow, leave.waits) if leave.waits else ""
-            answers[name] = f"{leave.answer}: {why}" if why else leave.answer
+        for name, result in gate_results(workflow, context).items():
+            why = wait_message(workflow, result.wait_reason) if result.wait_reason else ""
+            answers[name] = f"{result.verdict}: {why}" if why else result.verdict
             if answers[name] != told.get(name):
                 self._log.debug(f"gate {name}", reason=answers[name], **_about(workflow))
         return answers

@@ -11,58 +11,58 @@ from math import inf
 from msgspec.structs import replace
 
 from scheduled_events_agent import __version__, host
-from scheduled_events_agent.engine.debugging import DebugTeller
-from scheduled_events_agent.engine.document_tracker import Documents
+from scheduled_events_agent.engine.debugging import DebugReporter
+from scheduled_events_agent.engine.document_tracker import DocumentTracker
 from scheduled_events_agent.engine.fleet import FleetState
-from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
+from scheduled_events_agent.engine.hook_runs import HookRuns, is_aborted_by_stop, with_needed_hooks
 from scheduled_events_agent.engine.identity import load_identity, names_of, save_identity
-from scheduled_events_agent.engine.maintenance import Upkeep
+from scheduled_events_agent.engine.maintenance import StoreMaintenance
 from scheduled_events_agent.engine.messages import (
     FleetUpdate,
-    HookEnded,
+    HookDone,
+    MachinePaused,
     Message,
-    NoticeEnded,
+    NotificationDone,
     Notify,
-    Paused,
     RunOnClear,
 )
 from scheduled_events_agent.engine.operator_requests import answer, has_nothing_to_release, refusal, refused
-from scheduled_events_agent.engine.outbox import Notifying
-from scheduled_events_agent.engine.protocols import Executor, Machine
+from scheduled_events_agent.engine.outbox import Outbox
+from scheduled_events_agent.engine.protocols import Executor, Host
 from scheduled_events_agent.engine.remembered import Remembered, changes_by_steps
-from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.engine.reporter import EventReporter
 from scheduled_events_agent.engine.snapshot import Snapshot
 from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalEntry, Vm
+from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalRecord, Vm
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.attention import CRASHED_WITHIN
-from scheduled_events_agent.status.messages import pending_in_words, with_messages
+from scheduled_events_agent.status.messages import pending_message, with_messages
 from scheduled_events_agent.store import Request, RequestAnswer, StatusRequest, Store, StoreError, WithdrawnError
-from scheduled_events_agent.telemetry.log import FailureLog, get_logger
+from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
     Approve,
-    Board,
     CancelHook,
-    ClockSet,
+    ClockChanged,
     Context,
     FleetRequest,
-    MoveDeadline,
     OperatorCommand,
-    Progression,
-    Reconsider,
+    PolicyChanged,
+    Result,
     RunHook,
     Signal,
-    Step,
+    Transition,
+    UpdateHookDeadline,
+    Workflows,
+    advance,
     is_ready,
     next_wake_at,
-    proceed,
 )
 
 # The clock was set if it and the monotonic clock differ by more than this since the last cycle.
@@ -73,7 +73,7 @@ _STALE_SECONDS = 30.0
 _DECIDE_SECONDS = 60.0
 
 
-def unclean_starts(notes: Iterable[JournalEntry], boot_id: str, now: datetime) -> tuple[datetime, ...]:
+def unclean_starts(notes: Iterable[JournalRecord], boot_id: str, now: datetime) -> tuple[datetime, ...]:
     """Starts of an agent in this boot, up to ``now``, before which the previous agent had not stopped."""
     found: list[datetime] = []
     is_running = False
@@ -96,9 +96,9 @@ class Engine:
         store: Store,
         metrics: Metrics,
         executor: Executor,
-        machine: Machine | None = None,
+        machine: Host | None = None,
         *,
-        put: Callable[[HookEnded], None] = lambda _: None,
+        put: Callable[[HookDone], None] = lambda _: None,
         notify: Notify = lambda *, is_urgent: None,  # noqa: ARG005
         describe: Callable[[], bytes] = bytes,
         publish_fleet_requests: Callable[[tuple[FleetRequest, ...]], None] = lambda _: None,
@@ -111,7 +111,7 @@ class Engine:
         ``publish_fleet_requests`` is called after each commit with this VM's requests to its fleet; FleetUpdate
         comes back.
         """
-        self._machine = machine or Machine()
+        self._machine = machine or Host()
         self._describe = describe
         self.fleet = FleetState(publish_fleet_requests)
         self._store = store
@@ -120,12 +120,12 @@ class Engine:
         self._log = get_logger()
         self.settings = settings
         """The policy in force."""
-        self.board: Board = {}
+        self.workflows: Workflows = {}
         """The open workflows."""
         self.boot_id = self._machine.boot_id()
         self.identity = load_identity(store)
         """This VM's identity, as far as it is known."""
-        self.agent_log: tuple[JournalEntry, ...] = ()
+        self.agent_log: tuple[JournalRecord, ...] = ()
         """The start of this agent, and the last stop of an agent."""
         self.unclean_starts: tuple[datetime, ...] = ()
         """Starts after a crash; the field of the same name in ``Status``."""
@@ -143,22 +143,22 @@ class Engine:
         self._clock_offset = self._machine.now().timestamp() - self.cycle_began_at
         self._new_identity: Identity | None = None
         # The disk may have been copied to another VM. That VM then has another boot id.
-        self.is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
-        self._is_state_lost = bool(store.load_fact("state_lost"))
+        self.is_identity_sure = host.is_same_boot(store.get_meta("boot_id"), self.boot_id)
+        self._is_state_lost = bool(store.get_meta("state_lost"))
         # Input of the next cycle that no commit has stored yet.
-        self.documents = Documents()
+        self.documents = DocumentTracker()
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
         self._holds_on_the_way: dict[int, Request] = {}
         """Holds in force that are answered when it is known whether Azure accepts the approval under way."""
         self._document_at: datetime | None = None
-        self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
-        self._teller = Teller(store, metrics, command_options)
-        self._debug_teller = DebugTeller(self._teller.is_told)
-        self._hook_runs = HookRuns(store, executor, self._machine, self._teller, put)
-        self.notifying = Notifying(store, metrics, notify, command_options)
+        self._store_failures = ChangeLogger("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
+        self._reporter = EventReporter(store, metrics, command_options)
+        self._debug_reporter = DebugReporter(self._reporter.is_logged)
+        self._hook_runs = HookRuns(store, executor, self._machine, self._reporter, put)
+        self.outbox = Outbox(store, metrics, notify, command_options)
         self.remembered = Remembered(store)
-        self._upkeep = Upkeep(store, metrics, self._machine, self._teller)
+        self._maintenance = StoreMaintenance(store, metrics, self._machine, self._reporter)
         self.snapshot = self._make_snapshot()
         """The state for other threads, which may read nothing else of the engine."""
 
@@ -168,57 +168,57 @@ class Engine:
         # A boot id that is a rounded time may vary a little within one boot.
         known = [boot_id for workflow in workflows for boot_id in (workflow.boot_id, workflow.prepare_boot_id)]
         self.boot_id = next((one for one in known if host.is_same_boot(one, self.boot_id)), self.boot_id)
-        self.board = {workflow.id: workflow for workflow in workflows}
-        self._teller.leave_out([workflow.id for workflow in workflows])
+        self.workflows = {workflow.id: workflow for workflow in workflows}
+        self._reporter.mute([workflow.id for workflow in workflows])
         now = self._machine.now()
-        if self._store.set_aside is not None:
+        if self._store.quarantined_path is not None:
             self._log.error(
                 "the state file was damaged and has been quarantined; what was done before is not known, so "
                 "no event that is pending now will be approved unless an operator does",
                 log_id=LogId.STATE_LOST,
-                set_aside=str(self._store.set_aside),
+                quarantined_path=str(self._store.quarantined_path),
             )
-            self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
+            self._store.record("state_lost", f"the damaged state file is now {self._store.quarantined_path}", now)
         self.unclean_starts = unclean_starts(
             self._store.load_starts_and_stops(now - CRASHED_WITHIN), self.boot_id, now
         )
         what = f"version {__version__}, mode {self.settings.agent.mode}"
         self._store.record("agent_started", what, now, detail=self.boot_id)
-        self.agent_log = tuple(self._store.load_life())
+        self.agent_log = tuple(self._store.load_last_start_and_stop())
         self._count_settings()
         if workflows:
             # The policy may be another one than the last agent had.
-            self._signals += [AgentRestarted(), Reconsider()]
+            self._signals += [AgentRestarted(), PolicyChanged()]
         self._publish()
 
     def receive(self, message: Message) -> None:
         """Queue a message for the next cycle."""
         match message:
             case Document():
-                self.documents.take(message, self._machine.monotonic(), self.names())
+                self.documents.receive(message, self._machine.monotonic(), self.names())
             case Identity():
                 self._new_identity = message
             case ApprovalAnswered():
-                self._executor.forget_approval(message.workflow_id)
+                self._executor.approval_received(message.workflow_id)
                 if message.error_kind:
                     self._metrics.approvals.labels(message.error_kind).inc()
                 self._signals.append(message)
-            case HookEnded(effect=effect, result=result):
-                self._executor.forget_hook(effect)
+            case HookDone(effect=effect, result=result):
+                self._executor.hook_received(effect)
                 self._metrics.record_hook(result.hook, effect.stage, result.outcome, result.duration_seconds)
                 if isinstance(effect, RunOnClear):
                     self._end_on_clear_hook(result)
                 else:
                     hook = self.settings.hooks.get(effect.hook)
                     signal = self._hook_runs.take_result(effect, result, hook)
-                    if signal is not None and not (self._is_stopping and is_cut_short(signal)):
+                    if signal is not None and not (self._is_stopping and is_aborted_by_stop(signal)):
                         self._signals.append(signal)
-            case NoticeEnded():
-                self.notifying.end(message)
+            case NotificationDone():
+                self.outbox.end(message)
             case FleetUpdate():
                 self.fleet.update(message)
-            case Paused(seconds=seconds):
-                self._teller.tell_pause(seconds, self._machine.now())
+            case MachinePaused(seconds=seconds):
+                self._reporter.report_pause(seconds, self._machine.now())
 
     def run_cycle(self, document_at: datetime | None) -> bool:
         """Decide, commit, perform. False if the state file could not be written: then nothing was done.
@@ -238,22 +238,22 @@ class Engine:
         now = self._machine.now()
         self._look_at_clock(now)
         try:
-            self._upkeep.keep_in_place(now)
-            self._learn_identity(now)
+            self._maintenance.keep_in_place(now)
+            self._update_identity(now)
             self._take_requests(now)
             has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping
             if has_document and (self.is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
             if self._hook_runs.cut_short and not self._is_stopping and self._machine.is_shutting_down() is False:
                 self._hook_runs.resume()
-            self._decide_and_do(now)
+            self._decide_commit_perform(now)
             if not self._is_stopping:
-                self._hook_runs.run_delayed(self.board, self.settings, self.name(), now)
+                self._hook_runs.run_delayed(self.workflows, self.settings, self.name(), now)
             self._answer_holds()
-            self._greet_first_document(now)
+            self._after_first_document(now)
             self._hook_runs.save_times()
-            self.notifying.settle(self.settings.notify, now)
-            self._teller.flush()
+            self.outbox.purge(self.settings.notify, now)
+            self._reporter.flush()
         except StoreError as error:
             self.store_failure = str(error)
             self._publish()  # before it is logged
@@ -275,68 +275,68 @@ class Engine:
         return Snapshot(
             settings=self.settings,
             cycle_began_at=self.cycle_began_at,
-            workflows=self.board,
+            workflows=self.workflows,
             identity=self.identity,
             is_identity_sure=self.is_identity_sure,
             incarnation=self._incarnation(),
-            other_vm_events=self.documents.others_events,
+            other_vm_events=self.documents.other_vm_events,
             lacks_expired=self.documents.lacks_expired,
             has_decided_on_stale=self._has_decided_on_stale,
             remembered=self.remembered.known,
             fleet=self.fleet.last_update,
             fleet_not_ready=self.fleet.not_ready,
-            waiting=self.notifying.waiting,
-            losses=self.notifying.losses,
+            waiting=self.outbox.waiting,
+            losses=self.outbox.losses,
             agent_log=self.agent_log,
             unclean_starts=self.unclean_starts,
             bugs=self.bugs,
             store_failure=self.store_failure,
         )
 
-    def tidy(self) -> None:
+    def maintain(self) -> None:
         """Delete what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
-        self._upkeep.tidy(self.cycle_began_at, self._tidy_remembered)
+        self._maintenance.maintain(self.cycle_began_at, self._maintain_remembered)
 
-    def _tidy_remembered(self) -> None:
+    def _maintain_remembered(self) -> None:
         latest = self.documents.latest
         if latest is not None:
             listed = {event.key for event in latest.events}
-            self.remembered.tidy(self._machine.now(), self.board.values(), listed)
+            self.remembered.maintain(self._machine.now(), self.workflows.values(), listed)
 
     @property
-    def is_restless(self) -> bool:
+    def needs_early_cycle(self) -> bool:
         """Whether the next cycle should come soon: to try again, or since the clock of ``wake_at`` may be set."""
-        has_unwritten = self._teller.has_unwritten
+        has_unwritten = self._reporter.has_unwritten
         is_behind = bool(self.documents.new or self._hook_runs.cut_short or has_unwritten)
-        return is_behind or self._upkeep.has_more or self.wake_at is not None
+        return is_behind or self._maintenance.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:
         """From now on a cycle stores what was received and begins nothing; the next start continues."""
         self._is_stopping = True
         self._document_at = None  # without a document no workflow moves
-        self._signals = [signal for signal in self._signals if not is_cut_short(signal)]
+        self._signals = [signal for signal in self._signals if not is_aborted_by_stop(signal)]
 
     def finish(self) -> None:
         """Store what was received last. Raises StoreError."""
         self.run_cycle(None)
         for request_id in self._holds_on_the_way:
             self._store.answer_request(request_id, RequestAnswer(succeeded=False, message=UNSETTLED_HOLD))
-        self._store.record("agent_stopped", pending_in_words(self.board.values()), self._machine.now())
+        self._store.record("agent_stopped", pending_message(self.workflows.values()), self._machine.now())
 
     # --- policy
 
     def change_settings(self, settings: Settings) -> None:
         """Put another policy in force."""
         now = self._machine.now()
-        self.settings = kept_hooks(self.settings, settings, self.board)
+        self.settings = with_needed_hooks(self.settings, settings, self.workflows)
         self._publish()
         rules = [rule.name for rule in settings.rules]
         self._log.info("the policy file was read again", log_id=LogId.POLICY_RELOADED, rules=rules)
-        self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)
+        self._reporter.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
         self._reconsider()
 
-    def refuse_settings(self, reason: str) -> None:
+    def reject_settings(self, reason: str) -> None:
         """Report that the new policy cannot be used: the old one stays in force."""
         self._metrics.reload_ok.set(0)
         self._log.error(
@@ -344,7 +344,7 @@ class Engine:
             log_id=LogId.POLICY_REFUSED,
             reason=reason,
         )
-        self._teller.record("reload_refused", reason, self._machine.now())
+        self._reporter.record("reload_rejected", reason, self._machine.now())
 
     def is_acting(self) -> bool:
         """Whether it runs hooks and approves."""
@@ -357,8 +357,8 @@ class Engine:
 
     def _reconsider(self) -> None:
         """Decide anew, also on events that did not concern this VM."""
-        self._signals.append(Reconsider())
-        self.documents.look_again()
+        self._signals.append(PolicyChanged())
+        self.documents.recheck()
 
     # --- a cycle
 
@@ -386,69 +386,73 @@ class Engine:
         before = self._clock_offset
         self._clock_offset = now.timestamp() - self.cycle_began_at
         seconds = self._clock_offset - before
-        if abs(seconds) > _CLOCK_SET_SECONDS and self.board:
-            self._signals.append(ClockSet(seconds))
+        if abs(seconds) > _CLOCK_SET_SECONDS and self.workflows:
+            self._signals.append(ClockChanged(seconds))
 
-    def _decide_and_do(self, now: datetime) -> None:
+    def _decide_commit_perform(self, now: datetime) -> None:
         has_news = bool(self._signals or self.fleet.has_news) or self.documents.new is not None
         is_due = self.wake_at is not None and self.wake_at <= now
-        if not (has_news or (self.board and (is_due or self.cycle_began_at - self._decided_at > _DECIDE_SECONDS))):
+        if not (
+            has_news or (self.workflows and (is_due or self.cycle_began_at - self._decided_at > _DECIDE_SECONDS))
+        ):
             return
-        found = self.documents.compare(self.board, self.names(), self.settings, self.remembered.expired)
+        found = self.documents.compare(self.workflows, self.names(), self.settings, self.remembered.expired)
         signals = [*self._signals, *found]
-        self._metrics.others_events.set(self.documents.others_events)
+        self._metrics.other_vm_events.set(self.documents.other_vm_events)
         context = self._context(now, self._document_at)
         self._has_decided_on_stale = context.is_stale
-        progression = proceed(self.board, signals, context)
+        result = advance(self.workflows, signals, context)
         try:
-            answers = self._answers(progression)
-            steps = tuple([with_messages(step) for step in progression.steps if not step.is_small])
-            changes = changes_by_steps(self.remembered.known, signals, steps, self.documents.unlisted, now)
+            answers = self._answers(result)
+            transitions = tuple(
+                [with_messages(transition) for transition in result.transitions if not transition.is_small]
+            )
+            changes = changes_by_steps(self.remembered.known, signals, transitions, self.documents.unlisted, now)
             vm = Vm(names=self.names(), vm_id=self.identity.vm_id)
-            notices = self.notifying.make(steps, progression.board, now, vm, self.settings)
-            result = self._store.commit(steps, now, answers, notices, changes)
+            notifications = self.outbox.make(transitions, result.workflows, now, vm, self.settings)
+            committed = self._store.commit(transitions, now, answers, notifications, changes)
         except WithdrawnError:
             self._forget_requests()
             self._take_requests(now)
-            self._decide_and_do(now)
+            self._decide_commit_perform(now)
             return
         # The decision is on disk, and nothing of it is done yet.
         self._holds_on_the_way |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
-        self.notifying.committed(notices, result, now)
+        self.outbox.committed(notifications, committed, now)
         self.remembered.committed(changes)
-        self.documents.committed(has_faults=bool(progression.faults))
-        self.board = progression.board
+        self.documents.committed(has_errors=bool(result.errors))
+        self.workflows = result.workflows
         self._signals = []
         self._publish()  # before it is logged, and before a hook runs that may ask for the status
-        self._teller.tell_steps(steps, now)
-        self._teller.forget_closed(self.board)
+        self._reporter.report_transitions(transitions, now)
+        self._reporter.prune_muted(self.workflows)
         bugs: dict[str, str] = {}
-        for workflow_id, fault in progression.faults:
-            self._teller.tell_fault(workflow_id, fault, self.cycle_began_at)
-            workflow = self.board.get(workflow_id)
+        for workflow_id, fault in result.errors:
+            self._reporter.report_bug(workflow_id, fault, self.cycle_began_at)
+            workflow = self.workflows.get(workflow_id)
             bugs[workflow.event.id if workflow else workflow_id] = type(fault).__name__
         self.bugs = bugs
-        self.notifying.perform(progression.steps)
-        self._perform(progression.steps, now)
-        self._debug_teller.tell(progression.steps, self.board, context)
+        self.outbox.perform(result.transitions)
+        self._perform(result.transitions, now)
+        self._debug_reporter.report(result.transitions, self.workflows, context)
         self._decided_at = self.cycle_began_at
         context = self._context(now, self._document_at)
-        self.wake_at = next_wake_at(self.board, context)
-        self.fleet.committed(self.board, context, self.cycle_began_at)
+        self.wake_at = next_wake_at(self.workflows, context)
+        self.fleet.committed(self.workflows, context, self.cycle_began_at)
 
-    def _perform(self, steps: Iterable[Step], now: datetime) -> None:
+    def _perform(self, transitions: Iterable[Transition], now: datetime) -> None:
         together: list[Approve] = []
-        for step in steps:
-            for effect in step.effects:
+        for transition in transitions:
+            for effect in transition.effects:
                 match effect:
                     case RunHook():
-                        self._hook_runs.run(step.workflow, effect, self.settings, self.name(), now)
+                        self._hook_runs.run(transition.workflow, effect, self.settings, self.name(), now)
                     case CancelHook():
                         self._hook_runs.cancel(effect)
-                    case MoveDeadline(workflow_id=workflow_id):
+                    case UpdateHookDeadline(workflow_id=workflow_id):
                         reserve = self.settings.agent.reserve
-                        deadline = self._hook_runs.deadline(step.workflow, "prepare", reserve, now)
+                        deadline = self._hook_runs.deadline(transition.workflow, "prepare", reserve, now)
                         self._executor.set_deadline((workflow_id, "prepare"), deadline)
                     case Approve(is_alone=True):
                         self._executor.approve([effect], self._incarnation())
@@ -461,27 +465,27 @@ class Engine:
         """DocumentIncarnation of the last document that was decided on."""
         return self.documents.latest.incarnation if self.documents.latest else ""
 
-    def _greet_first_document(self, now: datetime) -> None:
+    def _after_first_document(self, now: datetime) -> None:
         """Do what is due once, after the agent has first decided about the pending events."""
-        if self._document_at is None or not (self.names() or not self.board):
+        if self._document_at is None or not (self.names() or not self.workflows):
             return
         if self._is_state_lost:
-            self._store.save_facts({"state_lost": ""})
+            self._store.set_meta({"state_lost": ""})
             self._is_state_lost = False
-        lacks_event = any(workflow.is_missing for workflow in self.board.values())
-        if not self._hook_runs.is_on_clear_decided and not lacks_event:
+        has_missing_event = any(workflow.is_missing for workflow in self.workflows.values())
+        if not self._hook_runs.is_on_clear_decided and not has_missing_event:
             # A rule may also prepare for an event of another VM, or run a hook for it.
-            has_hook = any(stage.current for workflow in self.board.values() for stage in workflow.stages)
-            are_others = all(workflow.decision.affects == "others" for workflow in self.board.values())
-            is_clear = are_others and is_ready(self.board) and not has_hook
+            has_hook = any(stage.current for workflow in self.workflows.values() for stage in workflow.stages)
+            are_others = all(workflow.decision.affects == "others" for workflow in self.workflows.values())
+            is_clear = are_others and is_ready(self.workflows) and not has_hook
             may_run = is_clear and self.is_acting() and not self._is_stopping
             self._hook_runs.decide_on_clear(self.settings, self.name(), now, is_clear=may_run)
 
     def _end_on_clear_hook(self, result: HookResult) -> None:
         now = self._machine.now()
-        self._hook_runs.tell_on_clear(result, now)
+        self._hook_runs.report_on_clear(result, now)
         if not self._is_stopping:
-            self._hook_runs.run_delayed(self.board, self.settings, self.name(), now)
+            self._hook_runs.run_delayed(self.workflows, self.settings, self.name(), now)
             self._hook_runs.run_on_clear(self.settings, self.name())
 
     # --- operators and identity
@@ -495,12 +499,12 @@ class Engine:
             request = self._of_present_event(asked)
             if request.id in self._holds_on_the_way:
                 continue
-            workflow = self.board.get(request.workflow_id)
+            workflow = self.workflows.get(request.workflow_id)
             if workflow is None and request.workflow_id in self.remembered.holds:
                 self._store.answer_request(request.id, self._release_of_absent(request))
                 continue
             context = self._context(now, self._document_at)
-            if why := refusal(request, workflow, context, self._why_not_acting()):
+            if why := refusal(request, workflow, context, self._inactive_reason()):
                 self._store.answer_request(request.id, refused(why))
             elif has_nothing_to_release(request, workflow, self._requests):
                 nothing = RequestAnswer(succeeded=True, message="nothing to release")
@@ -515,7 +519,7 @@ class Engine:
         """The request. If it names a remembered hold and the event has come back, it is made to name the event."""
         if request.workflow_id not in self.remembered.holds:
             return request
-        present = [workflow for workflow in self.board.values() if workflow.event.key == request.workflow_id]
+        present = [workflow for workflow in self.workflows.values() if workflow.event.key == request.workflow_id]
         return next((replace(request, workflow_id=one.id) for one in present if not one.is_over), request)
 
     def _release_of_absent(self, request: Request) -> RequestAnswer:
@@ -525,11 +529,13 @@ class Engine:
         self.remembered.release(request.workflow_id)
         return RequestAnswer(succeeded=True, message="released; the event is not in the document")
 
-    def _why_not_acting(self) -> str:
+    def _inactive_reason(self) -> str:
         return "" if self.is_acting() else "the agent only observes (agent.mode, --observe)"
 
-    def _answers(self, progression: Progression) -> dict[int, RequestAnswer]:
-        workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}
+    def _answers(self, result: Result) -> dict[int, RequestAnswer]:
+        workflows = result.workflows | {
+            transition.workflow.id: transition.workflow for transition in result.transitions
+        }
         asked = [(request, workflows[request.workflow_id]) for request in self._requests]
         return {
             request.id: answer(request, workflow)
@@ -540,7 +546,7 @@ class Engine:
     def _answer_holds(self) -> None:
         """Answer requests to hold, once the result of the approval that was under way is known."""
         for request in list(self._holds_on_the_way.values()):
-            workflow = self.board.get(request.workflow_id)
+            workflow = self.workflows.get(request.workflow_id)
             if workflow is not None and workflow.approval.state == "requested":
                 continue
             if workflow is None:
@@ -557,7 +563,7 @@ class Engine:
         self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorCommand)]
         self._requests = []
 
-    def _learn_identity(self, now: datetime) -> None:
+    def _update_identity(self, now: datetime) -> None:
         identity = self._new_identity
         known = self.identity
         if identity is None:
@@ -565,12 +571,12 @@ class Engine:
         if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
             both = f"the state file is of VM {known.vm_id}, and this VM is {identity.vm_id}"
             text = f"{both}: the agent ignores it"
-            self._store.disown_workflows(now, text)
+            self._store.discard_workflows(now, text)
             self.remembered.forget()
-            self.board = {}
-            self.documents.look_again()
+            self.workflows = {}
+            self.documents.recheck()
             self._log.warning(text, log_id=LogId.OTHER_VM)
-        learned = identity.completed_by(known)
+        learned = identity.merged_with(known)
         if learned != known or not self.is_identity_sure:
             save_identity(self._store, learned, self.boot_id)
             self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)

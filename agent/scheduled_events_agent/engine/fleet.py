@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from scheduled_events_agent.engine.messages import FleetUpdate
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.workflow import (
-    Board,
     Context,
     FleetEventStatus,
     FleetRequest,
     FleetView,
+    Workflows,
     fleet_requests,
     not_ready_others,
 )
@@ -57,18 +57,18 @@ class FleetState:
             else update.statuses,
         )
 
-    def committed(self, board: Board, context: Context, now: float) -> None:
+    def committed(self, workflows: Workflows, context: Context, now: float) -> None:
         """Publish the requests to the fleet, now that the decision is on disk. ``now`` is monotonic."""
         self.has_news = False
         if context.fleet is None or context.document_at is None:
             return
         # If an event that is over comes back, that counts as another appearance, even if its workflow goes on.
         self._seen_at = {
-            key: self._seen_at.get(key, now) for key, workflow in board.items() if not workflow.is_over
+            key: self._seen_at.get(key, now) for key, workflow in workflows.items() if not workflow.is_over
         }
-        waiting = [w for w in board.values() if w.waits and w.waits.kind == "all_ready"]
+        waiting = [w for w in workflows.values() if w.wait_reason and w.wait_reason.kind == "all_ready"]
         self.not_ready = tuple(dict.fromkeys(name for one in waiting for name in not_ready_others(one, context)))
-        self._publish(fleet_requests(board, context, self._seen_at))
+        self._publish(fleet_requests(workflows, context, self._seen_at))
 
 
 def _allows_nothing(status: FleetEventStatus) -> FleetEventStatus:

@@ -5,9 +5,9 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.engine.messages import ON_CLEAR, HookEnded, RunOnClear, key_of, without_run
-from scheduled_events_agent.engine.protocols import Executor, Machine
-from scheduled_events_agent.engine.reporter import Teller
+from scheduled_events_agent.engine.messages import ON_CLEAR, HookDone, RunOnClear, hook_key, not_run_result
+from scheduled_events_agent.engine.protocols import Executor, Host
+from scheduled_events_agent.engine.reporter import EventReporter
 from scheduled_events_agent.hooks import durations
 from scheduled_events_agent.hooks.run import HookResult, hook_environment
 from scheduled_events_agent.imds.document import to_azure_json
@@ -17,13 +17,13 @@ from scheduled_events_agent.store import Store
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import (
-    Board,
     CancelHook,
     HookFinished,
     RunHook,
     Signal,
     Stage,
     Workflow,
+    Workflows,
     hook_deadline_at,
 )
 
@@ -38,16 +38,16 @@ class HookRuns:
         self,
         store: Store,
         executor: Executor,
-        machine: Machine,
-        teller: Teller,
-        put: Callable[[HookEnded], None],
+        machine: Host,
+        reporter: EventReporter,
+        put: Callable[[HookDone], None],
     ) -> None:
         """``put`` makes a message come back to the engine soon."""
         self._put = put
         self._store = store
         self._executor = executor
         self._machine = machine
-        self._teller = teller
+        self._reporter = reporter
         self._log = get_logger()
         self.is_on_clear_decided = False
         """Whether it is known if anything was pending at the start."""
@@ -56,12 +56,12 @@ class HookRuns:
         """Hooks that wait for the end of an on_clear hook, because it might undo their work."""
         self.cut_short: list[RunHook] = []
         """Hooks that failed while the machine went down; they run again if it stays up after all."""
-        self._times = durations.decode(store.load_fact("hook_times"))
+        self._times = durations.decode(store.get_meta("hook_times"))
         self._are_times_saved = True
 
     def seconds(self, hooks: Mapping[str, Hook]) -> dict[str, float]:
         """By hook: how many seconds it may take."""
-        return {name: durations.may_take_seconds(self._times, name, hook) for name, hook in hooks.items()}
+        return {name: durations.estimate_seconds(self._times, name, hook) for name, hook in hooks.items()}
 
     def run(self, workflow: Workflow, effect: RunHook, settings: Settings, vm: str, now: datetime) -> None:
         if self._executor.is_running(ON_CLEAR):
@@ -95,12 +95,12 @@ class HookRuns:
 
     def cancel(self, cancel: CancelHook) -> None:
         key = (cancel.workflow_id, cancel.stage)
-        waiting = [effect for effect in (*self._delayed, *self.cut_short) if key_of(effect) == key]
+        waiting = [effect for effect in (*self._delayed, *self.cut_short) if hook_key(effect) == key]
         self._delayed = [effect for effect in self._delayed if effect not in waiting]
         self.cut_short = [effect for effect in self.cut_short if effect not in waiting]
         for effect in waiting:
-            result = without_run(effect.hook, "canceled", "canceled before it started")
-            self._put(HookEnded(effect, result))
+            result = not_run_result(effect.hook, "canceled", "canceled before it started")
+            self._put(HookDone(effect, result))
         self._executor.cancel_hook(key, is_urgent=cancel.is_urgent)
 
     def resume(self) -> None:
@@ -108,14 +108,14 @@ class HookRuns:
         self._delayed += self.cut_short
         self.cut_short = []
 
-    def run_delayed(self, board: Board, settings: Settings, vm: str, now: datetime) -> None:
+    def run_delayed(self, workflows: Workflows, settings: Settings, vm: str, now: datetime) -> None:
         """Start hooks that had to wait, except those of events that are missing now or held by an operator."""
         if not self._delayed or self._executor.is_running(ON_CLEAR):
             return
         delayed = self._delayed
         self._delayed = []
         for effect in delayed:
-            workflow = board.get(effect.workflow_id)  # None if it was another VM's
+            workflow = workflows.get(effect.workflow_id)  # None if it was another VM's
             is_held = workflow is not None and workflow.operator_action == "hold" and effect.stage == "prepare"
             if workflow is not None and (workflow.is_missing or is_held):
                 self._delayed.append(effect)
@@ -163,7 +163,7 @@ class HookRuns:
         self.is_on_clear_decided = True
         if is_clear and settings.on_clear:
             self._on_clear = list(settings.on_clear)
-            self._teller.record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
+            self._reporter.record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
             self.run_on_clear(settings, vm)
 
     def run_on_clear(self, settings: Settings, vm: str) -> None:
@@ -173,16 +173,16 @@ class HookRuns:
             environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
             self._executor.start_hook(RunOnClear(hook), settings.hooks.get(hook), environment=environment)
 
-    def tell_on_clear(self, result: HookResult, now: datetime) -> None:
+    def report_on_clear(self, result: HookResult, now: datetime) -> None:
         has_succeeded = result.outcome == "succeeded"
         tell = self._log.info if has_succeeded else self._log.warning
         log_id = LogId.HOOK_SUCCEEDED if has_succeeded else LogId.HOOK_FAILED
         tell("on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail)
-        self._teller.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", now)
+        self._reporter.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", now)
 
     def _learn_time(self, effect: RunHook, result: HookResult, hook: Hook | None) -> None:
         if effect.stage == "prepare" and hook is not None and result.attempts:
-            self._times = durations.with_run(
+            self._times = durations.record_run(
                 self._times, effect.hook, hook, result.outcome, result.duration_seconds
             )
             self._are_times_saved = False
@@ -190,13 +190,13 @@ class HookRuns:
     def save_times(self) -> None:
         """Raises StoreError."""
         if not self._are_times_saved:
-            self._store.save_facts({"hook_times": durations.encode(self._times)})
+            self._store.set_meta({"hook_times": durations.encode(self._times)})
             self._are_times_saved = True
 
 
-def kept_hooks(old: Settings, new: Settings, board: Board) -> Settings:
+def with_needed_hooks(old: Settings, new: Settings, workflows: Workflows) -> Settings:
     """The new policy, plus the on_start and recover hooks of the old one that pending events still need."""
-    decisions = [workflow.decision for workflow in board.values()]
+    decisions = [workflow.decision for workflow in workflows.values()]
     names = {name for decision in decisions for name in (*decision.on_start, *decision.recover)}
     kept = {name: old.hooks[name] for name in names & old.hooks.keys() - new.hooks.keys()}
     if kept:
@@ -208,6 +208,6 @@ def kept_hooks(old: Settings, new: Settings, board: Board) -> Settings:
     return replace(new, hooks={**kept, **new.hooks})
 
 
-def is_cut_short(signal: Signal) -> bool:
+def is_aborted_by_stop(signal: Signal) -> bool:
     """Whether a hook has failed, perhaps because the agent is stopping. Then it runs again at the next start."""
     return isinstance(signal, HookFinished) and signal.outcome != "succeeded"

@@ -7,13 +7,13 @@ from scheduled_events_agent.store import Store
 
 def load_identity(store: Store) -> Identity:
     """This VM's identity as last stored. Raises StoreError."""
-    name, vm_id, group = store.load_fact("vm_name"), store.load_fact("vm_id"), store.load_fact("vm_group")
+    name, vm_id, group = store.get_meta("vm_name"), store.get_meta("vm_id"), store.get_meta("vm_group")
     return Identity(name=name, vm_id=vm_id, group=group)
 
 
 def save_identity(store: Store, identity: Identity, boot_id: str) -> None:
     """Store this VM's identity. Raises StoreError."""
-    store.save_facts(
+    store.set_meta(
         {"vm_name": identity.name, "vm_id": identity.vm_id, "vm_group": identity.group, "boot_id": boot_id}
     )
 

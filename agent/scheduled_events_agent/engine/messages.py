@@ -20,7 +20,7 @@ ON_CLEAR: HookKey = ("", "on_clear")
 
 @dataclass(frozen=True)
 class RunOnClear:
-    """Start a hook of on_clear; its result comes back as HookEnded."""
+    """Start a hook of on_clear; its result comes back as HookDone."""
 
     hook: str
     workflow_id: str = ""
@@ -28,26 +28,26 @@ class RunOnClear:
     rank: Rank = (9, 0.0, 0.0)
 
 
-HookStart = RunHook | RunOnClear
+HookCommand = RunHook | RunOnClear
 
 
 @dataclass(frozen=True)
-class Paused:
+class MachinePaused:
     """The machine was paused."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class HookEnded:
+class HookDone:
     """A hook has ended."""
 
-    effect: HookStart
+    effect: HookCommand
     result: HookResult
 
 
 @dataclass(frozen=True)
-class NoticeEnded:
+class NotificationDone:
     """A notification was delivered, or is lost."""
 
     id: int
@@ -80,22 +80,22 @@ class FleetUpdate:
         )
 
 
-Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded | FleetUpdate
+Message = Document | Identity | ApprovalAnswered | HookDone | MachinePaused | NotificationDone | FleetUpdate
 
 
 class Notify(Protocol):
-    """Has the new notifications in the state file sent. Waits for nothing."""
+    """Has the new notifications in the state file sent. WaitReason for nothing."""
 
     def __call__(self, *, is_urgent: bool) -> None:
-        """For each notification NoticeEnded comes back. ``is_urgent``: retry a target that failed now."""
+        """For each notification NotificationDone comes back. ``is_urgent``: retry a target that failed now."""
 
 
-def key_of(effect: HookStart) -> HookKey:
+def hook_key(effect: HookCommand) -> HookKey:
     """The key of the hook while it runs."""
     return effect.workflow_id, effect.stage
 
 
-def without_run(hook: str, outcome: HookOutcome, detail: str) -> HookResult:
+def not_run_result(hook: str, outcome: HookOutcome, detail: str) -> HookResult:
     """The result of a hook that was never started."""
     return HookResult(
         hook=hook, outcome=outcome, exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail

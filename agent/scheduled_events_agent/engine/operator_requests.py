@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.status.messages import wait_in_words
+from scheduled_events_agent.status.messages import wait_message
 from scheduled_events_agent.store import Request, RequestAnswer
 from scheduled_events_agent.workflow import (
     ACTION_TEXTS,
     Context,
     OperatorAction,
     Workflow,
-    ask_approval_gates,
-    has_obeyed,
+    evaluate_approval_gates,
+    is_applied,
 )
 
 
@@ -37,8 +37,8 @@ def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting:
     """Whether the request would take back neither a hold nor an approval. ``waiting``: requests before it."""
     if request.action != "release" or workflow is None:
         return False
-    lasting = ("approve", "hold", "release")
-    asked = [one.action for one in waiting if one.workflow_id == workflow.id and one.action in lasting]
+    duration_text = ("approve", "hold", "release")
+    asked = [one.action for one in waiting if one.workflow_id == workflow.id and one.action in duration_text]
     last = asked[-1] if asked else workflow.operator_action
     return last in ("", "release")
 
@@ -52,8 +52,8 @@ def _refusal_of_hold(workflow: Workflow) -> str:
 
 
 def _refusal_of_approval(workflow: Workflow, context: Context) -> str:
-    leave = ask_approval_gates(replace(workflow, operator_action="approve"), context)
-    return wait_in_words(workflow, leave.waits) if leave.answer == "no" else ""
+    leave = evaluate_approval_gates(replace(workflow, operator_action="approve"), context)
+    return wait_message(workflow, leave.wait_reason) if leave.verdict == "deny" else ""
 
 
 def _refusal_of_retry(workflow: Workflow, action: OperatorAction, why_not_acting: str) -> str:
@@ -77,7 +77,7 @@ def _refusal_of_retry(workflow: Workflow, action: OperatorAction, why_not_acting
 
 def answer(request: Request, workflow: Workflow) -> RequestAnswer:
     """The reply to the operator, after the cycle that applied the action."""
-    if not has_obeyed(workflow, request.action):
+    if not is_applied(workflow, request.action):
         return refused("the event has just changed, or another operator was faster")
     return RequestAnswer(succeeded=True, message=_success(request, workflow))
 
@@ -88,11 +88,11 @@ def refused(reason: str) -> RequestAnswer:
 
 
 def _success(request: Request, workflow: Workflow) -> str:
-    waits = wait_in_words(workflow, workflow.waits)
+    waits = wait_message(workflow, workflow.wait_reason)
     if request.action != "hold":
         reason = f": {waits}" if waits else ""
         return f"{ACTION_TEXTS[request.action]}: the event is {_state(workflow, 'runs')}{reason}"
-    kind = workflow.waits.kind if workflow.waits else ""
+    kind = workflow.wait_reason.kind if workflow.wait_reason else ""
     state = f"is {_state(workflow, 'runs to its end')}"
     if workflow.phase == "held" and kind == "prepare_failed":
         state = "stays held because preparation failed"

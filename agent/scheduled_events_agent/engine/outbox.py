@@ -8,16 +8,16 @@ from datetime import datetime
 import msgspec
 
 from scheduled_events_agent import host
-from scheduled_events_agent.engine.messages import NoticeEnded, Notify
-from scheduled_events_agent.notifications import decode_happening, happenings, has_news, is_wanted
+from scheduled_events_agent.engine.messages import NotificationDone, Notify
+from scheduled_events_agent.notifications import decode_notification, has_news, matches, notifications_of
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import CommandOptions, Status, Vm
-from scheduled_events_agent.status.messages import as_shown
-from scheduled_events_agent.store import CommitResult, Loss, Store, StoreError, Waiting
+from scheduled_events_agent.status.messages import to_view
+from scheduled_events_agent.store import Backlog, CommitResult, Loss, Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import Board, Step
+from scheduled_events_agent.workflow import Transition, Workflows
 
 # An event of these types may leave only seconds: its notifications do not wait for the end of a retry pause.
 _URGENT_TYPES = ("SpotRebalanceRecommendation", "Preempt", "Terminate")
@@ -27,7 +27,7 @@ _DROPPED = {"too_many": "too many waited", "no_room": "the disk is full"}
 _MAX_UNWRITTEN = 1000
 
 
-class Notifying:
+class Outbox:
     """The notifications that are not delivered yet. For the engine's thread."""
 
     def __init__(
@@ -41,12 +41,12 @@ class Notifying:
         self._store = store
         self._metrics = metrics
         self._notify = notify
-        self.waiting: Mapping[str, Waiting] = {}
+        self.waiting: Mapping[str, Backlog] = {}
         """The notifications that wait, by target. Replaced, never changed: so publishing needs no copy."""
         self.losses: Mapping[str, Loss] = store.load_losses()
         """The losses, by target. Replaced, never changed: other threads may read it."""
         self._written_losses: Mapping[str, Loss] = self.losses
-        self._ended: list[NoticeEnded] = []
+        self._ended: list[NotificationDone] = []
         self._ended_ids: list[int] = []
         """Notifications still to be deleted, whose result has been handled."""
         self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
@@ -54,58 +54,60 @@ class Notifying:
         self._settled_for: Sequence[NotifyTarget] | None = None
         """The targets for which all known notifications were handled; None if something may have changed."""
 
-    def end(self, ended: NoticeEnded) -> None:
+    def end(self, ended: NotificationDone) -> None:
         """Note that the notification was delivered, or is lost."""
         self._ended.append(ended)
 
     def make(
-        self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm, settings: Settings
+        self, transitions: Sequence[Transition], workflows: Workflows, now: datetime, vm: Vm, settings: Settings
     ) -> list[tuple[str, str]]:
         """Target and body of each notification about these steps, to be committed with them.
 
-        ``board``: the open workflows after the steps.
+        ``workflows``: the open workflows after the steps.
         """
         targets = settings.notify
-        if not targets or not any(map(has_news, steps)):
+        if not targets or not any(map(has_news, transitions)):
             return []
-        notices: list[tuple[str, str]] = []
+        notifications: list[tuple[str, str]] = []
         try:
-            for step, happening in happenings(steps, self._status(board, now, vm, settings)):
-                body = msgspec.json.encode(happening).decode()
-                wanting = [target for target in targets if is_wanted(target, step, happening, vm.names)]
-                notices += [(target.name, body) for target in wanting]
+            for transition, notification in notifications_of(
+                transitions, self._status(workflows, now, vm, settings)
+            ):
+                body = msgspec.json.encode(notification).decode()
+                wanting = [target for target in targets if matches(target, transition, notification, vm.names)]
+                notifications += [(target.name, body) for target in wanting]
         except Exception:  # noqa: BLE001 - a bug in notifications must not affect events
             get_logger().exception("a bug in the agent: a notification is missing", log_id=LogId.NOTICES_DROPPED)
-        return notices
+        return notifications
 
-    def committed(self, notices: Sequence[tuple[str, str]], result: CommitResult, now: datetime) -> None:
+    def committed(self, notifications: Sequence[tuple[str, str]], result: CommitResult, now: datetime) -> None:
         """Count and record the notifications that were lost in the commit of these."""
         for target, body in result.dropped:
-            self._metrics.notices_dropped.labels(target, result.reason).inc()
+            self._metrics.notifications_dropped.labels(target, result.reason).inc()
             self._lose(target, body, _DROPPED[result.reason], now)
-        self._has_new = bool(notices) and result.reason != "no_room"
+        self._has_new = bool(notifications) and result.reason != "no_room"
 
-    def _status(self, board: Board, now: datetime, vm: Vm, settings: Settings) -> Status:
+    def _status(self, workflows: Workflows, now: datetime, vm: Vm, settings: Settings) -> Status:
         """The parts of the status that notifications need."""
         return Status(
             at=now,
             health="ok",
             vm=vm,
             mode=settings.agent.mode,
-            pending=tuple(map(as_shown, board.values())),
+            pending=tuple(map(to_view, workflows.values())),
             command_options=self._command_options,
             command_prefix=host.supervisor_commands().prefix,
         )
 
-    def perform(self, steps: Iterable[Step]) -> None:
+    def perform(self, transitions: Iterable[Transition]) -> None:
         """Have the notifications sent that were committed."""
         if self._has_new:
-            is_urgent = any(step.workflow.event.type in _URGENT_TYPES for step in steps)
+            is_urgent = any(transition.workflow.event.type in _URGENT_TYPES for transition in transitions)
             self._notify(is_urgent=is_urgent)
             self._has_new = False
             self._settled_for = None
 
-    def settle(self, targets: Sequence[NotifyTarget], now: datetime) -> None:
+    def purge(self, targets: Sequence[NotifyTarget], now: datetime) -> None:
         """Delete notifications that have ended, or whose target is not in the policy. Raises StoreError."""
         if targets is self._settled_for and not (self._ended or self._ended_ids or self._unwritten):
             return
@@ -115,9 +117,9 @@ class Notifying:
             self.losses = {name: loss for name, loss in self.losses.items() if name in names}
         if self._ended_ids or self._unwritten or self.losses is not self._written_losses:
             self._write_ended()
-        waiting = self._store.notices.waiting()
+        waiting = self._store.outbox.waiting()
         if removed := waiting.keys() - set(names):
-            self._store.notices.drop(removed)
+            self._store.outbox.drop(removed)
             for target in removed:
                 self._drop(target, waiting.pop(target).count)
         self.waiting = waiting
@@ -131,13 +133,13 @@ class Notifying:
 
     def _drop(self, target: str, count: int) -> None:
         """Count and report the notifications that waited for a target that is no longer in the policy."""
-        self._metrics.notices_dropped.labels(target, "removed").inc(count)
+        self._metrics.notifications_dropped.labels(target, "removed").inc(count)
         text = "notifications are dropped"
         get_logger().warning(text, log_id=LogId.NOTICES_DROPPED, target=target, count=count, reason="removed")
 
     def _look_at_ended(self, now: datetime) -> None:
         # A lost notification is still in the state file, with its body.
-        bodies = {ended.id: self._store.notices.load_body(ended.id) for ended in self._ended if ended.lost}
+        bodies = {ended.id: self._store.outbox.load_body(ended.id) for ended in self._ended if ended.lost}
         for ended in self._ended:
             if ended.lost:
                 body = bodies[ended.id]
@@ -150,33 +152,33 @@ class Notifying:
 
     def _write_ended(self) -> None:
         try:
-            self._store.end_notices(self._ended_ids, self._unwritten, self.losses)
+            self._store.end_notifications(self._ended_ids, self._unwritten, self.losses)
         except StoreError as error:
             if error.kind != "full":
                 raise
             # Records of losses must not take the room that events need: they are written later.
             if self._ended_ids:
-                self._store.end_notices(self._ended_ids)
+                self._store.end_notifications(self._ended_ids)
         else:
             self._unwritten.clear()
             self._written_losses = self.losses
         self._ended_ids = []
 
     def _lose(self, target: str, body: str, reason: str, now: datetime) -> None:
-        what, event_id = "unknown", ""
+        kind, event_id = "unknown", ""
         with contextlib.suppress(msgspec.MsgspecError):  # another version of the agent may have written it
-            happening = decode_happening(body)
-            what, event_id = happening.what, happening.event.id
+            notification = decode_notification(body)
+            kind, event_id = notification.kind, notification.event.id
         before = self.losses.get(target)
         since = before.since if before else now
         loss = Loss(count=before.count + 1 if before else 1, since=since, reason=reason)
         self.losses = {**self.losses, target: loss}
-        self._unwritten.append(("notification_lost", f"{target}: {what} of {event_id}: {reason}", now))
+        self._unwritten.append(("notification_lost", f"{target}: {kind} of {event_id}: {reason}", now))
         get_logger().warning(
             "a notification is lost",
             log_id=LogId.NOTICES_DROPPED,
             target=target,
-            what=what,
+            kind=kind,
             event_id=event_id,
             reason=reason,
         )

@@ -5,13 +5,13 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from scheduled_events_agent import host
-from scheduled_events_agent.engine.messages import HookKey, HookStart
+from scheduled_events_agent.engine.messages import HookCommand, HookKey
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.workflow import Approve
 
 
-class Machine:
+class Host:
     """The machine that the engine runs on."""
 
     def now(self) -> datetime:
@@ -36,7 +36,7 @@ class Executor(Protocol):
 
     def start_hook(
         self,
-        effect: HookStart,
+        effect: HookCommand,
         hook: Hook | None,
         *,
         environment: dict[str, str],
@@ -44,7 +44,7 @@ class Executor(Protocol):
         deadline: float | None = None,
         event_id: str = "",
     ) -> None:
-        """Run the hook of ``effect``, which the policy may lack (None); HookEnded comes back."""
+        """Run the hook of ``effect``, which the policy may lack (None); HookDone comes back."""
 
     def cancel_hook(self, key: HookKey, *, is_urgent: bool) -> None:
         """End the running hook, if any; its result says canceled. ``is_urgent``: see ``HookRun.cancel``."""
@@ -55,13 +55,13 @@ class Executor(Protocol):
     def is_running(self, key: HookKey) -> bool:
         """Whether a hook with this key runs, or has ended and its result was not received yet."""
 
-    def forget_hook(self, effect: HookStart) -> None:
+    def hook_received(self, effect: HookCommand) -> None:
         """Note that the engine has received the result of this hook."""
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; for each of them ApprovalAnswered comes back."""
 
-    def forget_approval(self, workflow_id: str) -> None:
+    def approval_received(self, workflow_id: str) -> None:
         """Note that the engine has received the answer to this approval."""
 
     def is_busy(self) -> bool:

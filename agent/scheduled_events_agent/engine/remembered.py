@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from msgspec.structs import replace
 
 from scheduled_events_agent.store import RememberedChanges, Store
-from scheduled_events_agent.workflow import OperatorCommand, RememberedEvent, Signal, Step, Workflow
+from scheduled_events_agent.workflow import OperatorCommand, RememberedEvent, Signal, Transition, Workflow
 
 _REMEMBERED = timedelta(days=1)
 # If a recommendation is still listed, that is written only once in this time.
@@ -46,7 +46,7 @@ class Remembered:
         """Forget the hold of an event that is not in the document. Raises StoreError."""
         self._change(RememberedChanges(removed=frozenset({key})))
 
-    def tidy(self, now: datetime, pending: Iterable[Workflow], listed: Collection[str]) -> None:
+    def maintain(self, now: datetime, pending: Iterable[Workflow], listed: Collection[str]) -> None:
         """Forget events that were last seen a day ago. Raises StoreError.
 
         ``listed``: keys of the last document's events.
@@ -79,29 +79,32 @@ def changes_by_time(
 def changes_by_steps(
     known: Mapping[str, RememberedEvent],
     signals: Iterable[Signal],
-    steps: Iterable[Step],
+    transitions: Iterable[Transition],
     unlisted: Iterable[str],
     now: datetime,
 ) -> RememberedChanges:
     """The changes by these steps, to be committed with them. ``unlisted``: keys that two answers lack."""
-    steps = list(steps)
-    put, removed = _changes_of_holds(known, signals, steps, now)
+    transitions = list(transitions)
+    put, removed = _changes_of_holds(known, signals, transitions, now)
     removed |= known.keys() & set(unlisted)
-    for step in steps:
-        if any(note.kind == "expired" for note in step.notes):
-            put[step.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=now)
+    for transition in transitions:
+        if any(note.kind == "expired" for note in transition.records):
+            put[transition.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=now)
     return RememberedChanges(put=put, removed=frozenset(removed - put.keys()))
 
 
 def _changes_of_holds(
-    known: Mapping[str, RememberedEvent], signals: Iterable[Signal], steps: Iterable[Step], now: datetime
+    known: Mapping[str, RememberedEvent],
+    signals: Iterable[Signal],
+    transitions: Iterable[Transition],
+    now: datetime,
 ) -> tuple[dict[str, RememberedEvent], set[str]]:
     users = {
         one.workflow_id: one.user for one in signals if isinstance(one, OperatorCommand) and one.action == "hold"
     }
     put: dict[str, RememberedEvent] = {}
     removed: set[str] = set()
-    for workflow in {step.workflow.id: step.workflow for step in steps}.values():
+    for workflow in {transition.workflow.id: transition.workflow for transition in transitions}.values():
         key = workflow.event.key
         hold = known.get(key)
         if workflow.is_over:

@@ -12,9 +12,9 @@ from scheduled_events_agent.engine.identity import names_of
 from scheduled_events_agent.engine.messages import FleetUpdate
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import JournalEntry
-from scheduled_events_agent.store import Loss, Waiting
-from scheduled_events_agent.workflow import Board, RememberedEvent
+from scheduled_events_agent.status import JournalRecord
+from scheduled_events_agent.store import Backlog, Loss
+from scheduled_events_agent.workflow import RememberedEvent, Workflows
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The policy in force."""
     cycle_began_at: float
     """When the last cycle began, monotonic."""
-    workflows: Board
+    workflows: Workflows
     """The open workflows."""
     identity: Identity
     is_identity_sure: bool
@@ -42,11 +42,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     fleet: FleetUpdate
     fleet_not_ready: tuple[str, ...]
     """The other VMs that events of this VM wait for."""
-    waiting: Mapping[str, Waiting]
+    waiting: Mapping[str, Backlog]
     """The notifications that wait, by target."""
     losses: Mapping[str, Loss]
     """The notifications that were lost, by target."""
-    agent_log: tuple[JournalEntry, ...]
+    agent_log: tuple[JournalRecord, ...]
     """The start of this agent, and the last stop of an agent."""
     unclean_starts: tuple[datetime, ...]
     """Starts after a crash; the field of the same name in ``Status``."""
@@ -66,5 +66,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
         It is if the last answer lacked an event that is not over yet, or was too old for an approval.
         """
-        lacks_event = any(workflow.is_missing for workflow in self.workflows.values())
-        return lacks_event or self.lacks_expired or (self.has_decided_on_stale and bool(self.workflows))
+        has_missing_event = any(workflow.is_missing for workflow in self.workflows.values())
+        return has_missing_event or self.lacks_expired or (self.has_decided_on_stale and bool(self.workflows))

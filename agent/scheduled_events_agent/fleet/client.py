@@ -183,11 +183,11 @@ class FleetClient:
             is_own = write.fields is not None or write.key in self._confirmed
             if must_list and not is_own:
                 continue  # writes that others wait for come first; the next list shows this one again
-            is_done = self._write(write)
+            succeeded = self._write(write)
             is_claim = write.fields is not None and write.fields["state"] in ("claimed", "ready")
-            if is_own and not is_done:
+            if is_own and not succeeded:
                 self._must_list = True
-            must_list = must_list or is_claim or (is_own and not is_done)
+            must_list = must_list or is_claim or (is_own and not succeeded)
         return must_list
 
     def _write(self, write: Write) -> bool:

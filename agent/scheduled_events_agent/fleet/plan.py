@@ -307,7 +307,7 @@ class _Group:
             is_all_ready=request.needs_all and request.stage == "ready" and is_written and not not_ready,
             position=len(waiting) + 1 if waits_for_slot else 0,
             ahead=tuple(self._event_id(event) for event in (*others, *waiting)),
-            awaited=request.awaited,
+            requested_vms=request.requested_vms,
             not_ready=not_ready,
         )
 
@@ -317,7 +317,7 @@ class _Group:
     def _not_ready(self, request: FleetRequest) -> tuple[str, ...]:
         """The VMs that are not ready, among those that are waited for and those that have begun nevertheless."""
         records = {one.vm_key: one for one in self._of(event_key(request.event))}
-        named = {plain_key(name): name for name in request.awaited}
+        named = {plain_key(name): name for name in request.requested_vms}
         unnamed = {key: one.vm for key, one in records.items() if one.counts_for_slot and key not in named}
         seen_seconds = self.listed_at - request.seen_at
         return tuple(

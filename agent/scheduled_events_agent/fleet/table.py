@@ -20,7 +20,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.fleet.backend import MAX_RECORDS, BackendError, ErrorKind, OnRequest, Record, plain_key
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
-from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, trusting
+from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, tls_context
 from scheduled_events_agent.imds.text import DocumentError, parse_json
 from scheduled_events_agent.policy.settings import (
     FleetCredential,
@@ -276,7 +276,7 @@ def _exchange(
     """The whole answer. An error is returned, not raised, so that its traceback has no URL with a signature."""
     try:
         target = httpx.URL(url)
-        context = trusting(None) if target.scheme == "https" else None
+        context = tls_context(None) if target.scheme == "https" else None
         transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=context, proxy=proxy_for(proxy, target))
     except (SetupError, httpx.InvalidURL) as error:
         return BackendError(f"the table cannot be asked: {error}", kind="setup")

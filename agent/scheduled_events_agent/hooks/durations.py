@@ -31,7 +31,7 @@ KnownTimes = Mapping[str, HookTimes]
 _DECODER = msgspec.json.Decoder(dict[str, HookTimes])
 
 
-def with_run(
+def record_run(
     known: KnownTimes, name: str, hook: Hook, outcome: HookOutcome, seconds: float
 ) -> dict[str, HookTimes]:
     """The known times after one more run."""
@@ -46,7 +46,7 @@ def with_run(
     return {**others, name: HookTimes(command=command, seconds=(*kept, round(seconds, 3))[-_KEEP:])}
 
 
-def may_take_seconds(known: KnownTimes, name: str, hook: Hook) -> float:
+def estimate_seconds(known: KnownTimes, name: str, hook: Hook) -> float:
     """How long the hook may take according to its last runs, with all its attempts."""
     times = known.get(name)
     if times is None or not times.seconds or times.command != _digest(hook):

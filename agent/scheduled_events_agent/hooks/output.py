@@ -80,27 +80,27 @@ class HookOutput:
             data = held_back + os.read(self._source, 1 << 16)
             data, mark, _ = data.partition(self._end_mark)
             if mark:
-                self._take(data)
-                self._pass_on()
+                self._consume(data)
+                self._emit()
                 return
             # The end mark may have come in part.
             size = next((n for n in range(15, 0, -1) if data.endswith(self._end_mark[:n])), 0)
             data, held_back = data[: len(data) - size], data[len(data) - size :]
-            self._take(data)
+            self._consume(data)
             total += len(data)
             if total > _FREE_BYTES:
                 time.sleep(len(data) / _MAX_BYTES_PER_SECOND)
 
-    def _take(self, data: bytes) -> None:
+    def _consume(self, data: bytes) -> None:
         self._tail = (self._tail + data)[-_TAIL_BYTES - self._margin :]
         while self._wants_lines and data:
             piece, newline, data = data.partition(b"\n")
             self._line += piece[: _MAX_LINE_BYTES + 1 + self._margin - len(self._line)]
             if newline:
                 self._line += newline
-                self._pass_on()
+                self._emit()
 
-    def _pass_on(self) -> None:
+    def _emit(self) -> None:
         line = self._line
         self._line = b""
         if not line or not self._wants_lines:

@@ -161,7 +161,7 @@ def _exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
         yield Finding("secret", first, "warning", text, "do one of the two, unless it is no secret")
 
 
-def hook_tampering_fault(hook: Hook) -> str | None:
+def hook_write_risk(hook: Hook) -> str | None:
     """Which other account could change what the hook runs, and what to do; None if none is known.
 
     The program, the interpreter in its first line, and arguments that are programs or scripts are checked if their

@@ -21,7 +21,7 @@ import msgspec
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.hooks.output import HookOutput, secrets_of
-from scheduled_events_agent.hooks.preflight import hook_tampering_fault
+from scheduled_events_agent.hooks.preflight import hook_write_risk
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Hook
@@ -91,7 +91,7 @@ def hook_environment(
     return {f"SCHEDULED_EVENT_{name}": value[:_MAX_VARIABLE].replace("\0", "") for name, value in values.items()}
 
 
-def end_leftovers(instance: str) -> int:
+def kill_orphans(instance: str) -> int:
     """End processes that hooks of an earlier agent with this ``instance`` left running. Returns their number.
 
     Call it once at start, before any hook runs. An ``instance`` that only begins like this one is another agent's.
@@ -138,7 +138,7 @@ class HookRun:
 
     ``deadline`` (monotonic): the hook and all that it started must be gone by then. None: only the hook's own time
     limit counts. ``on_line`` gets each line of output, on another thread; it should not block. ``instance``
-    identifies this agent on this machine, for ``end_leftovers``: the absolute path of its state file. ``queues``:
+    identifies this agent on this machine, for ``kill_orphans``: the absolute path of its state file. ``queues``:
     shared by the runs that must not overlap; of those that wait, the one with the lowest ``rank`` is next.
     """
 
@@ -239,10 +239,10 @@ class HookRun:
         self._has_ended = False
         self._exit_code = None
         # Checked here, too, not only when the policy is read: the owner may have changed since.
-        if host.is_privileged() and (fault := hook_tampering_fault(self._hook)):
+        if host.is_privileged() and (fault := hook_write_risk(self._hook)):
             return self._result(attempt, begun_at, "not_started", fault)
         try:
-            output = HookOutput(self._pass_on, secrets_of(self._hook))
+            output = HookOutput(self._emit, secrets_of(self._hook))
         except (OSError, RuntimeError) as error:  # no descriptors, no memory for a thread
             return self._result(attempt, begun_at, "not_started", f"cannot be started: {error}")
         try:
@@ -297,7 +297,7 @@ class HookRun:
         if cause == "deadline":
             return "timed_out", f"killed after {stopped_after}, no time was left{trouble}"
         outcome: HookOutcome = "succeeded" if self._exit_code == 0 else "failed"
-        return outcome, _ending_in_words(self._exit_code) + trouble
+        return outcome, _describe_exit(self._exit_code) + trouble
 
     def _await_end_or_cause(self, started_at: float) -> Literal["canceled", "timeout", "deadline"] | None:
         """Wait for the program's end, and return None; or return why it must be ended."""
@@ -363,7 +363,7 @@ class HookRun:
     def _seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _pass_on(self, line: str) -> bool:
+    def _emit(self, line: str) -> bool:
         if self._lines_left > 0:
             self._on_line(line)
         elif self._lines_left == 0:
@@ -386,7 +386,7 @@ class HookRun:
         )
 
 
-def _ending_in_words(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
         return "its exit code was lost"
     if exit_code >= 0:

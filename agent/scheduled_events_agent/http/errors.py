@@ -28,7 +28,7 @@ IMDS_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
     "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
 )  # fmt: skip
 """Kinds with which a request to the metadata service can end."""
-NOTICE_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
+NOTIFICATION_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
     "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
     "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected",
 )  # fmt: skip

@@ -50,7 +50,7 @@ class SetupError(AgentError):
 
 
 @lru_cache(maxsize=4)  # reading the system's certificates takes a tenth of a second
-def trusting(ca_file: str | None) -> ssl.SSLContext:
+def tls_context(ca_file: str | None) -> ssl.SSLContext:
     """A context that trusts the certificates of the file, or of the system. Raises SetupError."""
     try:
         context = ssl.create_default_context(cafile=ca_file)
@@ -161,7 +161,7 @@ class BoundedTransport(httpx.BaseTransport):
         stream.connect(host, asked.port or _DEFAULT_PORTS[asked.scheme])
         with closing(stream):
             if asked.scheme == "https":
-                stream.start_tls(self._ssl_context or trusting(None), host)
+                stream.start_tls(self._ssl_context or tls_context(None), host)
             return _exchange(httpcore.HTTP11Connection(url.origin, stream), content, stream)
 
     def _handle_by_proxy(
@@ -269,7 +269,7 @@ class _BoundedStream(httpcore.NetworkStream):
             self._on_progress(_RESOLVE_SECONDS)
             found = socket.getaddrinfo(host, port, self._family, socket.SOCK_STREAM)
             limit = min(limit, self._seconds_left())
-            self._socket = _open_first(found, limit, self._on_progress)
+            self._socket = _connect_happy_eyeballs(found, limit, self._on_progress)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
@@ -291,7 +291,7 @@ class _BoundedStream(httpcore.NetworkStream):
         except OSError as error:  # ssl.SSLError is one
             self.error = error
             if isinstance(error, ssl.SSLError):
-                trusting.cache_clear()  # the certificates may have changed
+                tls_context.cache_clear()  # the certificates may have changed
             raise httpx.ConnectError("the TLS handshake failed") from error
         return self
 
@@ -341,7 +341,7 @@ class _BoundedStream(httpcore.NetworkStream):
         del info
 
 
-def _open_first(found: list[Any], limit: float, on_progress: Callable[[float], None]) -> socket.socket:
+def _connect_happy_eyeballs(found: list[Any], limit: float, on_progress: Callable[[float], None]) -> socket.socket:
     """A connection to the first of the addresses that answers. Raises OSError for the last one."""
     deadline = monotonic() + limit
     *earlier, last = found

@@ -8,15 +8,15 @@ import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.imds.document import (
+    REBALANCE_VERSION,
     RECOMMENDATION,
-    RECOMMENDING_VERSION,
     ApiVersion,
     ApiVersionSetting,
 )
 
 T = TypeVar("T")
 
-GENERAL_VERSION: ApiVersion = "2020-07-01"
+BASELINE_VERSION: ApiVersion = "2020-07-01"
 """The newest api-version that every VM has."""
 PREVIEW_TIMEOUT_SECONDS = 2.0
 """Time limit for the newest version: events are more important than recommendations."""
@@ -27,8 +27,8 @@ _ASK_AGAIN_SECONDS = 600.0
 _ASK_AGAIN_AFTER_REFUSAL_SECONDS = 24 * 3600.0
 
 
-class BestAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """The result of ``ask_best``."""
+class FallbackResult(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """The result of ``fetch_with_fallback``."""
 
     content: T
     version: ApiVersion
@@ -73,12 +73,12 @@ class VersionFallback(msgspec.Struct, frozen=True):
         return VersionFallback(self.count + 1, now, reason_of(error), is_refused)
 
 
-NONE_YET = VersionFallback()
+NO_FALLBACK = VersionFallback()
 
 
 def not_available(reason: str) -> str:
     """The text of log, status and doctor if the newest version fails for this reason."""
-    return f"{RECOMMENDATION} events are not available: api-version {RECOMMENDING_VERSION} {reason}"
+    return f"{RECOMMENDATION} events are not available: api-version {REBALANCE_VERSION} {reason}"
 
 
 def reason_of(error: AgentError) -> str:
@@ -89,11 +89,11 @@ def reason_of(error: AgentError) -> str:
     return "does not answer in time" if error.kind == "timeout" else f"gives no usable answer ({error.kind})"
 
 
-def versions_to_ask(
+def candidate_versions(
     setting: ApiVersionSetting,
     *,
     has_recommendations: bool,
-    fallback: VersionFallback = NONE_YET,
+    fallback: VersionFallback = NO_FALLBACK,
     now: float = 0.0,
 ) -> tuple[ApiVersion, ...]:
     """What to ask in; the second version only if the first one fails.
@@ -104,11 +104,13 @@ def versions_to_ask(
         return (setting,)
     is_resting = fallback.is_settled and now - fallback.last < fallback.ask_again_seconds
     if is_resting or not has_recommendations:
-        return (GENERAL_VERSION,)
-    return RECOMMENDING_VERSION, GENERAL_VERSION
+        return (BASELINE_VERSION,)
+    return REBALANCE_VERSION, BASELINE_VERSION
 
 
-def ask_best(versions: tuple[ApiVersion, ...], ask: Callable[[ApiVersion, float], T]) -> BestAnswer[T]:
+def fetch_with_fallback(
+    versions: tuple[ApiVersion, ...], ask: Callable[[ApiVersion, float], T]
+) -> FallbackResult[T]:
     """The first version's answer, or that of the last one in the same cycle. Raises what ``ask`` raised last.
 
     ``ask`` gets the version, and how many seconds it may take (inf: as usual). A service that throttles is not
@@ -116,11 +118,11 @@ def ask_best(versions: tuple[ApiVersion, ...], ask: Callable[[ApiVersion, float]
     """
     newest, general = versions[0], versions[-1]
     if newest == general:
-        return BestAnswer(content=ask(general, inf), version=general)
+        return FallbackResult(content=ask(general, inf), version=general)
     try:
-        return BestAnswer(content=ask(newest, PREVIEW_TIMEOUT_SECONDS), version=newest)
+        return FallbackResult(content=ask(newest, PREVIEW_TIMEOUT_SECONDS), version=newest)
     except AgentError as error:
         if error.kind == "throttled":
             raise
         failure = error
-    return BestAnswer(content=ask(general, inf), version=general, error=failure)
+    return FallbackResult(content=ask(general, inf), version=general, error=failure)

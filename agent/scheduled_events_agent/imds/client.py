@@ -16,7 +16,7 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
-from scheduled_events_agent.imds.api_version import GENERAL_VERSION
+from scheduled_events_agent.imds.api_version import BASELINE_VERSION
 from scheduled_events_agent.imds.document import ApiVersion
 from scheduled_events_agent.imds.endpoint import parse_endpoint
 from scheduled_events_agent.imds.text import DocumentError, clean_text, excerpt, parse_json
@@ -30,7 +30,7 @@ _MAX_ANSWER_BYTES = 8 * 1024 * 1024  # 1,000 events with 100 resources each are 
 _HEADERS = {"Metadata": "true"} | HEADERS
 
 _KIND_OF_STATUS: dict[int, HttpErrorKind] = {400: "bad_request", 410: "gone"}
-_WAY_OUT: dict[HttpErrorKind, str] = {
+_HINTS: dict[HttpErrorKind, str] = {
     "refused": "; check imds.endpoint, and that this machine is an Azure VM",
     "unreachable": "; check imds.endpoint, and the route and firewall to it",
     "bad_request": "; check imds.api_version",
@@ -88,14 +88,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     """The scale set that the VM is in."""
 
-    def completed_by(self, known: "Identity") -> "Identity":
+    def merged_with(self, known: "Identity") -> "Identity":
         """This identity, completed with the values of ``known`` where it has none."""
         return Identity(
             name=self.name or known.name, vm_id=self.vm_id or known.vm_id, group=self.group or known.group
         )
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class RawResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A whole answer with any status, for a diagnosis."""
 
     status: int
@@ -216,14 +216,14 @@ class ImdsClient:
             raise _error(request, f"expected a JSON object; got {excerpt(body)}", "malformed")
         return identity
 
-    def inspect(self, what: Literal["document", "instance"]) -> Answer:
+    def probe(self, what: Literal["document", "instance"]) -> RawResponse:
         """An answer with any status, and its headers. Raises ImdsError if no whole answer comes in time."""
         if what == "document":
             request = self._build("GET", self._document_url, self._fetch_timeout)
         else:
             request = self._build("GET", self._instance_url, self._request_timeout)
         response = self._exchange(request)
-        return Answer(
+        return RawResponse(
             status=response.status_code,
             headers=dict(response.extensions.get("headers", response.headers)),
             body=response.content,
@@ -262,7 +262,7 @@ class ImdsClient:
 
 def connect(
     endpoint: str,
-    api_version: ApiVersion = GENERAL_VERSION,
+    api_version: ApiVersion = BASELINE_VERSION,
     *,
     request_timeout: float,
     first_request_timeout: float = 0.0,
@@ -300,5 +300,5 @@ def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:
 def _error(request: httpx.Request, what: str, kind: HttpErrorKind) -> ImdsError:
     # If an approval is rejected, that is rather because of the event than because of the api-version.
     is_about_event = request.method == "POST" and kind == "bad_request"
-    way_out = "" if is_about_event else _WAY_OUT.get(kind, "")
+    way_out = "" if is_about_event else _HINTS.get(kind, "")
     return ImdsError(f"{request.method} {request.url}: {what}{way_out}", kind=kind)

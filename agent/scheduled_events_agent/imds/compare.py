@@ -52,11 +52,11 @@ def compare(
     # If several look the same, one that has not started yet is more likely to have started now.
     for key, event in sorted(absent.items(), key=lambda item: item[1].is_started):
         if key not in document.ended:
-            renamable.setdefault(likeness(event), []).append(key)
+            renamable.setdefault(rename_fingerprint(event), []).append(key)
     changes: list[Seen | Missing | Gone] = []
     for key, event in present.items():
         if key not in known:
-            old_keys = renamable.get(likeness(event)) if event.is_started else None
+            old_keys = renamable.get(rename_fingerprint(event)) if event.is_started else None
             if old_keys:
                 old_key = old_keys.pop(0)
                 del absent[old_key]
@@ -73,6 +73,6 @@ def compare(
     return changes
 
 
-def likeness(event: ScheduledEvent) -> tuple[object, ...]:
+def rename_fingerprint(event: ScheduledEvent) -> tuple[object, ...]:
     """The fields that stay the same when Microsoft's mock server gives an event a new id."""
     return event.type, event.source, event.resources, event.description

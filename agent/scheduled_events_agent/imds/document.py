@@ -27,7 +27,7 @@ Affects = Literal["self", "shared", "others", "unknown"]
 EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
 """The event types, in the order of their severity."""
 RECOMMENDATION: EventTypeName = "SpotRebalanceRecommendation"
-RECOMMENDING_VERSION: ApiVersion = "2024-07-09"
+REBALANCE_VERSION: ApiVersion = "2024-07-09"
 """The first api-version whose documents have recommendations; versions compare as texts."""
 
 PROMISED_NOTICE_SECONDS: dict[str, float] = {
@@ -43,9 +43,9 @@ MAX_OWN_EVENTS = 100
 # A year. Real interruptions take seconds to minutes; a longer value is no estimate.
 _LONGEST_DURATION_SECONDS = 31_536_000.0
 # Event Grid has these two statuses; the endpoint was never seen to send them. Both mean that the event is over.
-_ENDED = ("Completed", "Canceled")
+_FINAL_STATUSES = ("Completed", "Canceled")
 _CANONICAL = {
-    word.casefold(): word for word in (*EVENT_TYPES, "Scheduled", "Started", *_ENDED, "Platform", "User")
+    word.casefold(): word for word in (*EVENT_TYPES, "Scheduled", "Started", *_FINAL_STATUSES, "Platform", "User")
 }
 
 
@@ -68,7 +68,7 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     resource_type: str = ""
     received_id: str = ""
     """The id exactly as received, if ``id`` is only a printable copy of it; else ""."""
-    id_fault: str = ""
+    id_error: str = ""
     """Why the id cannot be sent back exactly, as a clause; "" if it can."""
     is_ambiguous: bool = False
     """The document lists the id more than once, with contents that contradict each other."""
@@ -76,16 +76,16 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def approval_id(self) -> str:
         """The id that an approval sends back, exactly as received; "" if that is not possible."""
-        return "" if self.id_fault else self.received_id or self.id
+        return "" if self.id_error else self.received_id or self.id
 
     @property
-    def approval_fault(self) -> str:
+    def approval_error(self) -> str:
         """Why an approval of the event would not count, as a clause; "" if it would."""
         if self.is_recommendation:
             return "an approval of a recommendation has no effect"
         if not self.id:
             return "it has no id to approve"
-        return f"its id cannot be sent back exactly ({self.id_fault})" if self.id_fault else ""
+        return f"its id cannot be sent back exactly ({self.id_error})" if self.id_error else ""
 
     @property
     def key(self) -> str:
@@ -110,25 +110,25 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return None if self.is_recommendation else self.not_before
 
     @property
-    def is_ended(self) -> bool:
-        return self.status in _ENDED
+    def is_final(self) -> bool:
+        return self.status in _FINAL_STATUSES
 
     def affects(self, names: Iterable[str]) -> Affects:
         """Whether the event names only the VM with one of ``names``, others too, or only others (if known)."""
-        mine = plain_names(names)
+        mine = normalized_names(names)
         if not mine or not self.resources:
             return "unknown"
         found = set()
         for resource in self.resources:
-            found.add(plain_name(resource) in mine)
+            found.add(normalized_name(resource) in mine)
             if len(found) == 2:  # no need to look at the rest; there may be a hundred
                 return "shared"
         return "self" if True in found else "others"
 
     def position(self, names: Iterable[str]) -> int | None:
         """Number of Resources listed before the VM with one of ``names``; None if it is not listed."""
-        mine = plain_names(names)
-        return next((i for i, resource in enumerate(self.resources) if plain_name(resource) in mine), None)
+        mine = normalized_names(names)
+        return next((i for i, resource in enumerate(self.resources) if normalized_name(resource) in mine), None)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,20 +153,20 @@ def parse_document(body: bytes) -> Document:
         raise DocumentError(f'expected an object with a list "Events"; got {excerpt(body)}')
     if len(data["Events"]) > MAX_EVENTS:
         raise DocumentError(f"{len(data['Events'])} events; at most {MAX_EVENTS} are read", kind="too_many")
-    twins: dict[str, list[ScheduledEvent]] = {}
+    duplicates: dict[str, list[ScheduledEvent]] = {}
     for index, item in enumerate(data["Events"]):
         event = _to_event(item, f"Events[{index}]")
-        twins.setdefault(event.key, []).append(event)
+        duplicates.setdefault(event.key, []).append(event)
     incarnation = data.get("DocumentIncarnation")
-    merged = [_merge(events) for events in twins.values()]
+    merged = [_merge(events) for events in duplicates.values()]
     return Document(
         incarnation="" if incarnation is None else clean_text(incarnation),
-        events=tuple([event for event in merged if not event.is_ended]),
-        ended={event.key: event.status for event in merged if event.is_ended},
+        events=tuple([event for event in merged if not event.is_final]),
+        ended={event.key: event.status for event in merged if event.is_final},
     )
 
 
-def refuse_too_many(document: Document, names: Iterable[str]) -> None:
+def check_limits(document: Document, names: Iterable[str]) -> None:
     """Raises DocumentError if implausibly many events may concern the VM with one of ``names``."""
     names = tuple(names)
     count = sum(event.affects(names) != "others" for event in document.events)
@@ -202,22 +202,24 @@ def to_azure_json(event: ScheduledEvent) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
+def _merge(duplicates: list[ScheduledEvent]) -> ScheduledEvent:
     """Merge entries with the same id into one event: an approval of the id counts for all their resources.
 
     If the entries contradict each other, the merged event has the values that leave the least time to prepare.
     """
-    first = twins[0]
-    if len(twins) == 1:
+    first = duplicates[0]
+    if len(duplicates) == 1:
         return first
     resources = first.resources
     if first.id:  # without an id the resources are the key, and the key must stay
         known = set(resources)
-        more = dict.fromkeys(resource for twin in twins[1:] for resource in twin.resources)
+        more = dict.fromkeys(resource for twin in duplicates[1:] for resource in twin.resources)
         resources += tuple([resource for resource in more if resource not in known])
-    if len({replace(twin, id="", received_id="", resources=(), resource_type="") for twin in twins}) > 1:
-        first = replace(min(twins, key=_urgency), id=first.id, received_id=first.received_id, is_ambiguous=True)
-        times = [twin.not_before for twin in twins if not twin.is_ended]
+    if len({replace(twin, id="", received_id="", resources=(), resource_type="") for twin in duplicates}) > 1:
+        first = replace(
+            min(duplicates, key=_urgency), id=first.id, received_id=first.received_id, is_ambiguous=True
+        )
+        times = [twin.not_before for twin in duplicates if not twin.is_final]
         if first.not_before is not None and None in times:
             first = replace(first, not_before=None)  # blank means that it may start now
     return replace(first, resources=resources)
@@ -228,7 +230,7 @@ def _urgency(event: ScheduledEvent) -> tuple[object, ...]:
     severity = EVENT_TYPES.index(event.type) if event.type in EVENT_TYPES else -1
     not_before = event.not_before.timestamp() if event.not_before else float("-inf")
     seconds = float("inf") if event.duration_seconds is None else event.duration_seconds
-    return event.is_ended, event.is_started, not_before, -severity, -seconds, event.source, event.description
+    return event.is_final, event.is_started, not_before, -severity, -seconds, event.source, event.description
 
 
 def _decode(body: bytes) -> Any:
@@ -243,11 +245,11 @@ def _to_event(item: Any, where: str) -> ScheduledEvent:
         # Skipping the entry could make a known event look as if it were over.
         raise DocumentError(f"{where}: expected an object; got {shown(item)}")
     get = item.get
-    shown_id, received_id, id_fault = _identify(get("EventId"))
+    shown_id, received_id, id_error = _identify(get("EventId"))
     return ScheduledEvent(
         id=shown_id,
         received_id=received_id,
-        id_fault=id_fault,
+        id_error=id_error,
         type=_word(get("EventType")),
         # 46-minimal in tests/payloads: no status at all. Only a plain "Scheduled" may be approved.
         status=_word(get("EventStatus")),
@@ -313,11 +315,11 @@ def _parse_time(text: str) -> datetime | None:
         return None
 
 
-def plain_names(names: Iterable[str]) -> set[str]:
+def normalized_names(names: Iterable[str]) -> set[str]:
     # A name we do not know must not match a resource that is blank.
-    return {plain_name(name) for name in names} - {""}
+    return {normalized_name(name) for name in names} - {""}
 
 
-def plain_name(name: str) -> str:
+def normalized_name(name: str) -> str:
     """A VM's name for comparison; old api-versions and Azure Batch put one ``_`` before it."""
     return name.casefold().removeprefix("_")

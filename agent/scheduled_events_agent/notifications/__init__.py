@@ -8,18 +8,28 @@ nothing, retries nothing and starts no thread. The one invariant: no URL, header
     delivery.py      one exchange: secrets, TLS, proxy, the answer
 """
 
-from scheduled_events_agent.notifications.delivery import Delivered, NoticeError, deliver, doubts
-from scheduled_events_agent.notifications.formats import BodyError, render
+from scheduled_events_agent.notifications.delivery import Delivered, NotificationError, deliver, warnings
+from scheduled_events_agent.notifications.formats import FormatError, render
 from scheduled_events_agent.notifications.notification import (
     SAMPLE,
-    Happening,
-    decode_happening,
-    happenings,
+    Notification,
+    decode_notification,
     has_news,
-    is_wanted,
+    matches,
+    notifications_of,
 )
 
 __all__ = [
-    "SAMPLE", "BodyError", "Delivered", "Happening", "NoticeError",
-    "decode_happening", "deliver", "doubts", "happenings", "has_news", "is_wanted", "render",
+    "SAMPLE",
+    "Delivered",
+    "FormatError",
+    "Notification",
+    "NotificationError",
+    "decode_notification",
+    "deliver",
+    "has_news",
+    "matches",
+    "notifications_of",
+    "render",
+    "warnings",
 ]  # fmt: skip

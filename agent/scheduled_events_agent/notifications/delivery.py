@@ -12,10 +12,10 @@ import msgspec
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
-from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, trusting
+from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, tls_context
 from scheduled_events_agent.imds.text import excerpt
-from scheduled_events_agent.notifications.formats import BodyError, render
-from scheduled_events_agent.notifications.notification import SAMPLE, Happening
+from scheduled_events_agent.notifications.formats import FormatError, render
+from scheduled_events_agent.notifications.notification import SAMPLE, Notification
 from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile, files_of_target, is_foreign_path
 
 _KIND_OF_STATUS: dict[int, HttpErrorKind] = {
@@ -32,7 +32,7 @@ _MAX_SECRET_BYTES = 16 * 1024
 _MAX_CA_BYTES = 1024 * 1024
 
 
-class NoticeError(AgentError):
+class NotificationError(AgentError):
     """A notification was not delivered. The message holds no secret."""
 
     kind: HttpErrorKind
@@ -64,12 +64,12 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of the answer, for people only: the target's secrets are removed, but it may hold others."""
 
 
-def deliver(target: NotifyTarget, happening: Happening) -> Delivered:
-    """Send a notification once. Raises NoticeError.
+def deliver(target: NotifyTarget, notification: Notification) -> Delivered:
+    """Send a notification once. Raises NotificationError.
 
     Blocks for at most the target's time limit, and while a name is looked up.
     """
-    post = _prepare(target, happening)
+    post = _prepare(target, notification)
     with httpx.Client(
         transport=post.transport, trust_env=False, follow_redirects=False, timeout=target.timeout
     ) as client:
@@ -82,7 +82,7 @@ def deliver(target: NotifyTarget, happening: Happening) -> Delivered:
     raise _refusal(response, answer)
 
 
-def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
+def warnings(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
     """Why a notification could not be sent from here, or who else can read its secrets: path and message."""
     for index, target in enumerate(targets):
         path = f"notify[{index}]"
@@ -93,7 +93,7 @@ def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
                 yield f"{path}.{key}", fault
         try:
             _prepare(target, SAMPLE)
-        except NoticeError as error:
+        except NotificationError as error:
             yield path, str(error)
 
 
@@ -108,26 +108,26 @@ class _Post:
     secrets: list[str]
 
 
-def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
-    texts = {key: _text_of(value, key) for key, value in _secrets_of(target).items()}
+def _prepare(target: NotifyTarget, notification: Notification) -> _Post:
+    texts = {key: _read_secret(value, key) for key, value in _secrets_of(target).items()}
     url = _parse_url(texts["to"])
     headers = {name.lower(): texts[f"headers.{name}"] for name in target.headers}
     secrets = [secret for secret in (str(url), url.raw_path.decode(), *headers.values()) if len(secret) > 1]
-    routing_key = headers.pop(_ROUTING_KEY, "") if target.body == "pagerduty" else ""
+    routing_key = headers.pop(_ROUTING_KEY, "") if target.format == "pagerduty" else ""
     try:
-        content_type, body = render(target.body, happening, routing_key)
-    except BodyError as error:
-        raise NoticeError(f"body: {error}", kind="setup") from None
+        content_type, body = render(target.format, notification, routing_key)
+    except FormatError as error:
+        raise NotificationError(f"format: {error}", kind="setup") from None
     own = {"content-type": content_type} | {name.lower(): value for name, value in HEADERS.items()}
     try:
         if target.ca_file is not None:
             host.read_trusted_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
-        context = trusting(target.ca_file) if url.scheme == "https" else None
+        context = tls_context(target.ca_file) if url.scheme == "https" else None
         proxy = proxy_for(target.proxy, url)
     except host.HostError as error:
-        raise NoticeError(f"ca_file: {error}", kind="setup") from None
+        raise NotificationError(f"ca_file: {error}", kind="setup") from None
     except SetupError as error:
-        raise NoticeError(str(error), kind="setup") from None
+        raise NotificationError(str(error), kind="setup") from None
     transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=context, proxy=proxy, is_cut=True)
     return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
 
@@ -149,12 +149,12 @@ def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
     elif kind == "malformed":
         what += ", or a header that cannot be sent"
     # Outside of the except clause, so that no traceback has the library's text.
-    raise NoticeError(what, kind=kind)
+    raise NotificationError(what, kind=kind)
 
 
-def _refusal(response: httpx.Response, answer: str) -> NoticeError:
+def _refusal(response: httpx.Response, answer: str) -> NotificationError:
     failure = error_for_status(response, _KIND_OF_STATUS)
-    return NoticeError(
+    return NotificationError(
         failure.message,
         kind=failure.kind,
         status=response.status_code,
@@ -163,17 +163,17 @@ def _refusal(response: httpx.Response, answer: str) -> NoticeError:
     )
 
 
-def _text_of(secret: str | SecretFile, key: str) -> str:
+def _read_secret(secret: str | SecretFile, key: str) -> str:
     if isinstance(secret, str):
         return secret
     try:
         text = host.read_trusted_file(Path(secret.file), _MAX_SECRET_BYTES).decode("ascii").strip()
     except host.HostError as error:
-        raise NoticeError(f"{key}: {error}", kind="setup") from None
+        raise NotificationError(f"{key}: {error}", kind="setup") from None
     except UnicodeDecodeError:
         text = ""
     if not text.isprintable() or not text:
-        raise NoticeError(f"{key}: {secret.file} is not one line of plain text", kind="setup")
+        raise NotificationError(f"{key}: {secret.file} is not one line of plain text", kind="setup")
     return text
 
 
@@ -183,5 +183,5 @@ def _parse_url(text: str) -> httpx.URL:
     except httpx.InvalidURL:
         url = httpx.URL("")
     if url.scheme not in ("https", "http") or not url.host or not 0 < (url.port or 1) < 65536:
-        raise NoticeError("to: expected a URL such as https://example.com/hook", kind="setup")
+        raise NotificationError("to: expected a URL such as https://example.com/hook", kind="setup")
     return url

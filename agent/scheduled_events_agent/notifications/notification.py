@@ -9,27 +9,27 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy import Facts, mismatch
-from scheduled_events_agent.policy.settings import NoticeWord, NotifyTarget
+from scheduled_events_agent.policy import MatchContext, why_conditions_fail
+from scheduled_events_agent.policy.settings import NotificationKind, NotifyTarget
 from scheduled_events_agent.status import Attention, Status, SuggestedCommand
 from scheduled_events_agent.status.attention import of_events
-from scheduled_events_agent.workflow import NoteKind, Step
+from scheduled_events_agent.workflow import RecordKind, Transition
 
-_WORDS: dict[NoteKind, NoticeWord] = {
+_WORDS: dict[RecordKind, NotificationKind] = {
     "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
 # These notifications say what an operator can do.
-_ASKING: tuple[NoticeWord, ...] = ("approval_needed", "held", "hook_missing", "recovery_failed")
+_ASKING: tuple[NotificationKind, ...] = ("approval_needed", "held", "hook_missing", "recovery_failed")
 _MAX_COMMANDS = 2
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A notification of one change of an event. Stored as it is; docs/notifications.md has the fields."""
 
     id: str
-    what: NoticeWord | Literal["test"]
+    kind: NotificationKind | Literal["test"]
     at: datetime
     workflow_id: str
     vm: str
@@ -51,39 +51,41 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     event: ScheduledEvent
 
 
-def has_news(step: Step) -> bool:
+def has_news(transition: Transition) -> bool:
     """Whether the step leads to a notification."""
-    return any(note.kind in _WORDS for note in step.notes)
+    return any(record.kind in _WORDS for record in transition.records)
 
 
-def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Happening]]:
+def notifications_of(
+    transitions: Iterable[Transition], status: Status
+) -> Iterator[tuple[Transition, Notification]]:
     """The notifications of the steps, in order. The steps' notes already have their messages.
 
     ``status``: the agent's status after the last step.
     """
     at = status.at
     needs = {one.workflow_id: one for one in of_events(status)}
-    for step in steps:
-        workflow = step.workflow
-        event = step.workflow.event
+    for transition in transitions:
+        workflow = transition.workflow
+        event = transition.workflow.event
         is_ahead = event.not_before is not None and not (workflow.is_over or event.is_started)
-        for note in step.notes:
-            if (what := _WORDS.get(note.kind)) is None:
+        for record in transition.records:
+            if (kind := _WORDS.get(record.kind)) is None:
                 continue
-            need = needs.get(workflow.id) if what in _ASKING else None
+            need = needs.get(workflow.id) if kind in _ASKING else None
             yield (
-                step,
-                Happening(
+                transition,
+                Notification(
                     id=uuid4().hex,
-                    what=what,
+                    kind=kind,
                     at=at,
                     workflow_id=workflow.id,
                     vm=next(iter(status.vm.names), ""),
                     vm_id=status.vm.vm_id,
                     mode="act" if status.mode == "act" else "observe",
                     rule=workflow.decision.rule,
-                    reason=note.text,
-                    addition=note.text if note.addition is None else note.addition,
+                    reason=record.text,
+                    addition=record.text if record.addition is None else record.addition,
                     seconds_left=int((event.not_before - at).total_seconds())
                     if is_ahead and event.not_before
                     else None,
@@ -102,22 +104,26 @@ def _commands(need: Attention, prefix: str) -> Iterator[SuggestedCommand]:
         yield replace(one, command=f"{prefix}{one.command}")
 
 
-def is_wanted(target: NotifyTarget, step: Step, happening: Happening, names: tuple[str, ...]) -> bool:
+def matches(
+    target: NotifyTarget, transition: Transition, notification: Notification, names: tuple[str, ...]
+) -> bool:
     """Whether the target receives this notification."""
-    if target.body == "pagerduty":
-        if happening.what in ("started", "recovered"):
+    if target.format == "pagerduty":
+        if notification.kind in ("started", "recovered"):
             # These end incidents. The event may have changed since an incident began, or the policy.
             return True
-        if happening.what == "held" and not happening.is_needed:
+        if notification.kind == "held" and not notification.is_needed:
             return False  # the rule or an operator holds the event on purpose
-    facts = Facts(names=names, noticed_at=step.workflow.noticed_at)
-    return happening.what in target.kinds and mismatch(target.when, happening.event, facts) is None
+    facts = MatchContext(names=names, not_before_seen_at=transition.workflow.not_before_seen_at)
+    return (
+        notification.kind in target.kinds and why_conditions_fail(target.when, notification.event, facts) is None
+    )
 
 
 _AT = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
-SAMPLE = Happening(
+SAMPLE = Notification(
     id="00000000000000000000000000000000",
-    what="test",
+    kind="test",
     at=_AT,
     workflow_id="test",
     vm="vm-1",
@@ -143,9 +149,9 @@ SAMPLE = Happening(
 """The notification that ``notify test`` sends, and with which ``check`` renders templates."""
 
 # Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
-_DECODER = msgspec.json.Decoder(Happening)
+_DECODER = msgspec.json.Decoder(Notification)
 
 
-def decode_happening(body: str | bytes) -> Happening:
+def decode_notification(body: str | bytes) -> Notification:
     """What an outbox has stored. For any thread. Raises msgspec.MsgspecError."""
     return _DECODER.decode(body)

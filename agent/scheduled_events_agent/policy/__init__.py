@@ -14,14 +14,14 @@ yaml_nodes.py  YAML text -> nodes, syntax errors in plain words
 
 from scheduled_events_agent.policy.decide import (
     Decision,
-    Facts,
-    Start,
+    MatchContext,
+    StartTime,
     decide,
     drain_seconds,
-    mismatch,
     notice_seconds,
-    passed_over,
     promised_times,
+    rejected_rules,
+    why_conditions_fail,
 )
 from scheduled_events_agent.policy.rules import (
     ApproveMode,
@@ -36,7 +36,22 @@ from scheduled_events_agent.policy.rules import (
 )
 
 __all__ = [
-    "ApproveMode", "Decision", "Facts", "Hook", "MaintenanceWindow", "Rule", "RuleAffects", "Start", "When",
-    "decide", "drain_seconds", "is_secret_name", "matches_glob", "mismatch", "names_recommendations",
-    "notice_seconds", "passed_over", "promised_times",
+    "ApproveMode",
+    "Decision",
+    "Hook",
+    "MaintenanceWindow",
+    "MatchContext",
+    "Rule",
+    "RuleAffects",
+    "StartTime",
+    "When",
+    "decide",
+    "drain_seconds",
+    "is_secret_name",
+    "matches_glob",
+    "names_recommendations",
+    "notice_seconds",
+    "promised_times",
+    "rejected_rules",
+    "why_conditions_fail",
 ]  # fmt: skip

@@ -7,13 +7,13 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from scheduled_events_agent.imds.document import RECOMMENDATION, RECOMMENDING_VERSION
+from scheduled_events_agent.imds.document import REBALANCE_VERSION, RECOMMENDATION
 from scheduled_events_agent.imds.endpoint import ip_address_of, parse_endpoint
 from scheduled_events_agent.policy.decide import promised_times
 from scheduled_events_agent.policy.durations import format_duration, quote
 from scheduled_events_agent.policy.rules import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When, names_recommendations
 from scheduled_events_agent.policy.settings import (
-    NOTICE_BODIES,
+    NOTIFICATION_FORMATS,
     FleetCredential,
     NotifyTarget,
     SecretFile,
@@ -106,10 +106,10 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
                 f"{path}.to",
                 f"expected a URL such as https://example.com/hook; {_HIDDEN}",
             )
-        if target.body not in NOTICE_BODIES and not is_absolute_path(target.body):
-            expected = f"{', '.join(NOTICE_BODIES)} or the absolute path of a template"
-            hint = _hint(target.body, NOTICE_BODIES)
-            yield f"{path}.body", f"expected {expected}; {_HIDDEN}{hint}"
+        if target.format not in NOTIFICATION_FORMATS and not is_absolute_path(target.format):
+            expected = f"{', '.join(NOTIFICATION_FORMATS)} or the absolute path of a template"
+            hint = _hint(target.format, NOTIFICATION_FORMATS)
+            yield f"{path}.format", f"expected {expected}; {_HIDDEN}{hint}"
         if target.proxy not in (None, "environment") and not _PROXY.fullmatch(target.proxy or ""):
             yield f"{path}.proxy", "expected http://HOST:PORT or environment"
         if target.ca_file is not None and not is_absolute_path(target.ca_file):
@@ -132,7 +132,7 @@ def _header_faults(path: str, target: NotifyTarget) -> Iterator[Finding]:
             yield f"{path}.headers.{name}", "expected one line of printable ASCII characters"
         if isinstance(value, SecretFile) and not is_absolute_path(value.file):
             yield f"{path}.headers.{name}.file", _NO_PATH
-    if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
+    if target.format == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
         yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
 
 
@@ -411,7 +411,7 @@ def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
                     yield f"{path}.{key}", "does nothing: a recommendation is prepared for at once"
     version = settings.imds.api_version
     is_named = names_recommendations(settings.rules)
-    if is_named and version != "auto" and version < RECOMMENDING_VERSION:
+    if is_named and version != "auto" and version < REBALANCE_VERSION:
         yield "imds.api_version", f"{version} has no {RECOMMENDATION}, which a rule names: write auto"
 
 

@@ -31,7 +31,7 @@ from scheduled_events_agent.policy.rules import (
 )
 
 # With ``shared: first``, each VM in Resources waits this much longer than the one before it, which may be down.
-SPEAKING_ORDER_SECONDS = 10.0
+APPROVAL_STAGGER_SECONDS = 10.0
 # Azure's usual notice. An event that this VM approves by itself is handled this early if no window opens before.
 USUAL_NOTICE_SECONDS = 15 * 60.0
 
@@ -40,16 +40,16 @@ USUAL_NOTICE_SECONDS = 15 * 60.0
 _MAX_SEARCHED = 256
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class MatchContext(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decision depends on besides the rules and the event."""
 
     names: tuple[str, ...]
     """Names by which Resources may call this VM; empty when none is known yet."""
-    noticed_at: datetime
+    not_before_seen_at: datetime
     """When the event was first seen with its present NotBefore."""
 
 
-class Start(NamedTuple):
+class StartTime(NamedTuple):
     """The time from which an event is handled: prepared for, or approved."""
 
     at: datetime
@@ -71,9 +71,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     approve: ApproveMode = "never"
     on_failure: FailureMode = "hold"
     shared: SharedMode = "hold"
-    may_speak: bool = False
+    can_approve_for_all: bool = False
     """Whether this VM may approve for every VM the event names."""
-    speaks_after: float = 0.0
+    approve_after_seconds: float = 0.0
     """Seconds for which this VM leaves the approval to the VMs listed before it."""
     on_early_start: EarlyStartMode = "cancel"
     lead: float | None = None
@@ -86,25 +86,25 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return bool(self.prepare or self.recover or self.drain_for)
 
     @property
-    def refusal(self) -> str:
+    def why_not_automatic(self) -> str:
         """Why this VM does not approve the event by itself, as a clause; "" if it does."""
         if self.approve == "never":
             return "this VM does not approve it"
         if self.approve == "manual":
             return "an operator must approve it"
-        return "" if self.may_speak else f"it names other VMs too and shared is {self.shared}"
+        return "" if self.can_approve_for_all else f"it names other VMs too and shared is {self.shared}"
 
-    def start(self, event: ScheduledEvent, now: datetime, needed_seconds: float) -> Start:
+    def start(self, event: ScheduledEvent, now: datetime, needed_seconds: float) -> StartTime:
         """From when the event is handled, never before ``now``.
 
         If this VM does not approve the event by itself, it stays prepared until Azure starts the event. So,
         without a lead, it prepares as late as possible: ``needed_seconds`` before NotBefore, and in no window.
         """
-        at_once = Start(now, "")
+        at_once = StartTime(now, "")
         starts_at = event.starts_at
         if starts_at is None:
             return at_once
-        is_automatic = not self.refusal
+        is_automatic = not self.why_not_automatic
         if self.lead is not None:
             lead = self.lead
             reason = f"lead {format_duration(lead)}"
@@ -114,7 +114,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         elif not is_automatic and self.has_preparation and event.type != "Preempt":
             # Evictions are excluded here: one may come sooner than its NotBefore.
             lead = needed_seconds
-            reason = f"{self.refusal}, and preparation may take {format_duration(lead)}"
+            reason = f"{self.why_not_automatic}, and preparation may take {format_duration(lead)}"
         else:
             return at_once
         if (starts_at - now).total_seconds() <= lead:
@@ -125,8 +125,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if opening == now:
                 return at_once
             if opening is not None:
-                return Start(opening, f"window {self.window_name} opens")
-        return Start(latest, reason)
+                return StartTime(opening, f"window {self.window_name} opens")
+        return StartTime(latest, reason)
 
 
 class PromisedTime(NamedTuple):
@@ -158,12 +158,12 @@ def drain_seconds(drain_for: float, left: float, hooks: float) -> float:
 
 
 def decide(
-    rules: Iterable[Rule], windows: Mapping[str, MaintenanceWindow], event: ScheduledEvent, facts: Facts
+    rules: Iterable[Rule], windows: Mapping[str, MaintenanceWindow], event: ScheduledEvent, facts: MatchContext
 ) -> Decision:
     """The decision of the first rule that matches, or to observe."""
     affects = event.affects(facts.names)
     for rule in rules:
-        if refusal(rule, event, facts) is None:
+        if why_not_matched(rule, event, facts) is None:
             return _decision_of(rule, windows, event, affects, facts)
     reasons = {
         "unknown": "this VM's name is not known, or the event names no VM: observe",
@@ -172,22 +172,22 @@ def decide(
     return Decision(rule=None, reason=reasons.get(affects, "no rule matches it: observe"), affects=affects)
 
 
-def passed_over(
-    rules: Iterable[Rule], taken_by: str | None, event: ScheduledEvent, facts: Facts
+def rejected_rules(
+    rules: Iterable[Rule], taken_by: str | None, event: ScheduledEvent, facts: MatchContext
 ) -> list[tuple[str, str]]:
     """The rules above the one that matches the event (None: all), each with the reason why it does not match."""
     above = takewhile(lambda rule: rule.name != taken_by, rules)
-    return [(rule.name, refusal(rule, event, facts) or "") for rule in above]
+    return [(rule.name, why_not_matched(rule, event, facts) or "") for rule in above]
 
 
-def refusal(rule: Rule, event: ScheduledEvent, facts: Facts) -> str | None:
+def why_not_matched(rule: Rule, event: ScheduledEvent, facts: MatchContext) -> str | None:
     """Why the rule does not match the event, as a phrase; None if it matches. Earlier rules are not considered."""
     if event.is_recommendation and RECOMMENDATION not in rule.when.type:
         return f"only a rule whose type names {RECOMMENDATION} matches it"
-    return mismatch(rule.when, event, facts)
+    return why_conditions_fail(rule.when, event, facts)
 
 
-def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
+def why_conditions_fail(when: When, event: ScheduledEvent, facts: MatchContext) -> str | None:
     """Why the conditions do not hold, as a phrase; None if they do."""
     affects = event.affects(facts.names)
     seconds = event.duration_seconds
@@ -216,21 +216,27 @@ def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
     return None
 
 
-def notice_seconds(event: ScheduledEvent, facts: Facts) -> float:
+def notice_seconds(event: ScheduledEvent, facts: MatchContext) -> float:
     """How long before NotBefore the event was first seen with it; 0 if it may start at any moment."""
     if event.not_before is None or event.is_started:
         return 0.0
-    return max(0.0, (event.not_before - facts.noticed_at).total_seconds())
+    return max(0.0, (event.not_before - facts.not_before_seen_at).total_seconds())
 
 
 def _decision_of(
-    rule: Rule, windows: Mapping[str, MaintenanceWindow], event: ScheduledEvent, affects: Affects, facts: Facts
+    rule: Rule,
+    windows: Mapping[str, MaintenanceWindow],
+    event: ScheduledEvent,
+    affects: Affects,
+    facts: MatchContext,
 ) -> Decision:
     shared = rule.shared or ("first" if rule.approve == "immediately" else "hold")
     approve = rule.approve
     place = event.position(facts.names) or 0
     # With approve: immediately, any VM of the event may approve it, in case the VMs before it are down.
-    may_speak = shared in ("any", "all-ready") or (shared == "first" and (place == 0 or approve == "immediately"))
+    can_approve_for_all = shared in ("any", "all-ready") or (
+        shared == "first" and (place == 0 or approve == "immediately")
+    )
     reason = f"rule {rule.name} matches it: {_summary(rule.when, event, affects)}"
     why_never = _why_not_approved(event, affects)
     if approve != "never" and why_never:
@@ -247,8 +253,10 @@ def _decision_of(
         approve=approve,
         on_failure=rule.on_failure,
         shared=shared,
-        may_speak=affects == "self" or (affects == "shared" and may_speak),
-        speaks_after=place * SPEAKING_ORDER_SECONDS if affects == "shared" and shared == "first" else 0.0,
+        can_approve_for_all=affects == "self" or (affects == "shared" and can_approve_for_all),
+        approve_after_seconds=place * APPROVAL_STAGGER_SECONDS
+        if affects == "shared" and shared == "first"
+        else 0.0,
         on_early_start=rule.on_early_start,
         lead=rule.lead,
         window_name=rule.window,
@@ -263,8 +271,8 @@ def _why_not_approved(event: ScheduledEvent, affects: Affects) -> str:
         return "it does not name this VM, so this VM does not approve it"
     if event.type not in EVENT_TYPES:
         return f"{event.type or 'a missing type'} is unknown, so it is not approved"
-    if event.approval_fault:
-        return event.approval_fault
+    if event.approval_error:
+        return event.approval_error
     if event.is_ambiguous:
         return "the document lists it more than once, with different contents, so only an operator may approve it"
     return ""

@@ -34,18 +34,18 @@ _NO_TABLES = re.compile(r"\.(blob|dfs|file|queue|web)\.", re.IGNORECASE)
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 Mode = Literal["act", "observe"]
-NoticeWord = Literal[
+NotificationKind = Literal[
     "seen", "preparing", "prepared", "approval_needed", "held", "approved", "started", "recovered",
     "recovery_failed", "hook_missing",
 ]  # fmt: skip
-_TOLD: tuple[NoticeWord, ...] = (
+_TOLD: tuple[NotificationKind, ...] = (
     "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
 )  # fmt: skip
 # Other notifications would open incidents at PagerDuty, and call people for nothing.
-_TOLD_TO_PAGERDUTY: tuple[NoticeWord, ...] = (
+_TOLD_TO_PAGERDUTY: tuple[NotificationKind, ...] = (
     "approval_needed", "held", "hook_missing", "recovery_failed", "started", "recovered",
 )  # fmt: skip
-NOTICE_BODIES = ("cloudevents", "slack", "teams", "pagerduty")
+NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty")
 
 
 class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,11 +146,11 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: Annotated[Name, Meta(description="Name for logs and metrics.")]
     to: Annotated[str | SecretFile, Meta(description="URL to post to, or the file that holds it.")]
-    body: Annotated[
+    format: Annotated[
         str, Meta(description="cloudevents, slack, teams, pagerduty, or the absolute path of a template.")
     ] = "cloudevents"
     on: Annotated[
-        tuple[NoticeWord, ...] | None,
+        tuple[NotificationKind, ...] | None,
         Meta(
             description=f"Which notifications to send. Default: {', '.join(_TOLD)}; with body pagerduty "
             f"{', '.join(_TOLD_TO_PAGERDUTY)}.",
@@ -171,11 +171,11 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
 
     @property
-    def kinds(self) -> tuple[NoticeWord, ...]:
+    def kinds(self) -> tuple[NotificationKind, ...]:
         """The kinds of notifications to send."""
         if self.on is not None:
             return self.on
-        return _TOLD_TO_PAGERDUTY if self.body == "pagerduty" else _TOLD
+        return _TOLD_TO_PAGERDUTY if self.format == "pagerduty" else _TOLD
 
 
 class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -297,8 +297,8 @@ def files_of_target(target: NotifyTarget) -> Iterator[tuple[str, str]]:
     for name, value in target.headers.items():
         if isinstance(value, SecretFile):
             yield f"headers.{name}.file", value.file
-    if target.body not in NOTICE_BODIES:
-        yield "body", target.body
+    if target.format not in NOTIFICATION_FORMATS:
+        yield "format", target.format
     if target.ca_file is not None:
         yield "ca_file", target.ca_file
 

@@ -15,7 +15,7 @@
 It shares no code with the agent's parser of the protocol. So each checks the other.
 """
 
-from scheduled_events_agent.simulator.azure import Happening, Plan, SimulatedEvent, SimulatorError
+from scheduled_events_agent.simulator.azure import LogEntry, Plan, SimulatedEvent, SimulatorError
 from scheduled_events_agent.simulator.faults import Fault
 from scheduled_events_agent.simulator.protocol import RequestRecord, VirtualMachine
 from scheduled_events_agent.simulator.scenario import (
@@ -29,7 +29,7 @@ from scheduled_events_agent.simulator.simulation import Simulator
 
 __all__ = [
     "Fault",
-    "Happening",
+    "LogEntry",
     "Plan",
     "RequestRecord",
     "Scenario",

@@ -22,8 +22,8 @@ EventType = Literal["Freeze", "Reboot", "Redeploy", "Preempt", "Terminate", "Spo
 Source = Literal["Platform", "User"]
 Status = Literal["Scheduled", "Started", "Gone"]
 Outcome = Literal["", "completed", "canceled"]
-LifeKind = Literal["scheduled", "polled", "approved", "started", "renamed", "gone"]
-HappeningKind = Literal[LifeKind, "began", "reset", "fault", "behaved", "document", "skipped"]
+LifecycleKind = Literal["scheduled", "polled", "approved", "started", "renamed", "gone"]
+LogEntryKind = Literal[LifecycleKind, "began", "reset", "fault", "behaved", "document", "skipped"]
 # Seconds, written in scenario files as durations.
 Duration = Annotated[
     float, Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"})
@@ -139,10 +139,10 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """VMs that were served a document with it."""
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True):
+class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A log entry: a change of an event, or an action on the endpoint."""
 
-    kind: HappeningKind
+    kind: LogEntryKind
     at: datetime
     event: SimulatedEvent | None = None
     vm: str = ""
@@ -166,7 +166,7 @@ class Azure:
     ) -> None:
         self.vms = tuple(vms)
         self.incarnation = incarnation
-        self.history: list[Happening] = []
+        self.history: list[LogEntry] = []
         self.next_due = math.inf
         """When ``advance`` will next have something to do."""
         self._reached = -math.inf
@@ -276,14 +276,14 @@ class Azure:
 
     def tell(
         self,
-        kind: HappeningKind,
+        kind: LogEntryKind,
         now: float,
         event: SimulatedEvent | None = None,
         vm: str = "",
         text: str = "",
     ) -> None:
         """Add to the history."""
-        self.history.append(Happening(kind=kind, at=_time(now), event=event, vm=vm, text=text))
+        self.history.append(LogEntry(kind=kind, at=_time(now), event=event, vm=vm, text=text))
 
     # Queries
 

@@ -57,7 +57,7 @@ class Fault(
     """For ``status``."""
     delay_seconds: Duration = 1.0
     """For ``slow``: how late; for ``drip``: between two bytes."""
-    takes_effect: bool = False
+    request_is_processed: bool = False
     """Whether the request is carried out although its answer is wrong: an approval that is not confirmed."""
 
 
@@ -70,7 +70,7 @@ class ActiveFault(NamedTuple):
     """How many requests it will still hit; None: any number."""
 
 
-class FaultBook:
+class FaultQueue:
     """The faults and the request limit of one VM's port. Times are seconds since the Unix epoch."""
 
     def __init__(self, rate_limit: int | None) -> None:
@@ -114,7 +114,7 @@ class FaultBook:
         return False
 
 
-def make_wrong(fault: Fault, endpoint: str, right: Answer | None) -> Answer:
+def faulty_response(fault: Fault, endpoint: str, right: Answer | None) -> Answer:
     """The answer that is sent instead of the right one. Only ``truncated`` needs the right one."""
     match fault.kind:
         case "empty":

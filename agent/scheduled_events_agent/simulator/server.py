@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 _MAX_LINE = 65536
 _MAX_BODY = 1024 * 1024
 _BLANKS = b" " * 65536
-_PATIENCE_SECONDS = 0.2  # far more than a thread takes that was woken
+_TIMEOUT_SECONDS = 0.2  # far more than a thread takes that was woken
 # Lingering for no time makes close() send a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
@@ -161,7 +161,7 @@ class Server:
         self.closing.set()
         for acceptor, port in zip(self._acceptors, self.ports.values(), strict=False):
             with contextlib.suppress(OSError):  # wakes the thread that waits in accept()
-                socket.create_connection((self._host, port), _PATIENCE_SECONDS).close()
+                socket.create_connection((self._host, port), _TIMEOUT_SECONDS).close()
             acceptor.join()
         for listener in self._listeners:
             listener.close()
@@ -171,7 +171,7 @@ class Server:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         for connection, thread in open_connections.items():
-            thread.join(_PATIENCE_SECONDS)
+            thread.join(_TIMEOUT_SECONDS)
             if thread.is_alive():  # Windows lets a thread wait in recv until the socket is closed
                 with contextlib.suppress(OSError):
                     socket.close(connection.detach())

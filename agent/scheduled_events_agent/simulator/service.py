@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from scheduled_events_agent.simulator.azure import Azure, SimulatedEvent, SimulatorError
-from scheduled_events_agent.simulator.faults import Fault, FaultBook, make_wrong
+from scheduled_events_agent.simulator.faults import Fault, FaultQueue, faulty_response
 from scheduled_events_agent.simulator.protocol import (
     Answer,
     Imds,
@@ -41,19 +41,19 @@ class Service:
         *,
         speed: float,
         rate_limit: int | None,
-        linger_seconds: float,
+        shutdown_delay_seconds: float,
     ) -> None:
-        """``linger_seconds``: real time from the last thing to happen to the end; infinite: there is no end."""
+        """``shutdown_delay_seconds``: real time from the last thing to happen to the end; infinite: no end."""
         self.vms = _machines(vms, scenario)
         self.polls = dict.fromkeys(self.vms, 0)
-        self.faults = {vm: FaultBook(rate_limit) for vm in self.vms}
+        self.faults = {vm: FaultQueue(rate_limit) for vm in self.vms}
         self.names: dict[str, str] = {}
         """The scenario's name of an event -> the event's first id."""
         self.began_at: float | None = None
         self.has_ended = False
         self._scenario = scenario
         self._speed = speed
-        self._linger_seconds = linger_seconds
+        self._linger_seconds = shutdown_delay_seconds
         self._ends_at = math.inf
         self._agenda: deque[tuple[float, Callable[[float], object]]] = deque()  # what to do when
         plan = scenario if isinstance(scenario, Scenario) else Scenario()
@@ -128,9 +128,9 @@ class Service:
         if fault is None and is_too_soon:
             return make_error(429, "Too many requests")
         if fault is not None and fault.kind not in ("slow", "drip"):
-            needs_right = fault.takes_effect or fault.kind == "truncated"
+            needs_right = fault.request_is_processed or fault.kind == "truncated"
             right = self._imds.answer(now, vm, request) if needs_right else None
-            wrong = make_wrong(fault, f"http://{request.headers.get('host', '')}", right)
+            wrong = faulty_response(fault, f"http://{request.headers.get('host', '')}", right)
             if right is None:
                 return wrong
             return msgspec.structs.replace(wrong, accepted=right.accepted, approved=right.approved)

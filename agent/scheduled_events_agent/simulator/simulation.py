@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from scheduled_events_agent.simulator.azure import EventType, Happening, Plan, SimulatedEvent, SimulatorError
+from scheduled_events_agent.simulator.azure import EventType, LogEntry, Plan, SimulatedEvent, SimulatorError
 from scheduled_events_agent.simulator.faults import RATE_LIMIT, ActiveFault, Fault, FaultKind
 from scheduled_events_agent.simulator.protocol import Answer, Request, RequestRecord, VirtualMachine
 from scheduled_events_agent.simulator.recording import Recording
@@ -26,7 +26,7 @@ from scheduled_events_agent.simulator.service import PORTAL, Service
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 """Default time limit of a wait, far longer than anything that is waited for takes."""
 
 # Within these, every time that a scenario can name is a date, on Windows too (where they end with the year 3000).
@@ -56,7 +56,7 @@ class Simulator:
         rate_limit: int | None = RATE_LIMIT,
         begins_at_first_poll: bool = False,
         requests_file: Path | None = None,
-        linger_seconds: float = 3.0,
+        shutdown_delay_seconds: float = 3.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """Without ``vms``: those of the scenario, else vm-1. Listens at once, but answers from ``start`` on.
@@ -66,7 +66,7 @@ class Simulator:
         ``bind``: the address of this machine to listen on; 0.0.0.0 or ::, all of them.
         ``others``: names of further VMs that events may name and that have no port.
         ``begins_at_first_poll``: the scenario's time begins with the first request for a document.
-        ``linger_seconds``: real time from the scenario's last event to its end; math.inf: it does not end.
+        ``shutdown_delay_seconds``: real time from the scenario's last event to its end; math.inf: it does not end.
         ``requests_file`` gets each request as a line of JSON.
         ``clock`` gives seconds since the epoch and must run as fast as real time.
         """
@@ -81,7 +81,7 @@ class Simulator:
             scenario,
             speed=speed,
             rate_limit=rate_limit,
-            linger_seconds=linger_seconds,
+            shutdown_delay_seconds=shutdown_delay_seconds,
         )
         self.vms: dict[str, VirtualMachine] = self._service.vms
         self._begins_at_first_poll = begins_at_first_poll
@@ -237,12 +237,12 @@ class Simulator:
                 if record.accepted and (ids is None or not ids.isdisjoint(map(str.casefold, record.accepted)))
             )
 
-    def happenings(self) -> tuple[Happening, ...]:
+    def history(self) -> tuple[LogEntry, ...]:
         """The log entries so far, in order."""
         with self._at_present() as service:
             return tuple(service.azure.history)
 
-    def follow(self) -> Iterator[Happening]:
+    def stream(self) -> Iterator[LogEntry]:
         """Every log entry as it is written, from the first one on, until the scenario ends or ``close``."""
         told = 0
         history = self._service.azure.history
@@ -258,7 +258,7 @@ class Simulator:
 
     # Waiting. Time limits are real seconds.
 
-    def wait_until(self, test: Callable[[], T], what: str, timeout_seconds: float = PATIENCE_SECONDS) -> T:
+    def wait_until(self, test: Callable[[], T], what: str, timeout_seconds: float = TIMEOUT_SECONDS) -> T:
         """Wait until ``test`` gives something true and return that; ``what`` completes the error's sentence.
 
         The test runs, under the simulator's lock, whenever something has happened or a request was answered.
@@ -273,24 +273,24 @@ class Simulator:
             )
             raise SimulatorError(f"{why} waiting until {what}; {self._account()}", kind="timeout")
 
-    def wait_seen(self, event_id: str, vm: str = "", timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
+    def wait_polled(self, event_id: str, vm: str = "", timeout_seconds: float = TIMEOUT_SECONDS) -> SimulatedEvent:
         """Wait until a VM was served a document with the event."""
         name = self._service.vm(vm)
         return self._wait_event(event_id, lambda event: name in event.seen_by, f"seen by {name}", timeout_seconds)
 
-    def wait_approved(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
+    def wait_approved(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> SimulatedEvent:
         """Wait until the event is approved."""
         return self._wait_event(event_id, lambda event: event.approved_at is not None, "approved", timeout_seconds)
 
-    def wait_started(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
+    def wait_started(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> SimulatedEvent:
         """Wait until the event has started; it may be gone by then."""
         return self._wait_event(event_id, lambda event: event.started_at is not None, "started", timeout_seconds)
 
-    def wait_gone(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
+    def wait_gone(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> SimulatedEvent:
         """Wait until the event is gone from the document."""
         return self._wait_event(event_id, lambda event: event.status == "Gone", "gone", timeout_seconds)
 
-    def wait_polls(self, count: int = 1, vm: str = "", timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def wait_polls(self, count: int = 1, vm: str = "", timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         """Wait until a VM was served ``count`` more documents than it has now."""
         name = self._service.vm(vm)
         with self._changed:

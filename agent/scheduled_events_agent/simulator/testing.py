@@ -22,11 +22,11 @@ from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.policy.schema import plain
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.simulator.simulation import PATIENCE_SECONDS, Simulator
+from scheduled_events_agent.simulator.simulation import TIMEOUT_SECONDS, Simulator
 from scheduled_events_agent.store import Store, StoreError
 
 if TYPE_CHECKING:
-    from scheduled_events_agent.status import JournalEntry
+    from scheduled_events_agent.status import JournalRecord
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ except OSError as error:
 """
 
 
-class OutcomeError(AssertionError):
+class ExpectationError(AssertionError):
     """A condition that a test waited for was not met."""
 
 
-class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
+class HookResult(msgspec.Struct, frozen=True, kw_only=True):
     """A hook that has run, its attempts included."""
 
     name: str
@@ -73,7 +73,7 @@ class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
 class ScheduledEvents:
     """A simulated Azure, and an agent of one of its VMs that runs once ``run`` is called.
 
-    The agent keeps its state from one ``run`` to the next. A wait that is too long raises OutcomeError.
+    The agent keeps its state from one ``run`` to the next. A wait that is too long raises ExpectationError.
     """
 
     def __init__(self, directory: Path, azure: Simulator, vm: str = "") -> None:
@@ -90,7 +90,7 @@ class ScheduledEvents:
         self._log_file = directory / "agent.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def of(self, vm: str) -> "ScheduledEvents":
+    def agent_of(self, vm: str) -> "ScheduledEvents":
         """The agent of another VM, with the same simulated Azure."""
         if vm == self.vm:
             return self
@@ -101,7 +101,7 @@ class ScheduledEvents:
             self._others[vm] = ScheduledEvents(directory, self.azure, vm)
         return self._others[vm]
 
-    def agents(self) -> "tuple[ScheduledEvents, ...]":
+    def all_agents(self) -> "tuple[ScheduledEvents, ...]":
         """This agent, and every other one that ``of`` has returned."""
         return (self, *self._others.values())
 
@@ -123,7 +123,7 @@ class ScheduledEvents:
         Raises ConfigError, with a line for each thing that is wrong with the policy.
         """
         if self._process is not None:
-            raise OutcomeError("the agent runs already: stop() or kill() it first")
+            raise ExpectationError("the agent runs already: stop() or kill() it first")
         settings = parse_settings(Path(policy).read_bytes(), str(policy)).settings
         unknown = set(hooks or ()) - set(settings.hooks)
         if unknown:
@@ -133,7 +133,7 @@ class ScheduledEvents:
         self._write_policy(settings, hooks or {})
         polls = self.azure.polls(self.vm)
         self._start()
-        self._wait_until(lambda: self.azure.polls(self.vm) > polls, "the agent had polled", PATIENCE_SECONDS)
+        self._wait_until(lambda: self.azure.polls(self.vm) > polls, "the agent had polled", TIMEOUT_SECONDS)
 
     def stop(self) -> None:
         """Ask the agent to stop, and wait for its end (on Windows it is killed)."""
@@ -150,11 +150,11 @@ class ScheduledEvents:
 
     # Results
 
-    def hooks(self, event_id: str = "", *, name: str = "", stage: str = "") -> tuple[HookEnd, ...]:
+    def hooks(self, event_id: str = "", *, name: str = "", stage: str = "") -> tuple[HookResult, ...]:
         """Hooks that have ended, oldest first: all, or those of one event, name or stage."""
         notes = self._notes()
         return tuple(
-            HookEnd(
+            HookResult(
                 name=entry.hook,
                 stage=entry.stage,
                 event_id=entry.event_id,
@@ -178,32 +178,32 @@ class ScheduledEvents:
         event_id: str = "",
         stage: str = "",
         count: int = 1,
-        timeout_seconds: float = PATIENCE_SECONDS,
-    ) -> HookEnd:
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> HookResult:
         """Wait until the hook has ended for the ``count``-th time, and return how."""
         __tracebackhide__ = True
 
-        def found() -> tuple[HookEnd, ...]:
+        def found() -> tuple[HookResult, ...]:
             ends = self.hooks(event_id, name=name, stage=stage)
             return ends if len(ends) >= count else ()
 
         times = f"hook {name} had ended" if count == 1 else f"hook {name} had ended {count} times"
         return self._wait_until(found, times, timeout_seconds)[count - 1]
 
-    def wait_held(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+    def wait_held(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until the agent holds the event, and return the reason."""
         return self._wait_told("held", event_id, "was held", timeout_seconds)
 
-    def wait_approved(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+    def wait_approved(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until Azure has accepted the agent's approval, and return why it was given."""
         self._wait_told("approved", event_id, "was approved by the agent", timeout_seconds)
         return self._wait_told("approving", event_id, "was approved by the agent", timeout_seconds)
 
-    def wait_recovery_failed(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+    def wait_recovery_failed(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until a recover hook has failed and the event waits for an operator, and return why."""
         return self._wait_told("recovery_failed", event_id, "had failed to be recovered from", timeout_seconds)
 
-    def wait_closed(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+    def wait_closed(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until the agent is done with the event, recovery included, and return its last journal entry."""
         return self._wait_told("closed", event_id, "was closed", timeout_seconds)
 
@@ -211,7 +211,7 @@ class ScheduledEvents:
         """Whether this agent has ever sent an approval of the event that Azure accepted."""
         return any(request.vm == self.vm for request in self.azure.approvals(event_id))
 
-    def story(self, event_id: str = "") -> tuple[str, ...]:
+    def journal(self, event_id: str = "") -> tuple[str, ...]:
         """The entries of the agent's journal for the event, or for all: ``kind: text``, oldest first."""
         return tuple(
             f"{entry.kind}: {entry.text}"
@@ -279,11 +279,11 @@ class ScheduledEvents:
         with self._log_file.open("a", encoding="utf-8") as log:
             log.write(f"--- the agent has ended: {process.returncode}\n")
 
-    def _journal(self) -> "Sequence[JournalEntry]":
+    def _journal(self) -> "Sequence[JournalRecord]":
         if not (self._state_dir / "state.db").exists():
             return ()
         try:
-            store = Store.look_into(self._state_dir)
+            store = Store.open_readonly(self._state_dir)
         except StoreError:
             if self._process is None:
                 raise
@@ -328,11 +328,11 @@ class ScheduledEvents:
             else:
                 time.sleep(_PAUSE_SECONDS)
                 continue
-            raise OutcomeError(f"gave up waiting until {what}: {why}; {self._account()}")
+            raise ExpectationError(f"gave up waiting until {what}: {why}; {self._account()}")
         return result
 
     def _account(self) -> str:
-        told = self.story()[-15:]
+        told = self.journal()[-15:]
         lines = "".join(f"\n  {line}" for line in told) or " nothing"
         last = "\n".join(f"  {line}" for line in self.log.splitlines()[-15:]) or "  nothing"
         return f"the agent's journal says:{lines}\nand its log ends:\n{last}"
@@ -364,7 +364,7 @@ def scheduled_events(
         try:
             yield events
         finally:
-            for one in events.agents():
+            for one in events.all_agents():
                 one.stop()
 
 
@@ -380,7 +380,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
     """Show the agent's log with a test that has failed."""
     events = item.stash.get(_KEY, None)
     if call.when == "call" and call.excinfo is not None and events is not None:
-        for one in events.agents():
+        for one in events.all_agents():
             name = "scheduled-events-agent" if one is events else f"scheduled-events-agent of {one.vm}"
             item.add_report_section("call", f"log of {name}", one.log)
     return (yield)

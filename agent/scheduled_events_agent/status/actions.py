@@ -21,20 +21,20 @@ _READ_POLICY = {"check", "notify", "fleet"}
 _DO_BOTH = {"run", "explain", "doctor"}
 
 
-def overruling(workflow: Workflow) -> tuple[OperatorAction, ...]:
+def available_actions(workflow: Workflow) -> tuple[OperatorAction, ...]:
     """Given a workflow, return the actions that change what an acting agent does about it, likeliest first."""
     event = workflow.event
     decision = workflow.decision
     if workflow.phase == "recovery_failed":
         return ("retry", "resolve")
-    if workflow.waits is not None and workflow.waits.kind == "lost_hook":
+    if workflow.wait_reason is not None and workflow.wait_reason.kind == "lost_hook":
         return ("resolve",)
     is_open = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
     if is_open and event.is_recommendation:
-        return _overruling_preparation(workflow)
+        return _preparation_actions(workflow)
     if not is_open or decision.affects not in ("self", "shared"):
         return ()
-    if event.approval_fault or workflow.approval.state == "confirmed":
+    if event.approval_error or workflow.approval.state == "confirmed":
         return ("retry",) if workflow.prepare.state == "failed" else ()
     if workflow.operator_action == "hold":
         return ("release", "approve")
@@ -43,32 +43,32 @@ def overruling(workflow: Workflow) -> tuple[OperatorAction, ...]:
     actions: list[OperatorAction] = ["retry"] if workflow.prepare.state == "failed" else []
     if workflow.operator_action:
         return (*actions, "release", "hold")
-    is_to_begin = decision.has_preparation and workflow.prepare.state in ("idle", "running")
+    starts_next = decision.has_preparation and workflow.prepare.state in ("idle", "running")
     approves_itself = decision.approve not in ("manual", "never")
-    if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
+    if workflow.phase != "held" and decision.rule and (starts_next or approves_itself):
         actions.append("hold")
     if workflow.phase in ("waiting", "held") or not approves_itself:
         actions.append("approve")
     return tuple(actions)
 
 
-def _overruling_preparation(workflow: Workflow) -> tuple[OperatorAction, ...]:
+def _preparation_actions(workflow: Workflow) -> tuple[OperatorAction, ...]:
     """Given a recommendation that is not over, return the actions that change its preparation, likeliest first."""
     ends: tuple[OperatorAction, ...] = () if workflow.prepare.state == "idle" else ("resolve",)
     if workflow.operator_action == "hold":
         return ("release", *ends)
     if workflow.prepare.state == "failed":
         return ("retry", *ends)
-    is_to_begin = bool(workflow.decision.rule) and workflow.decision.has_preparation
-    return ("hold", *ends) if is_to_begin and workflow.prepare.state in ("idle", "running") else ends
+    starts_next = bool(workflow.decision.rule) and workflow.decision.has_preparation
+    return ("hold", *ends) if starts_next and workflow.prepare.state in ("idle", "running") else ends
 
 
-def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorAction, ...]:
+def offered_actions(status: Status, workflow: Workflow) -> tuple[OperatorAction, ...]:
     """Given an agent's status and one of its workflows, return the actions that it accepts, likeliest first.
 
     In observe mode it accepts only resolve. An agent that does not answer accepts none.
     """
-    actions = overruling(workflow) if status.source == "agent" else ()
+    actions = available_actions(workflow) if status.source == "agent" else ()
     return actions if status.mode == "act" else tuple([action for action in actions if action == "resolve"])
 
 
@@ -85,7 +85,11 @@ def effect_of(action: OperatorAction, workflow: Workflow) -> str:
     if action == "resolve" and not workflow.is_over:
         return "end it, and recover what was prepared"
     if action == "resolve":
-        lost = workflow.waits.detail if workflow.waits and workflow.waits.kind == "lost_hook" else ""
+        lost = (
+            workflow.wait_reason.detail
+            if workflow.wait_reason and workflow.wait_reason.kind == "lost_hook"
+            else ""
+        )
         hook = workflow.recover.failed_hook or lost or "the hook"
         return f"only when you have done manually what {hook} does"
     return {

@@ -8,15 +8,15 @@ from datetime import datetime, timedelta
 from typing import get_args
 
 from scheduled_events_agent.policy.durations import plural
-from scheduled_events_agent.status.actions import command, effect_of, quoted, short_ids, words_of_use
+from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted, short_ids
 from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.status.status import (
     Attention,
     AttentionKind,
     NotifiedTarget,
-    ShownWorkflow,
     Status,
     SuggestedCommand,
+    WorkflowView,
 )
 
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
@@ -94,9 +94,9 @@ def of_events(status: Status) -> Iterator[Attention]:
         )
 
 
-def _kind_of(status: Status, workflow: ShownWorkflow) -> AttentionKind | None:
+def _kind_of(status: Status, workflow: WorkflowView) -> AttentionKind | None:
     """Why the event needs a person: the worst kind if there are several, None if there is none."""
-    waits_for = workflow.waits.kind if workflow.waits else ""
+    waits_for = workflow.wait_reason.kind if workflow.wait_reason else ""
     prepare = workflow.prepare.state
     if workflow.phase == "recovery_failed":
         return "recovery_failed"
@@ -114,7 +114,7 @@ def _kind_of(status: Status, workflow: ShownWorkflow) -> AttentionKind | None:
     return "approval_needed" if workflow.approval_needed_since else None
 
 
-def _since(kind: AttentionKind, workflow: ShownWorkflow) -> datetime:
+def _since(kind: AttentionKind, workflow: WorkflowView) -> datetime:
     if kind == "approval_needed" and workflow.approval_needed_since:
         return workflow.approval_needed_since
     if kind == "approval_failing" and workflow.approval.failing_since:
@@ -122,17 +122,17 @@ def _since(kind: AttentionKind, workflow: ShownWorkflow) -> datetime:
     return workflow.phase_since or workflow.first_seen_at
 
 
-def _facts(status: Status, workflow: ShownWorkflow) -> dict[str, str]:
+def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
     event = workflow.event
     progress = workflow.recover if workflow.is_over else workflow.prepare
     name = f"{event.type or 'event'} of {next(iter(status.vm.names), 'this VM')}"
     is_ahead = event.not_before is not None and event.not_before > status.at
-    unready_since = workflow.begun_at or workflow.phase_since or workflow.first_seen_at
+    unready_since = workflow.handling_since or workflow.phase_since or workflow.first_seen_at
     return {
         "the_event": f"the {name}",
         "The_event": f"The {name}",
         "why": progress.failure or f"it was {progress.state}",
-        "hook": workflow.waits.detail if workflow.waits else "",
+        "hook": workflow.wait_reason.detail if workflow.wait_reason else "",
         "failures": str(workflow.approval.failures),
         "when": f"at {utc(event.not_before, status.at)}" if event.not_before and is_ahead else "at any moment",
         "unready_since": utc(unready_since, status.at),
@@ -140,15 +140,15 @@ def _facts(status: Status, workflow: ShownWorkflow) -> dict[str, str]:
 
 
 def _event_commands(
-    kind: AttentionKind, status: Status, workflow: ShownWorkflow, short_id: str
+    kind: AttentionKind, status: Status, workflow: WorkflowView, short_id: str
 ) -> Iterator[SuggestedCommand]:
-    if kind == "hook_missing" and workflow.waits:
-        yield _check(status, f"put hook {workflow.waits.detail} back and reload: recovery goes on by itself")
+    if kind == "hook_missing" and workflow.wait_reason:
+        yield _check(status, f"put hook {workflow.wait_reason.detail} back and reload: recovery goes on by itself")
     if kind == "not_acting":
         yield _check(status, "set agent.mode to act and reload, or start it without --observe")
     if kind == "approval_failing":
         yield _doctor(status)
-    for action in words_of_use(status, workflow):
+    for action in offered_actions(status, workflow):
         line = command(status.command_options, action, quoted(short_id))
         yield SuggestedCommand(command=line, effect=effect_of(action, workflow))
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import SHORT_ID
-from scheduled_events_agent.status.status import RunningHook, ShownWorkflow, Status
-from scheduled_events_agent.workflow import Note, Step, WaitKind, Waits, Workflow
+from scheduled_events_agent.status.status import RunningHook, Status, WorkflowView
+from scheduled_events_agent.workflow import Record, Transition, WaitKind, WaitReason, Workflow
 
 _WAITS = {
     "time": "begins at {at} ({detail})",
@@ -24,9 +24,9 @@ _WAITS = {
     "would_run_on_start": "the agent only observes; it would now run {on_start}",
     "observes": "the agent only observes",
     "status": "only a scheduled event can be approved, and its status is {status}",
-    "not_ours": "it does not name this VM",
+    "other_vm": "it does not name this VM",
     "missing": "it is not in the last document, and the next one shows whether it is over",
-    "id": "{event.approval_fault}",
+    "id": "{event.approval_error}",
     "never": "{never}",
     "unprepared": "preparation is not done",
     "prepare_failed": "{prepare.failure}",
@@ -36,9 +36,9 @@ _WAITS = {
     "stale": "the metadata service has not answered since {at}",
     "too_early": "its time has not come",
     "shared": "it names other VMs too ({names}) and shared is {decision.shared}",
-    "earlier_vms": "VMs listed before this one may approve it until {at}",
+    "staggered": "VMs listed before this one may approve it until {at}",
     "all_ready": "waits for {detail}",
-    "doubt": "the state file was lost, and what was done before is not known",
+    "state_lost": "the state file was lost, and what was done before is not known",
     "recommendation": "prepared until it is over, at the latest until {at}",
     "other_event": "event {detail} still needs it prepared",
     "lost_hook": "hook {detail} is not in the policy any more: put it back",
@@ -48,7 +48,7 @@ _HEADLINES = {
     "preparing": "Preparing for a {type}",
     "prepared": "Prepared for a {type}, which is not approved yet",
     "recommendation_prepared": "Prepared for a {type}",
-    "held": "{type} is held: {waits_for}",
+    "held": "{type} is held: {wait_message}",
     "approved": "{type} is approved and may start",
     "started": "{type} is under way",
     "over": "{type} is over",
@@ -58,19 +58,19 @@ _HEADLINES = {
 _SAYS_WAITS: frozenset[WaitKind] = frozenset({"slot", "fleet", "other_run", "all_ready"})
 
 
-def as_shown(workflow: Workflow) -> ShownWorkflow:
+def to_view(workflow: Workflow) -> WorkflowView:
     """The workflow with the text of its reason to wait."""
     fields = {name: getattr(workflow, name) for name in Workflow.__struct_fields__}
-    return ShownWorkflow(**fields, waits_for=wait_in_words(workflow, workflow.waits))
+    return WorkflowView(**fields, wait_message=wait_message(workflow, workflow.wait_reason))
 
 
-def wait_in_words(workflow: Workflow, waits: Waits | None, now: datetime | None = None) -> str:
+def wait_message(workflow: Workflow, waits: WaitReason | None, now: datetime | None = None) -> str:
     """Why the event waits, as a clause; "" if it does not. With ``now`` the text also says how long."""
     if waits is None:
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
     event = workflow.event
     decision = workflow.decision
-    at = _time_in_words(waits.at, now) if waits.at else ""
+    at = _time_message(waits.at, now) if waits.at else ""
     if waits.kind == "would_begin":
         return f"the agent only observes; it would {_plan(workflow, waits, at)}"
     return _WAITS[waits.kind].format(
@@ -86,62 +86,62 @@ def wait_in_words(workflow: Workflow, waits: Waits | None, now: datetime | None 
     )
 
 
-def _time_in_words(at: datetime, now: datetime | None) -> str:
+def _time_message(at: datetime, now: datetime | None) -> str:
     if now is None:
         return f"{at:%Y-%m-%dT%H:%M:%SZ}"
-    return f"{utc(at, now)} (in {span(now, at)})" if at > now else utc(at, now)
+    return f"{utc(at, now)} (in {format_elapsed(now, at)})" if at > now else utc(at, now)
 
 
-def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
+def _plan(workflow: Workflow, waits: WaitReason, at: str) -> str:
     """The actions of an acting agent about the event, as a clause."""
     decision = workflow.decision
     steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
     steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
     if waits.approval is None:
         approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
-        if decision.speaks_after:
-            approval += f" ({decision.speaks_after:g}s after the first VM that it names)"
+        if decision.approve_after_seconds:
+            approval += f" ({decision.approve_after_seconds:g}s after the first VM that it names)"
         steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
     elif waits.approval == "manual":
         steps.append("wait for an operator to approve it")
     else:
-        steps.append(f"not approve it ({wait_in_words(workflow, Waits(kind=waits.approval))})")
+        steps.append(f"not approve it ({wait_message(workflow, WaitReason(kind=waits.approval))})")
     steps += [f"run {', '.join(decision.on_start)} when it has started"] if decision.on_start else []
     steps += [f"run {', '.join(decision.recover)} when it is over"] if decision.recover else []
     when = f"at {at} ({waits.detail})" if at else "now"
     return f"{when} {', then '.join(steps)}"
 
 
-def with_messages(step: Step) -> Step:
-    """The step with the finished texts of its notes, for the journal, the log and notifications."""
-    workflow = step.workflow
-    notes: list[Note] = []
-    for note in step.notes:
-        text = note_in_words(workflow, note)
-        log_line = note_in_log(workflow, note, text)
-        notes.append(replace(note, text=text, log_line=log_line, addition=note_addition(workflow, note)))
-    return replace(step, notes=tuple(notes))
+def with_messages(transition: Transition) -> Transition:
+    """The transition with the finished texts of its records, for the journal, the log and notifications."""
+    workflow = transition.workflow
+    records: list[Record] = []
+    for record in transition.records:
+        text = record_message(workflow, record)
+        log_line = record_log_message(workflow, record, text)
+        records.append(replace(record, text=text, log_line=log_line, addition=record_addition(workflow, record)))
+    return replace(transition, records=tuple(records))
 
 
-def note_in_words(workflow: Workflow, note: Note) -> str:
+def record_message(workflow: Workflow, record: Record) -> str:
     """The text of a note for the journal."""
-    if note.kind == "approval_needed":
+    if record.kind == "approval_needed":
         starts = _not_before(workflow)
         before = f" before {starts}" if starts else ""
-        return f"an operator must approve it{before}: {note.text}"
-    if note.waits is None:
-        return note.text
-    reason = wait_in_words(workflow, note.waits)
-    return f"{_held(workflow)}: {reason}" if note.kind == "held" else reason
+        return f"an operator must approve it{before}: {record.text}"
+    if record.wait_reason is None:
+        return record.text
+    reason = wait_message(workflow, record.wait_reason)
+    return f"{_held(workflow)}: {reason}" if record.kind == "held" else reason
 
 
-def note_addition(workflow: Workflow, note: Note) -> str | None:
+def record_addition(workflow: Workflow, record: Record) -> str | None:
     """The part of the note that the title of its notification does not say; None means all of its text."""
-    if note.kind == "approval_needed":
-        return note.text
-    if note.kind == "held" and note.waits is not None:
-        return ": ".join(filter(None, [_start_while_held(workflow), wait_in_words(workflow, note.waits)]))
-    return note.addition
+    if record.kind == "approval_needed":
+        return record.text
+    if record.kind == "held" and record.wait_reason is not None:
+        return ": ".join(filter(None, [_start_while_held(workflow), wait_message(workflow, record.wait_reason)]))
+    return record.addition
 
 
 def _held(workflow: Workflow) -> str:
@@ -159,12 +159,12 @@ def _start_while_held(workflow: Workflow) -> str:
 def _not_before(workflow: Workflow) -> str:
     """NotBefore as people read it, with its date if that is not the day of the message; "" if none is known."""
     at = workflow.event.not_before
-    return utc(at, workflow.noticed_at) if at else ""
+    return utc(at, workflow.not_before_seen_at) if at else ""
 
 
-def note_in_log(workflow: Workflow, note: Note, text: str) -> str:
+def record_log_message(workflow: Workflow, record: Record, text: str) -> str:
     """The text of a note as one log line for people, which names the event. ``text``: that of the journal."""
-    match note.kind:
+    match record.kind:
         case "seen":
             text = _seen(workflow)
         case "approving":
@@ -172,8 +172,8 @@ def note_in_log(workflow: Workflow, note: Note, text: str) -> str:
         case "approved":
             by = "an operator" if workflow.operator_action == "approve" else f"rule {workflow.decision.rule}"
             text = f"approved ({by})"
-        case "waits":
-            text = _waiting(note.waits, text)
+        case "waiting":
+            text = _waiting(record.wait_reason, text)
     return of_event(workflow.event.type, workflow.event.id, text)
 
 
@@ -195,12 +195,12 @@ def _seen(workflow: Workflow) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _waiting(waits: Waits | None, text: str) -> str:
+def _waiting(waits: WaitReason | None, text: str) -> str:
     return text if waits is not None and waits.kind in _SAYS_WAITS else f"waits: {text}"
 
 
-def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
-    """The title of a notification. ``what``: its kind as in the policy, or test. ``at``: when it happened."""
+def notification_title(kind: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
+    """The title of a notification. ``kind``: as in the policy, or test. ``at``: when it happened."""
     name = event.type or "event"
     vm = vm or "this VM"
     before = f" before {utc(event.not_before, at)}" if event.not_before else ""
@@ -216,7 +216,7 @@ def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: da
         "recovered": f"The {name} of {vm} is over: {outcome}",
         "recovery_failed": f"{vm} has not recovered from a {name}: an operator must act",
         "hook_missing": f"{vm} has not recovered from a {name}: a hook is missing",
-    }[what]
+    }[kind]
 
 
 def headline(status: Status) -> str:
@@ -240,12 +240,12 @@ def headline(status: Status) -> str:
     elif first.is_over and phase not in ("recovering", "recovery_failed"):
         phase = "over"
     text = _HEADLINES.get(phase, "{type}: {phase}").format(
-        type=first.event.type or "event", phase=phase, waits_for=first.waits_for
+        type=first.event.type or "event", phase=phase, wait_message=first.wait_message
     )
     return f"{text}, and {len(status.pending) - 1} more" if len(status.pending) > 1 else text
 
 
-def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datetime) -> str:
+def activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datetime) -> str:
     """The agent's work on the event now, or what it waits for, as one sentence without a full stop."""
     hooks = [_hook_activity(hook, now) for hook in running]
     if hooks and is_held(workflow):
@@ -253,25 +253,25 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
     if hooks:
         return "; ".join(hooks)
     if workflow.phase == "recovery_failed":
-        return f"recovery failed, an operator must retry or resolve it: {workflow.waits_for}"
+        return f"recovery failed, an operator must retry or resolve it: {workflow.wait_message}"
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
-        return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
+        return f"drains for {format_elapsed(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
-        return f"{_held(workflow)}: {workflow.waits_for}"
-    if workflow.waits_for:
-        has_time = workflow.waits is not None and workflow.waits.at is not None
-        text = wait_in_words(workflow, workflow.waits, now) if has_time else workflow.waits_for
-        return _waiting(workflow.waits, text)
-    return _phase_in_words(workflow)
+        return f"{_held(workflow)}: {workflow.wait_message}"
+    if workflow.wait_message:
+        has_time = workflow.wait_reason is not None and workflow.wait_reason.at is not None
+        text = wait_message(workflow, workflow.wait_reason, now) if has_time else workflow.wait_message
+        return _waiting(workflow.wait_reason, text)
+    return _phase_message(workflow)
 
 
 def _hook_activity(hook: RunningHook, now: datetime) -> str:
     if hook.state == "queued":
         return f"waits for another run of hook {hook.hook}"
-    return f"runs the {hook.stage} hook {hook.hook}, {span(hook.since, now)} so far"
+    return f"runs the {hook.stage} hook {hook.hook}, {format_elapsed(hook.since, now)} so far"
 
 
-def _phase_in_words(workflow: Workflow) -> str:
+def _phase_message(workflow: Workflow) -> str:
     """The text for the phase alone, when no hook runs and nothing is waited for."""
     phases = {
         "approved": "approved; the event is Azure's to start",
@@ -293,7 +293,7 @@ def _phase_in_words(workflow: Workflow) -> str:
     return f"asks Azure to start it; {tries} failed"
 
 
-def lasting(event: ScheduledEvent) -> str:
+def duration_text(event: ScheduledEvent) -> str:
     """Azure's estimate of the interruption, as a phrase."""
     if event.duration_seconds is None:
         return "for an unknown time"
@@ -308,10 +308,10 @@ def time_left(event: ScheduledEvent, now: datetime) -> str:
         return "has started"
     if event.not_before is None or event.not_before <= now:
         return "may start at any moment"
-    return f"not before {span(now, event.not_before)} from now"
+    return f"not before {format_elapsed(now, event.not_before)} from now"
 
 
-def pending_in_words(pending: Iterable[Workflow]) -> str:
+def pending_message(pending: Iterable[Workflow]) -> str:
     """How many events are pending, and which of them may wait for an operator."""
     workflows = list(pending)
     if not workflows:
@@ -339,7 +339,7 @@ def is_held(workflow: Workflow) -> bool:
     return workflow.operator_action == "hold" and not (workflow.is_over or workflow.was_started)
 
 
-def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
+def by_urgency(pending: Iterable[WorkflowView]) -> list[WorkflowView]:
     """Sorted: failed recoveries first, then this VM's events: the soonest start, then started, then over."""
 
     def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, bool, float]:
@@ -356,7 +356,7 @@ def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
     return sorted(pending, key=rank)
 
 
-def clock(at: datetime, now: datetime) -> str:
+def format_clock(at: datetime, now: datetime) -> str:
     """Time of day, UTC, with the date if it is not that of ``now``."""
     return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
 
@@ -367,7 +367,7 @@ def utc(at: datetime, now: datetime | None = None) -> str:
     return f"{at:%H:%M:%S} UTC" if is_today else f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def span(earlier: datetime, later: datetime) -> str:
+def format_elapsed(earlier: datetime, later: datetime) -> str:
     """The time between, in at most two units, rounded down; 0s if there is none."""
     seconds = max(0, int((later - earlier).total_seconds()))
     minutes = seconds // 60

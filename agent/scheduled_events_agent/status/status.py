@@ -11,7 +11,7 @@ SCHEMA_VERSION = 1
 """The version of all JSON output; see docs/json.md. A new field keeps it; a new meaning or name raises it."""
 
 
-class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of the journal."""
 
     at: datetime
@@ -25,24 +25,24 @@ class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     detail: str
 
 
-class ShownWorkflow(Workflow, frozen=True, kw_only=True):
+class WorkflowView(Workflow, frozen=True, kw_only=True):
     """A workflow with the additional text that JSON has."""
 
-    waits_for: str = ""
+    wait_message: str = ""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """One event from first sight to its end, or to now."""
 
     workflow: Workflow
-    entries: tuple[JournalEntry, ...]
+    records: tuple[JournalRecord, ...]
 
 
 class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
     """An event with its entries, or a note of the agent alone."""
 
-    workflow: ShownWorkflow | None
-    entries: tuple[JournalEntry, ...]
+    workflow: WorkflowView | None
+    records: tuple[JournalRecord, ...]
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Vm(msgspec.Struct, frozen=True, kw_only=True):
     vm_id: str
 
 
-class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
+class ActivePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The policy that is in force."""
 
     file: str
@@ -213,7 +213,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     health: Literal["ok"] | tuple[str, ...]
     unhealthy_since: datetime | None = None
     state_file: str = ""
-    agent_log: tuple[JournalEntry, ...] = ()
+    agent_log: tuple[JournalRecord, ...] = ()
     """The last start and the last stop of an agent here, in either order."""
     vm: Vm
     version: str | None = None
@@ -222,7 +222,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Starts after a crash: in this boot, and within an hour before the last start."""
     mode: Literal["act", "observe"] | None = None
     ready: bool = False
-    policy: PolicyInForce | None = None
+    policy: ActivePolicy | None = None
     web_config_rejected: WebConfigRejected | None = None
     rules: tuple[str, ...] | None = None
     endpoint: str | None = None
@@ -230,9 +230,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     poll_failure: str | None = None
     incarnation: str | None = None
     running: tuple[RunningHook, ...] = ()
-    pending: tuple[ShownWorkflow, ...]
-    hook_output: tuple[JournalEntry, ...] = ()
-    others_events: int | None = None
+    pending: tuple[WorkflowView, ...]
+    hook_output: tuple[JournalRecord, ...] = ()
+    other_vm_events: int | None = None
     api_version: str | None = None
     """The api-version in which documents are answered."""
     recommendations_failure: str = ""
@@ -247,7 +247,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     fleet: FleetState | None = None
     attention: tuple[Attention, ...] = ()
     headline: str = ""
-    tone: Literal["good", "busy", "bad"] = "good"
     summaries: tuple[EventSummary, ...] = ()
 
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
@@ -255,7 +254,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return tuple([hook for hook in self.running if hook.workflow_id == workflow_id])
 
 
-class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     """The output of ``approve``, ``hold`` and the like with ``--json``."""
 
     schema_version: int = SCHEMA_VERSION
@@ -263,5 +262,5 @@ class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     command: OperatorAction
     event_id: str
     workflow_id: str
-    is_done: bool
+    succeeded: bool
     answer: str

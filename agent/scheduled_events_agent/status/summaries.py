@@ -1,17 +1,14 @@
 """Adds to the status what people see first: what needs a person, one headline, and each event in a few words."""
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
+from scheduled_events_agent.status.actions import command, offered_actions, quoted, short_ids
 from scheduled_events_agent.status.attention import attention
-from scheduled_events_agent.status.messages import activity, by_urgency, headline, is_for_this_vm
-from scheduled_events_agent.status.status import Attention, EventSummary, HookStep, Status
-from scheduled_events_agent.workflow import Progress, Stage, Workflow
-
-Tone = Literal["good", "busy", "bad"]
+from scheduled_events_agent.status.messages import activity, by_urgency, headline
+from scheduled_events_agent.status.status import EventSummary, HookStep, Status
+from scheduled_events_agent.workflow import Stage, StageStatus, Workflow
 
 _APPROVALS = {
     "immediately": "wanted at once", "when-prepared": "wanted when prepared",
@@ -20,7 +17,7 @@ _APPROVALS = {
 _OPERATORS = {"": "", "approve": "; an operator has approved it", "hold": "; an operator holds it"}
 
 
-def with_words(status: Status) -> Status:
+def with_summaries(status: Status) -> Status:
     """The status with what needs a person, its headline and the summaries of its events."""
     pending = by_urgency(status.pending)
     needs = attention(status)
@@ -34,19 +31,12 @@ def with_words(status: Status) -> Status:
             hooks=tuple(_hooks(status, workflow)),
             commands=tuple(
                 command(status.command_options, action, quoted(short[workflow.event.id]))
-                for action in words_of_use(status, workflow)
+                for action in offered_actions(status, workflow)
             ),
         )
         for workflow in pending
     )
-    tone = _tone(needs, pending)
-    return replace(status, headline=headline(status), tone=tone, summaries=summaries)
-
-
-def _tone(needs: Sequence[Attention], pending: Sequence[Workflow]) -> Tone:
-    if any(one.severity == "act" for one in needs):
-        return "bad"
-    return "busy" if needs or any(map(is_for_this_vm, pending)) else "good"
+    return replace(status, headline=headline(status), summaries=summaries)
 
 
 def _approval(workflow: Workflow) -> str:
@@ -76,7 +66,7 @@ def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
     decision = workflow.decision
     is_over = workflow.is_over
     running = {(hook.stage, hook.hook): hook.state for hook in status.running_for(workflow.id)}
-    stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
+    stages: tuple[tuple[Stage, tuple[str, ...], StageStatus, bool], ...] = (
         ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),
         ("on_start", decision.on_start, workflow.on_start, is_over),
         ("recover", decision.recover, workflow.recover, workflow.phase == "closed"),

@@ -7,14 +7,14 @@ presence.py  whether the file is still in its place
 """
 
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
-from scheduled_events_agent.store.outbox import Loss, Notices, StoredNotice, Waiting, notified
+from scheduled_events_agent.store.outbox import Backlog, Loss, OutboxItem, OutboxTable, notified
 from scheduled_events_agent.store.presence import LOCK_NAME
 from scheduled_events_agent.store.store import (
     MAX_ENTRIES,
     NO_CHANGES,
     REQUEST_VALID_SECONDS,
     CommitResult,
-    FactName,
+    MetaKey,
     RememberedChanges,
     Request,
     RequestAnswer,
@@ -30,18 +30,18 @@ __all__ = [
     "NO_CHANGES",
     "REQUEST_VALID_SECONDS",
     "RESERVE_BYTES",
+    "Backlog",
     "CommitResult",
-    "FactName",
     "Loss",
-    "Notices",
+    "MetaKey",
+    "OutboxItem",
+    "OutboxTable",
     "RememberedChanges",
     "Request",
     "RequestAnswer",
     "StatusRequest",
     "Store",
     "StoreError",
-    "StoredNotice",
-    "Waiting",
     "WithdrawnError",
     "notified",
 ]  # fmt: skip

@@ -21,9 +21,9 @@ from scheduled_events_agent.workflow import Workflow
 
 FILE_NAME = "state.db"
 # A file whose name has this ending says why the state is lost; the damaged file gets that name without the ending.
-_LOST = ".lost"
+_QUARANTINE_MARKER = ".lost"
 # This file exists beside a state file that is being created: until it is gone, an empty state file is no loss.
-_BEGINNING = ".begun"
+_CREATING_MARKER = ".begun"
 
 # Version 1 of the schema.
 _SCHEMA = """
@@ -47,11 +47,11 @@ _SCHEMA = """
         event_key TEXT PRIMARY KEY, reason TEXT NOT NULL, user TEXT NOT NULL, at TEXT NOT NULL,
         last_seen_at TEXT NOT NULL
     ) STRICT;
-    CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-    CREATE TABLE notice (
+    CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+    CREATE TABLE outbox (
         id INTEGER PRIMARY KEY AUTOINCREMENT, target TEXT NOT NULL, at TEXT NOT NULL, body TEXT NOT NULL
     ) STRICT;
-    CREATE INDEX notice_target ON notice (target, id);
+    CREATE INDEX outbox_target ON outbox (target, id);
 """
 # Each entry brings the schema one version further. Released entries are never edited; new ones are added.
 _MIGRATIONS: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class _DamagedError(Exception):
     """The file exists, but it is not as this agent wrote it."""
 
 
-def open_as_owner(
+def open_rw_create(
     directory: Path, now: datetime, on_locked: Callable[[StoreError], None]
 ) -> tuple[sqlite3.Connection, Path | None]:
     """Open or create the state file for the agent. Also returns the path to which a damaged file was moved.
@@ -92,16 +92,16 @@ def open_as_owner(
     path = directory / FILE_NAME
     reason = "that was found earlier"
     try:
-        aside = _move_aside(path)
+        aside = _quarantine(path)
         try:
             return _open(path, on_locked), aside
         except _DamagedError as error:
             reason = str(error)
-        lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_LOST}"
+        lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_QUARANTINE_MARKER}"
         lost.write_text(reason, encoding="utf-8")
         lost.chmod(0o600)
         host.flush_directory(directory)
-        aside = _move_aside(path)
+        aside = _quarantine(path)
         return _open(path, on_locked), aside
     except (OSError, sqlite3.Error, _DamagedError) as error:
         raise StoreError(
@@ -110,7 +110,7 @@ def open_as_owner(
         ) from error
 
 
-def open_as_guest(path: Path) -> sqlite3.Connection:
+def open_rw(path: Path) -> sqlite3.Connection:
     """Open the file of an agent that may be running. Creates and migrates nothing. Raises StoreError."""
     _refuse_unreachable(path, os.R_OK | os.W_OK)
 
@@ -126,7 +126,7 @@ def open_as_guest(path: Path) -> sqlite3.Connection:
         ) from error
 
 
-def open_to_read(path: Path) -> sqlite3.Connection:
+def open_ro(path: Path) -> sqlite3.Connection:
     """Open the file for reading only. Raises StoreError."""
     _refuse_unreachable(path, os.R_OK)
 
@@ -171,7 +171,7 @@ def close(connection: sqlite3.Connection, path: Path) -> None:
         connection.close()
 
 
-def make_log_void(path: Path) -> None:
+def invalidate_wal(path: Path) -> None:
     """Make the write-ahead log void, but keep its room. All its content must be in the file already.
 
     A valid log would be applied to a backup that an administrator puts in the place of the file.
@@ -197,7 +197,7 @@ def error_kind(error: Exception, otherwise: Literal["read", "write", "unusable"]
     return otherwise
 
 
-def _move_aside(path: Path) -> Path | None:
+def _quarantine(path: Path) -> Path | None:
     """If the state is known to be lost, move the damaged file away. Returns its new path."""
     lost = _load_loss(path)
     if lost is None:
@@ -213,11 +213,11 @@ def _move_aside(path: Path) -> Path | None:
 
 
 def _load_loss(path: Path) -> Path | None:
-    return next(path.parent.glob(f"{FILE_NAME}.damaged-*{_LOST}"), None)
+    return next(path.parent.glob(f"{FILE_NAME}.damaged-*{_QUARANTINE_MARKER}"), None)
 
 
 def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connection:
-    beginning = path.with_name(path.name + _BEGINNING)
+    beginning = path.with_name(path.name + _CREATING_MARKER)
     try:
         if not path.exists():
             beginning.touch(0o600)
@@ -237,7 +237,7 @@ def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connec
             raise _DamagedError("there is nothing in it")
         _refuse_other_version(path, version, is_owner=True)
         # Checking takes time, so it is done only if the last agent did not stop normally.
-        in_use = "SELECT 1 FROM fact WHERE name = 'in_use'"
+        in_use = "SELECT 1 FROM meta WHERE name = 'in_use'"
         if version and connection.execute(in_use).fetchone():
             (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if result != "ok":
@@ -245,10 +245,10 @@ def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connec
         _migrate(connection, version)
         for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
             _DECODER.decode(body)
-        connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('in_use', '1')")
+        connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('in_use', '1')")
         if lost:
             reason = lost.read_text(encoding="utf-8") or "the reason was not kept"
-            connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('state_lost', ?)", (reason,))
+            connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('state_lost', ?)", (reason,))
             lost.unlink()
         beginning.unlink(missing_ok=True)
 

@@ -9,13 +9,13 @@ import msgspec
 
 from scheduled_events_agent.status.status import NotifiedTarget
 
-MAX_NOTICES = 1000
+MAX_NOTIFICATIONS = 1000
 """Most notifications of one target; the oldest are dropped first."""
 
 Transaction = Callable[[], AbstractContextManager[None]]
 
 
-class StoredNotice(msgspec.Struct, frozen=True, kw_only=True):
+class OutboxItem(msgspec.Struct, frozen=True, kw_only=True):
     """A notification that was not delivered yet."""
 
     id: int
@@ -24,7 +24,7 @@ class StoredNotice(msgspec.Struct, frozen=True, kw_only=True):
     body: str
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     """The undelivered notifications of one target."""
 
     count: int
@@ -40,7 +40,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Why the last one was lost."""
 
 
-def notified(name: str, waiting: Waiting | None, loss: Loss | None) -> NotifiedTarget:
+def notified(name: str, waiting: Backlog | None, loss: Loss | None) -> NotifiedTarget:
     """The state of a target, according to the state file."""
     return NotifiedTarget(
         name=name,
@@ -53,7 +53,7 @@ def notified(name: str, waiting: Waiting | None, loss: Loss | None) -> NotifiedT
     )
 
 
-class Notices:
+class OutboxTable:
     """The table of notifications. All methods raise StoreError."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Transaction, reading: Transaction) -> None:
@@ -62,41 +62,41 @@ class Notices:
         self._transaction = transaction
         self._reading = reading
 
-    def add(self, stamp: str, notices: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    def add(self, stamp: str, notifications: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Add notifications (target, body) within a transaction. Returns the older ones that are lost by that."""
         self.connection.executemany(
-            "INSERT INTO notice (target, at, body) VALUES (?, ?, ?)",
-            [(target, stamp, body) for target, body in notices],
+            "INSERT INTO outbox (target, at, body) VALUES (?, ?, ?)",
+            [(target, stamp, body) for target, body in notifications],
         )
         lost: list[tuple[str, str]] = []
-        for target in dict.fromkeys(target for target, _ in notices):
-            surplus = "SELECT id, body FROM notice WHERE target = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
-            rows = self.connection.execute(surplus, (target, MAX_NOTICES)).fetchall()[::-1]
-            self.connection.executemany("DELETE FROM notice WHERE id = ?", [(row[0],) for row in rows])
+        for target in dict.fromkeys(target for target, _ in notifications):
+            surplus = "SELECT id, body FROM outbox WHERE target = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
+            rows = self.connection.execute(surplus, (target, MAX_NOTIFICATIONS)).fetchall()[::-1]
+            self.connection.executemany("DELETE FROM outbox WHERE id = ?", [(row[0],) for row in rows])
             lost += [(target, row[1]) for row in rows]
         return lost
 
-    def load_body(self, notice_id: int) -> str | None:
+    def load_body(self, notification_id: int) -> str | None:
         """The body; None if the notification is no longer there."""
         with self._reading():
-            row = self.connection.execute("SELECT body FROM notice WHERE id = ?", (notice_id,)).fetchone()
+            row = self.connection.execute("SELECT body FROM outbox WHERE id = ?", (notification_id,)).fetchone()
             return str(row[0]) if row else None
 
-    def load_next(self, target: str, after_id: int) -> StoredNotice | None:
+    def load_next(self, target: str, after_id: int) -> OutboxItem | None:
         """The next notification to deliver."""
-        query = "SELECT id, at, body FROM notice WHERE target = ? AND id > ? ORDER BY id LIMIT 1"
+        query = "SELECT id, at, body FROM outbox WHERE target = ? AND id > ? ORDER BY id LIMIT 1"
         with self._reading():
             row = self.connection.execute(query, (target, after_id)).fetchone()
-            return StoredNotice(id=row[0], at=datetime.fromisoformat(row[1]), body=row[2]) if row else None
+            return OutboxItem(id=row[0], at=datetime.fromisoformat(row[1]), body=row[2]) if row else None
 
     def drop(self, targets: Iterable[str]) -> None:
         """Delete all notifications that wait for these targets."""
         with self._transaction():
-            self.connection.executemany("DELETE FROM notice WHERE target = ?", [(one,) for one in targets])
+            self.connection.executemany("DELETE FROM outbox WHERE target = ?", [(one,) for one in targets])
 
-    def waiting(self) -> dict[str, Waiting]:
+    def waiting(self) -> dict[str, Backlog]:
         """The backlog of each target for which notifications wait."""
-        query = "SELECT target, count(*), min(at) FROM notice GROUP BY target"
+        query = "SELECT target, count(*), min(at) FROM outbox GROUP BY target"
         with self._reading():
             rows = self.connection.execute(query).fetchall()
-            return {name: Waiting(count=count, oldest_at=datetime.fromisoformat(at)) for name, count, at in rows}
+            return {name: Backlog(count=count, oldest_at=datetime.fromisoformat(at)) for name, count, at in rows}

@@ -19,22 +19,17 @@ from typing import IO, Any, Literal
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.status.status import History, JournalEntry
+from scheduled_events_agent.status.status import History, JournalRecord
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
-from scheduled_events_agent.store.outbox import Loss, Notices, StoredNotice, Waiting, notified
-from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
-from scheduled_events_agent.workflow import Note, OperatorAction, RememberedEvent, Step, Workflow
-
-__all__ = [
-    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "CommitResult", "Loss", "Notices", "RememberedChanges", "Request",
-    "RequestAnswer", "StatusRequest", "Store", "StoreError", "StoredNotice", "Waiting", "notified",
-]  # fmt: skip
+from scheduled_events_agent.store.outbox import Loss, OutboxTable
+from scheduled_events_agent.store.presence import OpenFiles
+from scheduled_events_agent.workflow import OperatorAction, Record, RememberedEvent, Transition, Workflow
 
 _FILLER_BYTES = 64 * 1024
 # Limits for closed events, besides their age; the smallest limit counts.
 MAX_EVENTS = 10_000
-MAX_NOTES = 10_000
+MAX_RECORDS = 10_000
 MAX_BYTES = 64 * 1024 * 1024
 MAX_ENTRIES = 500
 """Entries of one event that are kept: the first ones and the latest."""
@@ -51,7 +46,7 @@ _ENTRY = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "
 _SELECT_ENTRIES = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
 _SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
 
-FactName = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use"]
+MetaKey = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use"]
 
 
 class WithdrawnError(Exception):
@@ -117,7 +112,7 @@ class Store:
         path: Path,
         *,
         open_files: OpenFiles | None = None,
-        set_aside: Path | None = None,
+        quarantined_path: Path | None = None,
     ) -> None:
         """``open_files``: those of the agent, which owns the file; None for others."""
         self._connection = connection
@@ -126,13 +121,13 @@ class Store:
         self.path = path
         self.wake_path = path.with_name("wake")
         """Where the agent waits for ``host.wake``, to read a request at once."""
-        self.set_aside = set_aside
+        self.quarantined_path = quarantined_path
         """Where a damaged file was moved to when this one was opened; None if all was well."""
         self.is_writing = False
         """Whether the store's thread waits for the disk; for any thread."""
         self.recreations = 0
         """How often the file was removed or replaced, and created again."""
-        self.notices = Notices(connection, self._transaction, self._reading)
+        self.outbox = OutboxTable(connection, self._transaction, self._reading)
 
     @classmethod
     def open(
@@ -142,35 +137,35 @@ class Store:
         on_locked: Callable[[StoreError], None] = lambda _: None,
         lock: IO[bytes] | None = None,
     ) -> "Store":
-        """Open or create the state file in ``directory``, for the agent; see ``file.open_as_owner``.
+        """Open or create the state file in ``directory``, for the agent; see ``file.open_rw_create``.
 
         ``lock``: the lock of the directory; the store closes it.
         """
-        connection, set_aside = file.open_as_owner(directory, now, on_locked)
+        connection, quarantined_path = file.open_rw_create(directory, now, on_locked)
         path = directory / FILE_NAME
-        return cls(connection, path, open_files=OpenFiles(path, lock), set_aside=set_aside)
+        return cls(connection, path, open_files=OpenFiles(path, lock), quarantined_path=quarantined_path)
 
     @classmethod
-    def join(cls, directory: Path) -> "Store":
+    def open_client(cls, directory: Path) -> "Store":
         """Open the file of an agent that may be running. Raises StoreError, also for a damaged file."""
         path = directory / FILE_NAME
-        return cls(file.open_as_guest(path), path)
+        return cls(file.open_rw(path), path)
 
     @classmethod
-    def look_into(cls, directory: Path) -> "Store":
+    def open_readonly(cls, directory: Path) -> "Store":
         """Open the file for reading only. Raises StoreError. Damage is found when the damaged part is read."""
         path = directory / FILE_NAME
-        return cls(file.open_to_read(path), path)
+        return cls(file.open_ro(path), path)
 
     def close(self) -> None:
         """Close the file; the store cannot be used any more."""
         # If the file was removed, the write-ahead log at the path may belong to another agent.
         is_in_place = self._open_files is not None and not self._open_files.loss()
-        has_ended_well = is_in_place and not self._is_damaged and self._end_well()
+        has_ended_well = is_in_place and not self._is_damaged and self._checkpoint_for_close()
         file.close(self._connection, self.path)
         if has_ended_well:
             with contextlib.suppress(OSError):
-                file.make_log_void(self.path)
+                file.invalidate_wal(self.path)
         if self._open_files is not None:
             self._open_files.close()
 
@@ -191,15 +186,15 @@ class Store:
             self.is_writing = False
         if connection is not self._connection:
             self._connection.close()
-            self._connection = self.notices.connection = connection
+            self._connection = self.outbox.connection = connection
         self.recreations += 1
         return loss
 
-    def _end_well(self) -> bool:
+    def _checkpoint_for_close(self) -> bool:
         """Move all of the write-ahead log into the file. Returns whether that was possible."""
         try:
             with self._transaction():
-                self._connection.execute("DELETE FROM fact WHERE name = 'in_use'")
+                self._connection.execute("DELETE FROM meta WHERE name = 'in_use'")
             is_busy, length, moved = self._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
         except (StoreError, sqlite3.Error):
             return False
@@ -214,40 +209,40 @@ class Store:
 
     def commit(
         self,
-        steps: Sequence[Step],
+        transitions: Sequence[Transition],
         at: datetime,
         answers: Mapping[int, RequestAnswer] | None = None,
-        notices: Sequence[tuple[str, str]] = (),
+        notifications: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
     ) -> CommitResult:
         """Write workflows, notes, answers to operators' requests, notifications and remembered events to disk.
 
-        The notes have their texts already. ``notices``: target and body of each notification; if the disk is full,
-        all else is written without them. Raises StoreError, or WithdrawnError if one of the requests is gone; then
+        The records have their texts already. ``notifications``: target and body of each; if the disk is full, all
+        else is written without them. Raises StoreError, or WithdrawnError if one of the requests is gone; then
         nothing is written.
         """
-        if not (steps or answers or remembered):
+        if not (transitions or answers or remembered):
             return CommitResult()
         try:
-            lost = self._write_commit(steps, at, answers or {}, notices, remembered)
+            lost = self._write_commit(transitions, at, answers or {}, notifications, remembered)
         except StoreError as error:
-            if not notices or error.kind != "full":
+            if not notifications or error.kind != "full":
                 raise
             # Notifications must not take the room that events need.
-            self._write_commit(steps, at, answers or {}, (), remembered)
-            return CommitResult(dropped=tuple(notices), reason="no_room")
+            self._write_commit(transitions, at, answers or {}, (), remembered)
+            return CommitResult(dropped=tuple(notifications), reason="no_room")
         return CommitResult(dropped=tuple(lost), reason="too_many") if lost else CommitResult()
 
     def _write_commit(
         self,
-        steps: Sequence[Step],
+        transitions: Sequence[Transition],
         at: datetime,
         answers: Mapping[int, RequestAnswer],
-        notices: Sequence[tuple[str, str]],
+        notifications: Sequence[tuple[str, str]],
         remembered: RememberedChanges,
     ) -> list[tuple[str, str]]:
         """Write all in one transaction. Returns the oldest notifications of targets that had too many."""
-        latest = {step.workflow.id: step.workflow for step in steps}
+        latest = {transition.workflow.id: transition.workflow for transition in transitions}
         stamp = _stamp(at)
         rows = [(w.id, w.event.id, w.is_open, stamp, msgspec.json.encode(w).decode()) for w in latest.values()]
         with self._transaction():
@@ -257,12 +252,14 @@ class Store:
                 " updated_at = excluded.updated_at, body = excluded.body",
                 rows,
             )
-            self._write_journal([(stamp, step.workflow, note) for step in steps for note in step.notes])
+            self._write_journal(
+                [(stamp, transition.workflow, note) for transition in transitions for note in transition.records]
+            )
             self._write_remembered(remembered)
             for request_id, answer in answers.items():
                 if not self._write_answer(request_id, answer):
                     raise WithdrawnError
-            return self.notices.add(stamp, notices)
+            return self.outbox.add(stamp, notifications)
 
     def record(self, kind: str, text: str, at: datetime, detail: str = "") -> None:
         """Put an entry about the agent itself into the journal."""
@@ -306,27 +303,27 @@ class Store:
             ],
         )
 
-    def disown_workflows(self, at: datetime, reason: str) -> None:
+    def discard_workflows(self, at: datetime, reason: str) -> None:
         """Close all open workflows without recovery: they belong to another machine."""
-        note = Note(kind="closed", text=reason)
+        note = Record(kind="closed", text=reason)
         with self._transaction():
             rows = self._fetch("SELECT body FROM workflow WHERE is_open")
             self._write_journal([(_stamp(at), _to_workflow(body), note) for (body,) in rows])
             self._connection.execute("UPDATE workflow SET is_open = 0 WHERE is_open")
             self._connection.execute("DELETE FROM remembered_event")
 
-    def load_journal(self) -> list[JournalEntry]:
+    def load_journal(self) -> list[JournalRecord]:
         """All entries, oldest first."""
         return self._load_entries("ORDER BY id")
 
-    def load_notes(
+    def load_records(
         self, *, kind: str | None = None, since: datetime | None = None, limit: int = -1
-    ) -> list[JournalEntry]:
+    ) -> list[JournalRecord]:
         """The latest entries about the agent itself, oldest first."""
         newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
         return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
 
-    def load_starts_and_stops(self, since: datetime) -> list[JournalEntry]:
+    def load_starts_and_stops(self, since: datetime) -> list[JournalRecord]:
         """Starts and stops of the agent, oldest first: those since ``since``, and the last one before it."""
         kinds = "workflow_id = '' AND kind IN ('agent_started', 'agent_stopped')"
         first = f"SELECT ifnull(max(id), 0) FROM journal WHERE {kinds} AND at < ?"  # noqa: S608 - our own words
@@ -339,7 +336,7 @@ class Store:
             rows = self._fetch(f"{query} ORDER BY id DESC LIMIT 1", workflow_id, hook)
         return str(rows[0][0]) if rows else ""
 
-    def load_life(self) -> list[JournalEntry]:
+    def load_last_start_and_stop(self) -> list[JournalRecord]:
         """The agent's last start and last stop, in the order in which they were written."""
         return self._load_entries(
             "WHERE id IN (SELECT max(id) FROM journal WHERE workflow_id = '' AND kind IN (?, ?) GROUP BY kind)"
@@ -369,37 +366,37 @@ class Store:
         """The workflows that ``find_workflows`` finds, each with its journal."""
         which = "WHERE workflow_id = ? ORDER BY id"
         return [
-            History(workflow=workflow, entries=tuple(self._load_entries(which, workflow.id)))
+            History(workflow=workflow, records=tuple(self._load_entries(which, workflow.id)))
             for workflow in self.find_workflows(since=since, limit=limit, is_wanted=is_wanted)
         ]
 
-    def _load_entries(self, which: str, *values: str | int | None) -> list[JournalEntry]:
+    def _load_entries(self, which: str, *values: str | int | None) -> list[JournalRecord]:
         with self._reading():
             rows = self._fetch(_SELECT_ENTRIES + which, *values)
-            return [msgspec.convert(dict(zip(_ENTRY, row, strict=True)), JournalEntry) for row in rows]
+            return [msgspec.convert(dict(zip(_ENTRY, row, strict=True)), JournalRecord) for row in rows]
 
-    def load_fact(self, name: FactName) -> str:
+    def get_meta(self, name: MetaKey) -> str:
         """A remembered fact; "" if there is none."""
         with self._reading():
-            row = self._connection.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
+            row = self._connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else ""
 
-    def save_facts(self, facts: dict[FactName, str]) -> None:
+    def set_meta(self, values: dict[MetaKey, str]) -> None:
         """Remember facts, each under its name."""
         with self._transaction():
-            self._write_facts(facts)
+            self._write_meta(values)
 
-    def _write_facts(self, facts: dict[FactName, str]) -> None:
+    def _write_meta(self, values: dict[MetaKey, str]) -> None:
         self._connection.executemany(
-            "INSERT INTO fact (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-            list(facts.items()),
+            "INSERT INTO meta (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            list(values.items()),
         )
 
     def load_losses(self) -> dict[str, Loss]:
         """The lost notifications of each target."""
-        return _LOSSES.decode(self.load_fact("lost_notices") or "{}")
+        return _LOSSES.decode(self.get_meta("lost_notices") or "{}")
 
-    def end_notices(
+    def end_notifications(
         self,
         ids: Iterable[int],
         records: Iterable[tuple[str, str, datetime]] = (),
@@ -410,10 +407,10 @@ class Store:
         ``records``: entries for the journal, as for ``record_all``.
         """
         with self._transaction():
-            self._connection.executemany("DELETE FROM notice WHERE id = ?", [(one,) for one in ids])
+            self._connection.executemany("DELETE FROM outbox WHERE id = ?", [(one,) for one in ids])
             self._write_records(records)
             if losses is not None:
-                self._write_facts({"lost_notices": msgspec.json.encode(losses).decode()})
+                self._write_meta({"lost_notices": msgspec.json.encode(losses).decode()})
 
     def add_request(self, workflow_id: str, action: OperatorAction, user: str, at: datetime) -> int:
         """Ask the running agent to act on an event, and wake it; returns the request's number."""
@@ -478,7 +475,7 @@ class Store:
                 " (SELECT id FROM journal WHERE workflow_id = '' ORDER BY id LIMIT ?)",
                 (stamp, _PORTION_ROWS),
             ).rowcount
-            deleted += self._prune_entries("", MAX_NOTES, 0)
+            deleted += self._prune_entries("", MAX_RECORDS, 0)
             for (workflow_id,) in self._fetch("SELECT id FROM workflow WHERE is_open"):
                 deleted += self._prune_entries(workflow_id, MAX_ENTRIES, _FIRST_ENTRIES)
             self._connection.execute(
@@ -528,7 +525,7 @@ class Store:
             except OSError:
                 return 0
 
-    def keep_reserve(self) -> str:
+    def ensure_reserve(self) -> str:
         """Fill up the reserve if it has become small. Returns why that is not possible, "" if it is full."""
         left = self.reserve_bytes()
         if left >= RESERVE_BYTES * 3 // 4:
@@ -543,11 +540,11 @@ class Store:
                 f"file keeps for a full disk, {left >> 10} KiB are left"
             )
         filler = [(f"filler {number}", _FILLER_BYTES // 2) for number in range(RESERVE_BYTES // _FILLER_BYTES)]
-        forget = "DELETE FROM fact WHERE name LIKE 'filler %'"
+        forget = "DELETE FROM meta WHERE name LIKE 'filler %'"
         with self._transaction():
             self._connection.execute(forget)
             # Random bytes: some file systems do not store zeros.
-            self._connection.executemany("INSERT INTO fact (name, value) VALUES (?, hex(randomblob(?)))", filler)
+            self._connection.executemany("INSERT INTO meta (name, value) VALUES (?, hex(randomblob(?)))", filler)
         with self._transaction():
             self._connection.execute(forget)
         with self._reading():
@@ -560,7 +557,7 @@ class Store:
         cursor = self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (body, request_id))
         return cursor.rowcount == 1
 
-    def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
+    def _write_journal(self, entries: Iterable[tuple[str, Workflow, Record]]) -> None:
         self._insert_entries(
             (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, n.text, n.detail) for at, w, n in entries
         )

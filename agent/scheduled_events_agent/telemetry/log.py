@@ -38,14 +38,14 @@ _ASIDE = ("log_id", "sentence")
 # Fields that are part of MESSAGE's sentence already and do not follow in brackets.
 _IN_SENTENCE = (
     "time", "level", "event", "event_id", "type", "rule", "phase", "reason", "problem", "line", "exception",
-    "stacks", *_ASIDE,
+    "crash_log", *_ASIDE,
 )  # fmt: skip
 # An entry must fit into a datagram; the kernel's limit is about 200 KiB.
 _MAX_JOURNAL_MESSAGE = 32 * 1024
 _MAX_JOURNAL_SENTENCE = 4 * 1024
 _MAX_JOURNAL_FIELD = 1024
 _MAX_JOURNAL_TEXT = 8 * 1024
-_JOURNAL_TEXTS = ("reason", "line", "exception", "stacks")
+_JOURNAL_TEXTS = ("reason", "line", "exception", "crash_log")
 _REPEAT_SECONDS = 3600.0
 _MINUTE = 60.0
 # So many lines at once, then one a minute: of each kind of a failure that comes and goes; of one message about one
@@ -56,7 +56,7 @@ _BURST_OF_ALL = 500
 _MAX_LIMITS = 5000
 # A hook's run has a limit of its own, a thousand lines.
 _UNLIMITED = ("hook output",)
-_PATIENCE_SECONDS = 0.1
+_TIMEOUT_SECONDS = 0.1
 _MAX_PIECE_BYTES = 4096  # what fits when host.is_writable says that there is room
 
 
@@ -122,7 +122,7 @@ def is_debugging() -> bool:
     return structlog.is_configured() and get_logger().is_enabled_for(_LEVELS["debug"])
 
 
-class FailureLog:
+class ChangeLogger:
     """Logs one thing that fails and recovers. For one thread; times are monotonic seconds."""
 
     def __init__(self, what: str, fails: LogId | None = None, works: LogId | None = None) -> None:
@@ -169,14 +169,14 @@ class _RateLimit:
     def __init__(self, burst: int) -> None:
         self._burst = self._left = float(burst)
         self._at = 0.0
-        self.left_out = 0
+        self.suppressed = 0
 
     def take(self, now: float) -> bool:
         """Whether one more line may be logged now."""
         self._left = min(self._burst, self._left + (now - self._at) / _MINUTE)
         self._at = now
         if self._left < 1:
-            self.left_out += 1
+            self.suppressed += 1
             return False
         self._left -= 1
         return True
@@ -206,10 +206,10 @@ class _RateLimiter:
             one = self._of_one.setdefault(key, _RateLimit(_BURST_OF_ONE))
             if not (one.take(now) and all_.take(now)):
                 raise structlog.DropEvent
-            left_out = one.left_out + all_.left_out
-            one.left_out = 0
-            all_.left_out = 0
-        return {**event, "left_out": left_out} if left_out else event
+            suppressed = one.suppressed + all_.suppressed
+            one.suppressed = 0
+            all_.suppressed = 0
+        return {**event, "suppressed": suppressed} if suppressed else event
 
 
 @lru_cache(maxsize=1)
@@ -234,7 +234,7 @@ class _SafeStream:
 
     def _write(self, stream: TextIO, text: str) -> None:
         # A slow reader is waited for once; then not until it has read again.
-        deadline = time.monotonic() + (0.0 if self._is_stuck else _PATIENCE_SECONDS)
+        deadline = time.monotonic() + (0.0 if self._is_stuck else _TIMEOUT_SECONDS)
         # A line that was cut off is ended first, so that it does not spoil this one.
         for piece in _pieces(f"\n{text}" if self._is_cut else text):
             self._is_stuck = not _has_room(stream, max(0.0, deadline - time.monotonic()))
@@ -261,12 +261,12 @@ def _pieces(text: str) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def _has_room(stream: TextIO, patience_seconds: float) -> bool:
+def _has_room(stream: TextIO, timeout_seconds: float) -> bool:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
         return True  # not a file of the system
-    return host.is_writable(descriptor, patience_seconds)
+    return host.is_writable(descriptor, timeout_seconds)
 
 
 def _is(what: Callable[[int], bool], stream: TextIO | None) -> bool:
@@ -317,7 +317,7 @@ def _to_sentence(event: structlog.typing.EventDict) -> str:
     sentence = str(event.get("sentence", ""))
     if not sentence:
         *_, fault = str(event.get("exception", "")).splitlines() or [""]
-        why = [str(event[name]) for name in ("reason", "problem", "line", "stacks") if event.get(name)]
+        why = [str(event[name]) for name in ("reason", "problem", "line", "crash_log") if event.get(name)]
         event_id = str(event.get("event_id") or "")
         about = f"{event.get('type') or 'event'} {event_id[:SHORT_ID]}" if event_id else ""
         sentence = ": ".join(filter(None, [about, str(event["event"]), *why, fault]))
@@ -363,7 +363,7 @@ class _Journal:
         }
         fields = {name: value for name, value in fields.items() if value}
         # A slow journal is waited for once, as a stream is.
-        if host.send_to_journal(fields, 0.0 if self._is_stuck else _PATIENCE_SECONDS):
+        if host.send_to_journal(fields, 0.0 if self._is_stuck else _TIMEOUT_SECONDS):
             self._is_stuck = False
             raise structlog.DropEvent
         self._is_stuck = True

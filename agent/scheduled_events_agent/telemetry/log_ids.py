@@ -42,7 +42,7 @@ class LogId(IntEnum):
     GONE = 204, "The event is no longer in the document."
     MANY_EVENTS = 205, "Very many events were seen at once: the log has only the first ones."
     EXPIRED = 206, "A recommendation has expired: what was prepared for it is recovered."
-    PREPARING = PREPARED = WAITS = 210, "Preparation goes on, waits or is done."
+    PREPARING = PREPARED = WAITING = 210, "Preparation goes on, waits or is done."
     HOOK_STARTED = 220, "A hook started."
     HOOK_SUCCEEDED = 221, "A hook succeeded."
     HOOK_FAILED = 222, "A hook failed or ran out of time."

@@ -26,12 +26,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from scheduled_events_agent import __version__
-from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTICE_ERROR_KINDS
+from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTIFICATION_ERROR_KINDS
 from scheduled_events_agent.imds.document import EVENT_TYPES, Affects
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import Attention
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE
-from scheduled_events_agent.workflow import HookOutcome, Note, Outcome, Phase, Workflow
+from scheduled_events_agent.workflow import HookOutcome, Outcome, Phase, Record, Workflow
 
 _PREFIX = "scheduled_events_"
 _DROPPED = ("too_many", "too_old", "refused", "removed", "no_room")
@@ -96,8 +96,8 @@ class Metrics:
             "last_successful_poll_timestamp_seconds", "Unix time of the last successful poll; 0 if there was none."
         )
         self.documents = self._counter("documents_total", "Documents that differed from the one before.")
-        self.others_events = self._gauge(
-            "others_events", "Events of the last document that only concern other VMs and are not followed."
+        self.other_vm_events = self._gauge(
+            "other_vm_events", "Events of the last document that only concern other VMs and are not followed."
         )
 
     def _add_events(self) -> None:
@@ -143,19 +143,21 @@ class Metrics:
         self.state_reserve = self._gauge(
             "state_reserve_bytes", "How much can still be written to the state file while its disk is full."
         )
-        self.faults = self._counter("faults_total", "Bugs met while handling an event; the log has the details.")
+        self.bugs = self._counter("bugs_total", "Bugs met while handling an event; the log has the details.")
 
     def _add_notices(self) -> None:
-        self.notices_sent = self._counter("notices_sent_total", "Notifications that were delivered.", "target")
-        self.notice_failures = self._counter(
-            "notice_failures_total", "Attempts to deliver a notification that failed.", "target", "kind"
+        self.notifications_sent = self._counter(
+            "notifications_sent_total", "Notifications that were delivered.", "target"
         )
-        self.notices_dropped = self._counter(
-            "notices_dropped_total", "Notifications that were lost before delivery.", "target", "reason"
+        self.notification_failures = self._counter(
+            "notification_failures_total", "Attempts to deliver a notification that failed.", "target", "kind"
         )
-        self._notices_waiting = self._gauge("notices_waiting", "Notifications to be delivered.", "target")
+        self.notifications_dropped = self._counter(
+            "notifications_dropped_total", "Notifications that were lost before delivery.", "target", "reason"
+        )
+        self._notices_waiting = self._gauge("notifications_waiting", "Notifications to be delivered.", "target")
         self._notices_oldest = self._gauge(
-            "notices_oldest_waiting_seconds",
+            "notifications_oldest_waiting_seconds",
             "How long the oldest of them has waited; 0 if there is none.",
             "target",
         )
@@ -239,11 +241,11 @@ class Metrics:
         }
         hooks |= {(hook, "on_clear"): None for hook in settings.on_clear}
         for target in settings.notify[:_MAX_NAMED]:
-            self.notices_sent.labels(target.name)
-            for kind in NOTICE_ERROR_KINDS:
-                self.notice_failures.labels(target.name, kind)
+            self.notifications_sent.labels(target.name)
+            for kind in NOTIFICATION_ERROR_KINDS:
+                self.notification_failures.labels(target.name, kind)
             for reason in _DROPPED:
-                self.notices_dropped.labels(target.name, reason)
+                self.notifications_dropped.labels(target.name, reason)
         for (hook, stage), outcome in product(islice(hooks, _MAX_NAMED), get_args(HookOutcome)):
             self.hook_runs.labels(hook, stage, outcome)
 
@@ -252,25 +254,25 @@ class Metrics:
         self.hook_runs.labels(hook, stage, outcome).inc()
         self.hook_seconds.labels(hook, stage, outcome).observe(seconds)
 
-    def record_note(self, workflow: Workflow, note: Note, now: float) -> None:
+    def record_note(self, workflow: Workflow, record: Record, now: float) -> None:
         """Count what happened; ``now`` is Unix time."""
         event = workflow.event
         rule = workflow.decision.rule or "none"
-        if note.kind == "seen":
+        if record.kind == "seen":
             self.events.labels(event_type(event.type), _source(event.source), workflow.decision.affects).inc()
-        elif note.kind == "decided":
+        elif record.kind == "decided":
             self.decisions.labels(rule, workflow.decision.approve).inc()
-        elif note.kind == "approved":
+        elif record.kind == "approved":
             self.approvals.labels("confirmed").inc()
             self.approval_seconds.labels(rule).observe(max(0.0, now - workflow.first_seen_at.timestamp()))
-        elif note.kind == "hook_finished":
-            if note.outcome in _HOOK_FAILURES:
-                self.hook_failures.labels(note.stage).inc()
-        elif note.kind == "without_slot":
-            self.fleet_begun_without_slot.labels(note.detail).inc()
-        elif note.kind == "recovery_failed":
+        elif record.kind == "hook_finished":
+            if record.outcome in _HOOK_FAILURES:
+                self.hook_failures.labels(record.stage).inc()
+        elif record.kind == "without_slot":
+            self.fleet_begun_without_slot.labels(record.detail).inc()
+        elif record.kind == "recovery_failed":
             self.recovery_failures.inc()
-        elif note.kind == "closed":
+        elif record.kind == "closed":
             self.closed.labels(event_type(event.type), workflow.outcome).inc()
 
     def expose(self) -> bytes:

@@ -18,12 +18,12 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.engine import Snapshot
-from scheduled_events_agent.status import History, HistoryItem, Journal, JournalEntry, Status, WebConfigRejected
-from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.status import History, HistoryItem, Journal, JournalRecord, Status, WebConfigRejected
+from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
-from scheduled_events_agent.web.server import Page, WebError, WebServer
+from scheduled_events_agent.web.server import Response, WebError, WebServer
 from scheduled_events_agent.web.static import FILES
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.workflow import Workflow
@@ -33,7 +33,7 @@ _RECENT = 20
 _ENTRIES = 41
 # The journal is read at most once in this time, and a client waits this long for a disk that hangs.
 _PAGE_SECONDS = 1.0
-_PAGE_PATIENCE_SECONDS = 1.0
+_PAGE_TIMEOUT_SECONDS = 1.0
 # Metrics and /status are built at most once in this time: clients that ask together share one answer.
 _METRICS_SECONDS = 0.1
 _STATUS_SECONDS = 0.5
@@ -51,7 +51,7 @@ class WebState(NamedTuple):
     config_rejected: WebConfigRejected | None
 
 
-class Pages:
+class Endpoints:
     """The endpoints of the agent, and their web server. For any thread."""
 
     def __init__(
@@ -97,8 +97,8 @@ class Pages:
             failure = ""
             try:
                 if agent.web_config and not self.tls:
-                    self.tls = Tls(Path(agent.web_config), self._tell_tls)
-                self.web = WebServer(agent.listen, self._makers(), tls=self.tls, names=agent.listen_names)
+                    self.tls = Tls(Path(agent.web_config), self._report_tls)
+                self.web = WebServer(agent.listen, self._handlers(), tls=self.tls, names=agent.listen_names)
             except (TlsError, WebError) as error:
                 failure = str(error)
             if failure and failure != self.failure:
@@ -112,7 +112,7 @@ class Pages:
                 return
             self._stop_requested.wait(_WEB_RETRY_SECONDS)
 
-    def _tell_tls(self, refused: str) -> None:
+    def _report_tls(self, refused: str) -> None:
         self._web_config_rejected = WebConfigRejected(reason=refused, since=datetime.now(UTC)) if refused else None
         if refused:
             text = "agent.web_config is rejected; its previous content is in force"
@@ -125,82 +125,82 @@ class Pages:
         if self.web is not None:
             self.web.close()
 
-    def _makers(self) -> dict[str, Callable[[], Page]]:
+    def _handlers(self) -> dict[str, Callable[[], Response]]:
         return {
             **FILES,
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
-            "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
-            "/status": _Shared(self._status_page, _STATUS_SECONDS, self._status_basis),
-            "/history": _Shared(self._history_page, _PAGE_SECONDS),
+            "/metrics": _CachedResponse(self._metrics_page, _METRICS_SECONDS),
+            "/status": _CachedResponse(self._status_page, _STATUS_SECONDS, self._status_basis),
+            "/history": _CachedResponse(self._history_page, _PAGE_SECONDS),
         }
 
-    def _health_page(self) -> Page:
+    def _health_page(self) -> Response:
         problems = self._health_problems()
         if problems:
-            return Page(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode())
-        return Page(HTTPStatus.OK, b"ok\n")
+            return Response(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode())
+        return Response(HTTPStatus.OK, b"ok\n")
 
-    def _ready_page(self) -> Page:
+    def _ready_page(self) -> Response:
         busy = [workflow for workflow in self._snapshot().workflows.values() if workflow.is_prepared_for]
         if not busy:
-            return Page(HTTPStatus.OK, b"ready\n")
+            return Response(HTTPStatus.OK, b"ready\n")
         lines = [f"not ready: {w.event.type} {w.event.id} is {w.phase.replace('_', ' ')}\n" for w in busy]
-        return Page(HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
+        return Response(HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
 
-    def _metrics_page(self) -> Page:
-        return Page(HTTPStatus.OK, self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
+    def _metrics_page(self) -> Response:
+        return Response(HTTPStatus.OK, self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
 
-    def _status_page(self) -> Page:
+    def _status_page(self) -> Response:
         status = self._status()
         if self._snapshot().settings.agent.show_hook_output:
             with suppress(StoreError):
                 status = replace(status, hook_output=output_of_pending(self._load_recent()[0], status.pending))
         return _json_page(status)
 
-    def _history_page(self) -> Page:
+    def _history_page(self) -> Response:
         try:
             recent, pauses = self._load_recent()
         except StoreError as error:
-            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
-        events = [HistoryItem(workflow=as_shown(one.workflow), entries=self._shown(one.entries)) for one in recent]
-        notes = [HistoryItem(workflow=None, entries=(pause,)) for pause in pauses]
+            return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
+        events = [HistoryItem(workflow=to_view(one.workflow), records=self._shown(one.records)) for one in recent]
+        notes = [HistoryItem(workflow=None, records=(pause,)) for pause in pauses]
         items = sorted(
             (*events, *notes),
-            key=lambda item: item.workflow.first_seen_at if item.workflow else item.entries[0].at,
+            key=lambda item: item.workflow.first_seen_at if item.workflow else item.records[0].at,
         )
         return _json_page(Journal(at=datetime.now(UTC), histories=tuple(items)))
 
-    def _shown(self, entries: Sequence[JournalEntry]) -> tuple[JournalEntry, ...]:
+    def _shown(self, entries: Sequence[JournalRecord]) -> tuple[JournalRecord, ...]:
         """The last entries, with hooks' output only where the policy shows it."""
         if self._snapshot().settings.agent.show_hook_output:
             return tuple(entries[-_ENTRIES:])
         return tuple(replace(entry, detail="") for entry in entries[-_ENTRIES:])
 
-    def _load_recent(self) -> tuple[Sequence[History], Sequence[JournalEntry]]:
+    def _load_recent(self) -> tuple[Sequence[History], Sequence[JournalRecord]]:
         """The latest events and pauses. Raises StoreError."""
-        with closing(Store.look_into(self._state_dir)) as store:
-            return store.load_histories(limit=_RECENT), store.load_notes(kind="pause", limit=_RECENT)
+        with closing(Store.open_readonly(self._state_dir)) as store:
+            return store.load_histories(limit=_RECENT), store.load_records(kind="machine_paused", limit=_RECENT)
 
 
-def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalEntry, ...]:
+def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalRecord, ...]:
     """The entries that hold the output of hooks of pending events."""
     open_ids = {workflow.id for workflow in pending}
-    entries = [entry for history in recent if history.workflow.id in open_ids for entry in history.entries]
+    entries = [entry for history in recent if history.workflow.id in open_ids for entry in history.records]
     return tuple([entry for entry in entries if entry.hook and entry.detail])
 
 
-def _json_page(answer: Status | Journal) -> Page:
+def _json_page(answer: Status | Journal) -> Response:
     body = msgspec.json.encode(answer)
     if len(body) < _READABLE_BYTES:
         body = msgspec.json.format(body)
-    return Page(HTTPStatus.OK, body + b"\n", "application/json")
+    return Response(HTTPStatus.OK, body + b"\n", "application/json")
 
 
-class _Shared:
+class _CachedResponse:
     """A response that costs some work; built once for all clients within ``seconds``. For any thread."""
 
-    def __init__(self, make: Callable[[], Page], seconds: float, basis: Callable[[], object] = tuple) -> None:
+    def __init__(self, make: Callable[[], Response], seconds: float, basis: Callable[[], object] = tuple) -> None:
         """``basis``: the data of the response; when it has changed, the response is built again at once."""
         self._make = make
         self._seconds = seconds
@@ -208,13 +208,13 @@ class _Shared:
         self._shown: object = None
         self._making = threading.Lock()
         self._made_at = -inf
-        self._page = Page(
+        self._page = Response(
             HTTPStatus.SERVICE_UNAVAILABLE, b"this takes long to read; try again, or ask for /status\n"
         )
 
-    def __call__(self) -> Page:
+    def __call__(self) -> Response:
         # Another client's thread may be building it now. If that hangs, the last response is used.
-        if self._making.acquire(timeout=_PAGE_PATIENCE_SECONDS):
+        if self._making.acquire(timeout=_PAGE_TIMEOUT_SECONDS):
             try:
                 basis = self._basis()
                 if time.monotonic() - self._made_at >= self._seconds or basis != self._shown:

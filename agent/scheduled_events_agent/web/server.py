@@ -25,9 +25,9 @@ _MAX_CLIENTS = 128
 # Some more clients may wait for a place, or end after they have lost theirs.
 _MAX_THREADS = 2 * _MAX_CLIENTS
 # A client keeps its place for at least this long.
-_UNDISTURBED_SECONDS = 0.1
+_MIN_SLOT_SECONDS = 0.1
 # A thread looks this often whether its client still has a place. (Not every system wakes it.)
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 # Time limit from the start of a connection to the end of its request, TLS included; and for reading the answer.
 _REQUEST_SECONDS = 5.0
 _ANSWER_SECONDS = 15.0
@@ -40,7 +40,7 @@ _TLS_GREETING = b"\x16"
 
 
 @dataclass(frozen=True)
-class Page:
+class Response:
     """An answer that is ready to be sent."""
 
     status: HTTPStatus
@@ -50,14 +50,14 @@ class Page:
     """Further ones."""
 
 
-Pages = Mapping[str, Callable[[], Page]]
+Routes = Mapping[str, Callable[[], Response]]
 
 
 T = TypeVar("T")
 
 
 @dataclass
-class _Place:
+class _ConnectionSlot:
     """A client's place: its connection, and since when the client has the place."""
 
     connection: socket.socket
@@ -76,7 +76,7 @@ class WebServer(ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(self, listen: str, pages: Pages, *, tls: Tls | None = None, names: Iterable[str] = ()) -> None:
+    def __init__(self, listen: str, pages: Routes, *, tls: Tls | None = None, names: Iterable[str] = ()) -> None:
         """``names``: what a browser may call this server besides its address and the machine's own name.
 
         Blocks while the system looks up ADDRESS, if that is a name. Raises WebError.
@@ -86,7 +86,7 @@ class WebServer(ThreadingTCPServer):
         self._pages = pages
         self._tls = tls
         self._is_closed = False
-        self._clients: dict[int, _Place] = {}
+        self._clients: dict[int, _ConnectionSlot] = {}
         """The place of each client's thread, oldest first."""
         self._clients_lock = threading.Lock()
         self._free_threads = threading.Semaphore(_MAX_THREADS)
@@ -154,37 +154,37 @@ class WebServer(ThreadingTCPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Log nothing: most clients that fail have only disconnected."""
 
-    def admit(self, connection: socket.socket, deadline: float) -> None:
+    def acquire_slot(self, connection: socket.socket, deadline: float) -> None:
         """Give this thread's client a place. Blocks until there is one. Raises OSError after the deadline."""
         while True:
             with self._clients_lock:
                 now = time.monotonic()
                 if len(self._clients) < _MAX_CLIENTS:
-                    self._clients[threading.get_ident()] = _Place(connection, now)
+                    self._clients[threading.get_ident()] = _ConnectionSlot(connection, now)
                     return
                 thread, oldest = next(iter(self._clients.items()))
-                wait = oldest.since + _UNDISTURBED_SECONDS - now
+                wait = oldest.since + _MIN_SLOT_SECONDS - now
                 if wait <= 0:
                     del self._clients[thread]
                     _interrupt(oldest.connection)
                     continue
             time.sleep(min(wait, _seconds_to(deadline)))
 
-    def attempt(self, action: Callable[[], T], connection: socket.socket, deadline: float) -> T:
+    def read_with_deadline(self, action: Callable[[], T], connection: socket.socket, deadline: float) -> T:
         """Run ``action``, which waits for the client. Raises OSError when the client's time or place is lost."""
         while True:
-            connection.settimeout(min(_LOOK_SECONDS, _seconds_to(deadline)))
+            connection.settimeout(min(_POLL_SECONDS, _seconds_to(deadline)))
             try:
                 return action()
             except TimeoutError:
                 if threading.get_ident() not in self._clients:
                     raise
 
-    def secure(self, connection: socket.socket, deadline: float) -> socket.socket:
+    def start_tls(self, connection: socket.socket, deadline: float) -> socket.socket:
         """The connection, under TLS if that is configured. Blocks. Raises OSError if the client speaks no TLS."""
         if self._tls is None:
             return connection
-        first = self.attempt(lambda: connection.recv(1, socket.MSG_PEEK), connection, deadline)
+        first = self.read_with_deadline(lambda: connection.recv(1, socket.MSG_PEEK), connection, deadline)
         if first not in (b"", _TLS_GREETING):
             connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\nthis port speaks TLS: ask with https://\n")
             connection.recv(_MAX_REQUEST_BYTES)  # see _Handler.finish
@@ -194,32 +194,32 @@ class WebServer(ThreadingTCPServer):
             if place := self._clients.get(threading.get_ident()):
                 place.connection = secured
         try:
-            self.attempt(secured.do_handshake, secured, deadline)
+            self.read_with_deadline(secured.do_handshake, secured, deadline)
         except BaseException:
             secured.close()
             raise
         return secured
 
-    def answer(self, path: str, names: Iterable[str]) -> Page:
+    def dispatch(self, path: str, names: Iterable[str]) -> Response:
         """The answer to a request for ``path`` with these Host headers. May take as long as the page does."""
-        is_stranger = not all(map(self._answers_to, names))
+        is_stranger = not all(map(self._is_host_allowed, names))
         if is_stranger and path not in _PROBES:
             way_out = "use its address, or add the name to agent.listen_names"
             text = f"the Host header is not a name of this server: {way_out}\n"
-            return Page(HTTPStatus.MISDIRECTED_REQUEST, text.encode())
+            return Response(HTTPStatus.MISDIRECTED_REQUEST, text.encode())
         make = self._pages.get(path)
         if make is None:
             text = f"no such page; there are: {' '.join(sorted(self._pages))}\n"
-            return Page(HTTPStatus.NOT_FOUND, text.encode())
+            return Response(HTTPStatus.NOT_FOUND, text.encode())
         try:
             page = make()
         except Exception as error:  # noqa: BLE001 - the client should see it
-            return Page(HTTPStatus.INTERNAL_SERVER_ERROR, f"a bug in the agent: {error!r}\n".encode())
+            return Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"a bug in the agent: {error!r}\n".encode())
         if is_stranger:  # it gets yes or no, without details
-            return Page(page.status, b"yes\n" if page.status == HTTPStatus.OK else b"no\n")
+            return Response(page.status, b"yes\n" if page.status == HTTPStatus.OK else b"no\n")
         return page
 
-    def _answers_to(self, name: str) -> bool:
+    def _is_host_allowed(self, name: str) -> bool:
         """Whether a request with this Host header is meant for this server.
 
         Only requests to a loopback address are compared. Their pages are for this machine alone, and a web page
@@ -248,8 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         deadline = time.monotonic() + _REQUEST_SECONDS
-        self.server.admit(self.request, deadline)
-        self.request = self.server.secure(self.request, deadline)
+        self.server.acquire_slot(self.request, deadline)
+        self.request = self.server.start_tls(self.request, deadline)
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(_Request(self.server, self.connection, deadline))
@@ -277,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.defects:  # a line that is no header may hide one
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
-        self._send(self.server.answer(self.path.partition("?")[0], self.headers.get_all("Host", [])))
+        self._send(self.server.dispatch(self.path.partition("?")[0], self.headers.get_all("Host", [])))
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -287,15 +287,15 @@ class _Handler(BaseHTTPRequestHandler):
         del message, explain
         if code == HTTPStatus.NOT_IMPLEMENTED:
             text = b"only GET and HEAD: nothing can be changed here\n"
-            self._send(Page(HTTPStatus.METHOD_NOT_ALLOWED, text, headers={"Allow": "GET, HEAD"}))
+            self._send(Response(HTTPStatus.METHOD_NOT_ALLOWED, text, headers={"Allow": "GET, HEAD"}))
         else:
             status = HTTPStatus(code)
-            self._send(Page(status, f"{status.phrase}\n".encode()))
+            self._send(Response(status, f"{status.phrase}\n".encode()))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         """Log nothing: the agent's log is about events."""
 
-    def _send(self, page: Page) -> None:
+    def _send(self, page: Response) -> None:
         self.connection.settimeout(_ANSWER_SECONDS)
         self.close_connection = True
         self.send_response(page.status)
@@ -333,7 +333,7 @@ class _Request(io.RawIOBase):
         if self._bytes_left <= 0:
             raise _TooLargeError
         connection = self._connection
-        count = self._server.attempt(lambda: connection.recv_into(buffer), connection, self._deadline)
+        count = self._server.read_with_deadline(lambda: connection.recv_into(buffer), connection, self._deadline)
         self._bytes_left -= count
         return count
 

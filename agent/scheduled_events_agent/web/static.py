@@ -4,7 +4,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
-from scheduled_events_agent.web.server import Page
+from scheduled_events_agent.web.server import Response
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -24,8 +24,8 @@ _FILES = {
 }
 
 
-def _page_of(name: str, content_type: str) -> Callable[[], Page]:
-    page = Page(HTTPStatus.OK, Path(__file__).with_name(name).read_bytes(), content_type, HEADERS)
+def _page_of(name: str, content_type: str) -> Callable[[], Response]:
+    page = Response(HTTPStatus.OK, Path(__file__).with_name(name).read_bytes(), content_type, HEADERS)
     return lambda: page
 
 

@@ -108,9 +108,13 @@
   const signOf = ({severity, kind}) => (severity === "act" && kind !== "approval_needed" ? "✕" : "!");
   const phaseOf = ({phase}) => (phase === "waiting" ? "pending" : phase.replaceAll("_", " "));
 
+  // Without anything that needs a person: busy while an event of this VM is pending.
+  const toneOf = () => (status.pending.some(({decision}) => ["self", "shared"].includes(decision.affects)) ? "busy" : "good");
+
   // The state of the agent, for the title, the icon and the first chip.
   const state = () => {
-    const {attention: [first], tone, summaries: [summary]} = status;
+    const {attention: [first], summaries: [summary]} = status;
+    const tone = toneOf();
     if (first) {
       const word = first.kind.replaceAll("_", " ").replace("vm ", "VM ");
       return {sign: signOf(first), tone: TONES[first.severity], word, title: `: ${word}`};
@@ -170,8 +174,8 @@
   const headline = () => {
     if (isLost || status.attention.length) return "";
     const polled = status.last_poll_at ? ["Last successful poll ", since(status.last_poll_at), " ago"] : "No successful poll yet";
-    return el("div", {class: `headline ${status.tone}`},
-      el("p", {role: "status"}, mark(SIGNS[status.tone]), words(status.headline)),
+    return el("div", {class: `headline ${toneOf()}`},
+      el("p", {role: "status"}, mark(SIGNS[toneOf()]), words(status.headline)),
       el("p", {class: "polled"}, status.ready ? "" : "/readyz answers 503. ", polled));
   };
 
@@ -291,7 +295,7 @@
     ]);
   };
 
-  const overruling = (summary) => {
+  const available_actions = (summary) => {
     const shown = new Set(status.attention.flatMap((one) => one.commands.map(({command}) => command)));
     const others = summary.commands.filter((command) => !shown.has(command));
     return others.length ? el("p", {class: "hint"}, "To overrule: ",
@@ -315,7 +319,7 @@
         ["Affects", resources(workflow)],
         ["Azure says", event.description ? el("q", {}, words(event.description)) : ""],
       ]),
-      overruling(summary),
+      available_actions(summary),
       history ? el("details", {id: `t-${key(workflow.id)}`, open: isFirst && "open"},
         el("summary", {}, "Timeline (UTC)"), timeline(history)) : "",
       el("details", {id: `m-${key(workflow.id)}`}, el("summary", {}, "More"), about(workflow)));
@@ -345,13 +349,13 @@
 
   // The entries, oldest first; of many, the last ones.
   const timeline = (history) => {
-    const entries = history.entries.slice(-MOST.entries);
-    const days = [history.workflow.first_seen_at, ...entries.map((one) => one.at)].map((at) => at.slice(0, 10));
+    const entries = history.records.slice(-MOST.records);
+    const days = [history.workflow.first_seen_at, ...records.map((one) => one.at)].map((at) => at.slice(0, 10));
     const isHidden = entries.some((one) => one.kind === "hook_finished" && !one.detail);
     const command = `${status.command_prefix}scheduled-events-agent history --event ${history.workflow.event.id} ${status.command_options.state}`;
     return [
       el("ol", {class: "timeline"},
-        history.entries.length > entries.length ? el("li", {class: "quiet"}, "… there are earlier entries") : "",
+        history.records.length > entries.length ? el("li", {class: "quiet"}, "… there are earlier entries") : "",
         entries.map((one, i) => entry(one, days[i]))),
       isHidden ? el("p", {class: "hint"}, "With what the hooks wrote: ", code(command.trim())) : "",
     ];
@@ -378,8 +382,8 @@
 
   const pauses = () => {
     if (!histories) return "";
-    const notes = histories.filter((history) => !history.workflow).flatMap((history) => history.entries)
-      .filter((one) => one.kind === "pause").reverse().slice(0, MOST.entries);
+    const notes = histories.filter((history) => !history.workflow).flatMap((history) => history.records)
+      .filter((one) => one.kind === "machine_paused").reverse().slice(0, MOST.records);
     const lines = notes.map((one) => el("li", {}, moment(one.at), el("div", {}, words(one.text))));
     return section("pauses", "VM pauses", lines.length
       ? el("ol", {class: "timeline wide"}, lines) : el("p", {class: "none"}, "None was measured."));

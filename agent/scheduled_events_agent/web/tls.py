@@ -14,7 +14,7 @@ from scheduled_events_agent.policy.web_config import TlsServerConfig, WebConfig,
 
 _MAX_FILE_BYTES = 1024 * 1024
 # The files are looked at this often at most.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class TlsError(AgentError):
@@ -27,37 +27,37 @@ class TlsError(AgentError):
 class Tls:
     """The TLS that the file asks for now: certificates are renewed under a running agent. For any thread."""
 
-    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        """``tell`` is called with the reason when the file is rejected, and with "" when it is good again.
+    def __init__(self, path: Path, on_error: Callable[[str], None]) -> None:
+        """``on_error`` is called with the reason when the file is rejected, and with "" when it is good again.
 
         Raises TlsError.
         """
         self._path = path
-        self._tell = tell
+        self._on_error = on_error
         self._lock = threading.Lock()
         self.refused = ""
         """Why the file as it is now was rejected; "" if it is in force."""
         config, self._context = _read(path)
         self._files = (path, *map(Path, named_files(path, config).values()))
-        self._stamps = _stamps(self._files)
+        self._fingerprints = _fingerprints(self._files)
         self._looked_at = time.monotonic()
 
     def context(self) -> ssl.SSLContext:
         """The context for the next connection. Reads files that have changed again, at most once a second."""
         # While another client waits for a slow disk, this one uses the context from before.
-        if time.monotonic() - self._looked_at >= _LOOK_SECONDS and self._lock.acquire(blocking=False):
+        if time.monotonic() - self._looked_at >= _POLL_SECONDS and self._lock.acquire(blocking=False):
             try:
-                self._look()
+                self._reload_if_changed()
                 self._looked_at = time.monotonic()
             finally:
                 self._lock.release()
         return self._context
 
-    def _look(self) -> None:
-        stamps = _stamps(self._files)
-        if stamps == self._stamps and not self.refused:
+    def _reload_if_changed(self) -> None:
+        stamps = _fingerprints(self._files)
+        if stamps == self._fingerprints and not self.refused:
             return
-        self._stamps = stamps
+        self._fingerprints = stamps
         try:
             config, self._context = _read(self._path)
         except TlsError as error:
@@ -67,7 +67,7 @@ class Tls:
             self._files = (self._path, *map(Path, named_files(self._path, config).values()))
         if refused != self.refused:
             self.refused = refused
-            self._tell(refused)
+            self._on_error(refused)
 
 
 def load_web_config(path: Path) -> WebConfig:
@@ -138,7 +138,7 @@ def _reason(error: Exception) -> str:
     return f"found: {str(reason).replace('_', ' ').lower()}" if reason else f"found: {error}"
 
 
-def _stamps(files: tuple[Path, ...]) -> tuple[object, ...]:
+def _fingerprints(files: tuple[Path, ...]) -> tuple[object, ...]:
     """The stamps of the files, which differ after a change."""
     stamps: list[object] = []
     for file in files:

@@ -1,4 +1,4 @@
-"""``proceed``: applies the signals to the open workflows, then moves every workflow as far as it goes."""
+"""``advance``: applies the signals to the open workflows, then moves every workflow as far as it goes."""
 
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
@@ -11,29 +11,29 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.workflow.approval import why_approval_needed
 from scheduled_events_agent.workflow.fleet import begins_alone_at, counts_for_slots, latest_begin
 from scheduled_events_agent.workflow.model import (
-    TRANSITIONS,
+    ALLOWED_TRANSITIONS,
     ApprovalAnswered,
     Approve,
-    Board,
     Context,
     HookFinished,
-    Note,
-    NoteKind,
     OperatorAction,
     OperatorCommand,
+    Record,
+    RecordKind,
     RunHook,
     Signal,
-    Step,
+    Transition,
     WaitKind,
-    Waits,
+    WaitReason,
     Workflow,
     WorkflowError,
+    Workflows,
 )
-from scheduled_events_agent.workflow.phases import ask_approval_gates, move
+from scheduled_events_agent.workflow.phases import evaluate_approval_gates, next_transition
 from scheduled_events_agent.workflow.recommendations import expires_at
-from scheduled_events_agent.workflow.signals import may_return, take_in, waiting_for_hook
-from scheduled_events_agent.workflow.stages import may_begin, share_hooks
-from scheduled_events_agent.workflow.timing import start_of, turn_to_approve
+from scheduled_events_agent.workflow.signals import apply_signal, can_resume, waiting_for_hook
+from scheduled_events_agent.workflow.stages import can_start, share_hooks
+from scheduled_events_agent.workflow.timing import approval_turn_at, start_of
 
 # An approval that waits for a later document checks this often whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
@@ -43,50 +43,50 @@ _UNTOLD: tuple[WaitKind, ...] = ("fleet", "missing")
 _TOLD_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")
 
 
-class Progression(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of ``proceed``."""
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of ``advance``."""
 
-    board: dict[str, Workflow]
+    workflows: dict[str, Workflow]
     """The open workflows as they are now. Closed ones are left out."""
-    steps: tuple[Step, ...]
+    transitions: tuple[Transition, ...]
     """All steps, in the order in which they were made."""
-    faults: tuple[tuple[str, Exception], ...]
+    errors: tuple[tuple[str, Exception], ...]
     """Bugs that were met, each with the id of its workflow, or of its event if that is new.
 
     That workflow stays where it was; the others went on.
     """
 
 
-def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progression:
+def advance(workflows: Workflows, signals: Iterable[Signal], context: Context) -> Result:
     """Apply ``signals``, then move every workflow as far as it goes."""
-    turn = _Turn(board, context)
+    reducer = _Reducer(workflows, context)
     for signal in signals:
-        for key in turn.targets(signal):
+        for key in reducer.targets(signal):
             name = signal.event.id if isinstance(signal, Seen) and not key else key
-            turn.attempt(name, take_in, turn.workflows.get(key), signal, context)
-    turn.move_all()
-    open_ = {key: workflow for key, workflow in turn.workflows.items() if workflow.is_open}
-    return Progression(board=open_, steps=tuple(turn.steps), faults=tuple(turn.faults.items()))
+            reducer.apply_safely(name, apply_signal, reducer.workflows.get(key), signal, context)
+    reducer.advance_all()
+    open_ = {key: workflow for key, workflow in reducer.workflows.items() if workflow.is_open}
+    return Result(workflows=open_, transitions=tuple(reducer.transitions), errors=tuple(reducer.errors.items()))
 
 
-class _Turn:
-    """One call of ``proceed``: the workflows as they change, and the steps that changed them."""
+class _Reducer:
+    """One call of ``advance``: the workflows as they change, and the steps that changed them."""
 
-    def __init__(self, board: Board, context: Context) -> None:
-        self.workflows = dict(board)
-        self.steps: list[Step] = []
-        self.faults: dict[str, Exception] = {}
+    def __init__(self, workflows: Workflows, context: Context) -> None:
+        self.workflows = dict(workflows)
+        self.transitions: list[Transition] = []
+        self.errors: dict[str, Exception] = {}
         self._context = context
         # Workflow ids by the event's key. No document has an event twice.
-        self._present = {w.event.key: w.id for w in board.values() if not w.is_over}
-        self._gone = {w.event.key: w.id for w in board.values() if w.is_over and w.missing_since is not None}
+        self._present = {w.event.key: w.id for w in workflows.values() if not w.is_over}
+        self._gone = {w.event.key: w.id for w in workflows.values() if w.is_over and w.missing_since is not None}
 
     def targets(self, signal: Signal) -> list[str]:
         """The workflows that the signal is for; "" stands for a new one."""
         match signal:
             case Seen(event, renamed_from):
                 gone = self._gone.get(event.key, "")
-                returns = gone if gone and may_return(self.workflows[gone], event) else ""
+                returns = gone if gone and can_resume(self.workflows[gone], event) else ""
                 return [self._present.get(renamed_from or event.key, returns)]
             case Missing(key) | Gone(key):
                 return [self._present[key]] if key in self._present else []
@@ -97,7 +97,7 @@ class _Turn:
             case _:
                 return list(self.workflows)
 
-    def move_all(self) -> None:
+    def advance_all(self) -> None:
         """Move workflows until none moves any more: they wait for each other.
 
         Events that are not over move first, and evictions before the others: what they begin may keep other
@@ -110,55 +110,59 @@ class _Turn:
 
         moving = sorted(self.workflows, key=order)
         for _ in range(1000):
-            before = len(self.steps)
+            before = len(self.transitions)
             reasons = {}
             for key in moving:
-                if key not in self.faults:
-                    reasons[key] = self.attempt(key, move, self.workflows[key], self.workflows, self._context)
-            if len(self.steps) == before:
-                for key, waits in reasons.items():
-                    self.attempt(key, explain, self.workflows[key], waits, self._context)
+                if key not in self.errors:
+                    reasons[key] = self.apply_safely(
+                        key, next_transition, self.workflows[key], self.workflows, self._context
+                    )
+            if len(self.transitions) == before:
+                for key, reason in reasons.items():
+                    self.apply_safely(key, explain, self.workflows[key], reason, self._context)
                 return
-        self.faults[""] = WorkflowError(f"workflows do not stop moving: {moving}", kind="bug")
+        self.errors[""] = WorkflowError(f"workflows do not stop moving: {moving}", kind="bug")
 
-    def attempt(self, key: str, find_step: Callable[..., Step | Waits | None], *arguments: object) -> Waits | None:
+    def apply_safely(
+        self, key: str, find_transition: Callable[..., Transition | WaitReason | None], *arguments: object
+    ) -> WaitReason | None:
         """Make the step, or return why there is none. A bug in one event must not stop the other events."""
         try:
-            found = find_step(*arguments)
-            if not isinstance(found, Step):
+            found = find_transition(*arguments)
+            if not isinstance(found, Transition):
                 return found
             self._apply(found)
         except Exception as error:  # noqa: BLE001 - a bug in one event must not stop the others
-            self.faults[key] = error
+            self.errors[key] = error
         return None
 
-    def _apply(self, step: Step) -> None:
-        new = step.workflow
-        old = self.workflows.get(step.workflow.id)
-        if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
+    def _apply(self, transition: Transition) -> None:
+        new = transition.workflow
+        old = self.workflows.get(transition.workflow.id)
+        if old is not None and new.phase != old.phase and new.phase not in ALLOWED_TRANSITIONS[old.phase]:
             raise WorkflowError(f"{old.phase} -> {new.phase} is not an allowed transition", kind="bug")
-        if breach := _breach(old or new, step, self._context):
+        if breach := _breach(old or new, transition, self._context):
             raise WorkflowError(breach, kind="bug")
         if old is not None and new.phase != old.phase:
             new = replace(new, phase_since=self._context.now)
-            step = replace(step, workflow=new)
-        if old != new or step.effects or step.notes:
-            self.steps.append(step)
+            transition = replace(transition, workflow=new)
+        if old != new or transition.effects or transition.records:
+            self.transitions.append(transition)
             self.workflows[new.id] = new
         if old is None and new.event.key in self._gone:
             # Only the last appearance of an event may go on if it comes back.
             followed = self.workflows[self._gone[new.event.key]]
-            self._apply(Step(workflow=replace(followed, missing_since=None)))
-        if any(isinstance(effect, RunHook) and effect.stage == "recover" for effect in step.effects):
+            self._apply(Transition(workflow=replace(followed, missing_since=None)))
+        if any(isinstance(effect, RunHook) and effect.stage == "recover" for effect in transition.effects):
             for peer in list(self.workflows.values()):
                 if peer.is_over and share_hooks(peer, new):
-                    self._apply(Step(workflow=replace(peer, is_undone=True)))
+                    self._apply(Transition(workflow=replace(peer, is_reverted=True)))
 
 
-def _breach(before: Workflow, step: Step, context: Context) -> str:
+def _breach(before: Workflow, transition: Transition, context: Context) -> str:
     """Which effect of the step is not allowed to the workflow as it was before, as a sentence; "" if all are."""
-    for effect in step.effects:
-        if isinstance(effect, Approve) and ask_approval_gates(before, context).answer != "yes":
+    for effect in transition.effects:
+        if isinstance(effect, Approve) and evaluate_approval_gates(before, context).verdict != "allow":
             return "it was to be approved although its gates do not allow that"
         is_recovery = isinstance(effect, RunHook) and effect.stage == "recover"
         if is_recovery and before.prepare.state == "idle":
@@ -166,35 +170,39 @@ def _breach(before: Workflow, step: Step, context: Context) -> str:
     return ""
 
 
-def explain(workflow: Workflow, waits: Waits | None, context: Context) -> Step | None:
+def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> Transition | None:
     """Record why the workflow waits now, and since when it needs an operator's approval; news gets a note."""
     if not workflow.is_open:
         return None
-    notes = [] if waits is None or not _is_news(workflow.waits, waits) else [Note(kind=_kind(waits), waits=waits)]
+    records = (
+        []
+        if reason is None or not _is_news(workflow.wait_reason, reason)
+        else [Record(kind=_kind(reason), wait_reason=reason)]
+    )
     needed_since = workflow.approval_needed_since
     why_needed = why_approval_needed(workflow, context)
     if why_needed and needed_since is None:
-        notes.append(Note(kind="approval_needed", text=why_needed))
+        records.append(Record(kind="approval_needed", text=why_needed))
     needed_since = (needed_since or context.now) if why_needed else None
-    explained = replace(workflow, waits=waits, approval_needed_since=needed_since)
-    return Step(workflow=explained, notes=tuple(notes)) if explained != workflow else None
+    explained = replace(workflow, wait_reason=reason, approval_needed_since=needed_since)
+    return Transition(workflow=explained, records=tuple(records)) if explained != workflow else None
 
 
-def _is_news(before: Waits | None, now: Waits) -> bool:
+def _is_news(before: WaitReason | None, now: WaitReason) -> bool:
     is_same_kind = before is not None and before.kind == now.kind
     return before != now and now.kind not in _UNTOLD and not (is_same_kind and now.kind in _TOLD_ONCE)
 
 
-def _kind(waits: Waits) -> NoteKind:
-    return "hook_missing" if waits.kind == "lost_hook" else "waits"
+def _kind(reason: WaitReason) -> RecordKind:
+    return "hook_missing" if reason.kind == "lost_hook" else "waiting"
 
 
-def known_events(board: Board) -> dict[str, ScheduledEvent]:
+def known_events(workflows: Workflows) -> dict[str, ScheduledEvent]:
     """The events that are not over, by key; the next document is compared with them."""
-    return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_over}
+    return {workflow.event.key: workflow.event for workflow in workflows.values() if not workflow.is_over}
 
 
-def has_obeyed(workflow: Workflow, action: OperatorAction) -> bool:
+def is_applied(workflow: Workflow, action: OperatorAction) -> bool:
     """Whether an operator's action has taken effect; a change that came with it may have made it void."""
     match action:
         case "retry":
@@ -208,17 +216,17 @@ def has_obeyed(workflow: Workflow, action: OperatorAction) -> bool:
             return workflow.operator_action == action
 
 
-def is_ready(board: Board) -> bool:
+def is_ready(workflows: Workflows) -> bool:
     """Whether this VM is ready for work: nothing is prepared for, and all recovery is done."""
-    return not any(workflow.is_prepared_for for workflow in board.values())
+    return not any(workflow.is_prepared_for for workflow in workflows.values())
 
 
-def next_wake_at(board: Board, context: Context) -> datetime | None:
+def next_wake_at(workflows: Workflows, context: Context) -> datetime | None:
     """The next time at which a workflow may move without a signal."""
     times = []
-    if board and (alone_at := begins_alone_at(context)):
+    if workflows and (alone_at := begins_alone_at(context)):
         times.append(alone_at)
-    for workflow in board.values():
+    for workflow in workflows.values():
         prepare = workflow.prepare
         approval = workflow.approval
         if workflow.drain_until and prepare.state == "running" and prepare.current is None:
@@ -227,9 +235,9 @@ def next_wake_at(board: Board, context: Context) -> datetime | None:
             times.append(approval.retry_at)
             if context.document_at and approval.failed_at and context.document_at <= approval.failed_at:
                 times.append(context.now + _LATER_DOCUMENT)
-        if approval.state == "none" and (turn_at := turn_to_approve(workflow)):
+        if approval.state == "none" and (turn_at := approval_turn_at(workflow)):
             times.append(turn_at)
-        if may_begin(workflow) and workflow.decision.rule and not workflow.is_over:
+        if can_start(workflow) and workflow.decision.rule and not workflow.is_over:
             times.append(start_of(workflow, context).at)
             latest = latest_begin(workflow, context)
             if latest is not None and counts_for_slots(workflow, context):

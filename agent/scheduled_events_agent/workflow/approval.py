@@ -4,16 +4,16 @@ from datetime import timedelta
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.workflow.gates import OWN_GATES, ask_gates
+from scheduled_events_agent.workflow.gates import LOCAL_APPROVAL_GATES, evaluate_gates
 from scheduled_events_agent.workflow.model import (
     Approval,
     ApprovalAnswered,
     Approve,
     Context,
-    Note,
-    Progress,
-    Step,
-    Waits,
+    Record,
+    StageStatus,
+    Transition,
+    WaitReason,
     Workflow,
 )
 from scheduled_events_agent.workflow.timing import is_due, start_of
@@ -22,7 +22,7 @@ from scheduled_events_agent.workflow.timing import is_due, start_of
 _MAX_RETRY_SECONDS = 30.0
 
 
-def request_approval(workflow: Workflow, context: Context) -> Step | None:
+def request_approval(workflow: Workflow, context: Context) -> Transition | None:
     """Ask Azure to start the event; None if an earlier try has failed and it is too early for the next one."""
     approval = workflow.approval
     if approval.retry_at is not None and not is_due(approval.retry_at, context.now, _MAX_RETRY_SECONDS):
@@ -33,10 +33,10 @@ def request_approval(workflow: Workflow, context: Context) -> Step | None:
         return None
     requested = replace(approval, state="requested", retry_at=None)
     is_alone = approval.failures > 0
-    return Step(
+    return Transition(
         workflow=replace(workflow, approval=requested),
         effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.approval_id, is_alone=is_alone),),
-        notes=(Note(kind="approving", text=_reason(workflow)),),
+        records=(Record(kind="approving", text=_reason(workflow)),),
     )
 
 
@@ -58,13 +58,13 @@ def why_approval_needed(workflow: Workflow, context: Context) -> str:
     is_ahead = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
     if not (is_ahead and context.is_acting) or workflow.operator_action or workflow.approval.state == "confirmed":
         return ""
-    if event.approval_fault or decision.rule is None or decision.affects not in ("self", "shared"):
+    if event.approval_error or decision.rule is None or decision.affects not in ("self", "shared"):
         return ""
     if decision.approve == "manual":
         return f"rule {decision.rule} leaves it to an operator"
     if event.is_ambiguous and _would_approve(decision.rule, context):
         return "the document lists it more than once, with different contents"
-    if workflow.is_doubtful and decision.approve != "never" and decision.may_speak:
+    if workflow.is_history_unknown and decision.approve != "never" and decision.can_approve_for_all:
         return "the state file was lost, and what was done before is not known"
     return ""
 
@@ -73,32 +73,32 @@ def _would_approve(rule_name: str, context: Context) -> bool:
     return any(rule.name == rule_name and rule.approve != "never" for rule in context.rules)
 
 
-def would_begin(workflow: Workflow, context: Context) -> Waits:
+def would_begin(workflow: Workflow, context: Context) -> WaitReason:
     """The reason that shows what an acting agent would do about an event for which nothing has begun."""
     start = start_of(workflow, context)
-    ready = replace(workflow, phase="prepared", prepare=Progress(state="succeeded"))
-    leave = ask_gates(ready, replace(context, is_acting=True), OWN_GATES)
+    ready = replace(workflow, phase="prepared", prepare=StageStatus(state="succeeded"))
+    result = evaluate_gates(ready, replace(context, is_acting=True), LOCAL_APPROVAL_GATES)
     at = start.at if start.at > context.now else None
-    return Waits(
+    return WaitReason(
         kind="would_begin",
         at=at,
         detail=start.reason if at else "",
-        approval=leave.waits.kind if leave.waits else None,
+        approval=result.wait_reason.kind if result.wait_reason else None,
     )
 
 
-def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
+def apply_approval_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Transition | None:
     if workflow.approval.state != "requested":
         return None
     if not signal.error_kind:
-        notes = [Note(kind="approved", text="Azure has accepted the approval", addition="")]
+        records = [Record(kind="approved", text="Azure has accepted the approval", addition="")]
         action = workflow.operator_action
         if action == "hold":  # the hold was set after the approval was sent
             action = ""
             text = "the operator's hold is void: Azure has accepted the approval"
-            notes.append(Note(kind="operator", text=text))
+            records.append(Record(kind="operator", text=text))
         confirmed = replace(workflow, approval=Approval(state="confirmed"), operator_action=action)
-        return Step(workflow=confirmed, notes=tuple(notes))
+        return Transition(workflow=confirmed, records=tuple(records))
     failures = workflow.approval.failures + 1
     # The service's limit is about a second: after a 429 the first pause is longer.
     exponent = failures if signal.error_kind == "throttled" else failures - 1
@@ -107,5 +107,5 @@ def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) 
     since = workflow.approval.failing_since or context.now
     approval = Approval(failures=failures, failing_since=since, retry_at=retry_at, failed_at=context.now)
     text = f"approval failed ({signal.error_kind}), next try in {delay:g}s: {signal.detail}"
-    note = Note(kind="approval_failed", text=text)
-    return Step(workflow=replace(workflow, approval=approval), notes=(note,))
+    record = Record(kind="approval_failed", text=text)
+    return Transition(workflow=replace(workflow, approval=approval), records=(record,))

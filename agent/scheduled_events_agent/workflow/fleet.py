@@ -7,11 +7,17 @@ from typing import Literal
 
 import msgspec
 
-from scheduled_events_agent.imds.document import plain_name, plain_names
+from scheduled_events_agent.imds.document import normalized_name, normalized_names
 from scheduled_events_agent.policy import matches_glob
-from scheduled_events_agent.workflow.gates import OWN_GATES, YES, Leave, ask_gates, stale_gate
-from scheduled_events_agent.workflow.model import Board, Context, FleetEventStatus, Waits, Workflow
-from scheduled_events_agent.workflow.stages import has_more_to_prepare, may_begin
+from scheduled_events_agent.workflow.gates import (
+    ALLOW,
+    LOCAL_APPROVAL_GATES,
+    GateResult,
+    evaluate_gates,
+    stale_gate,
+)
+from scheduled_events_agent.workflow.model import Context, FleetEventStatus, WaitReason, Workflow, Workflows
+from scheduled_events_agent.workflow.stages import can_start, needs_more_preparation
 from scheduled_events_agent.workflow.timing import needed_seconds, start_of
 
 FleetStage = Literal["not_ready", "ready", "requested"]
@@ -45,19 +51,21 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     stage: FleetStage
     needs_slot: bool
     needs_all: bool
-    awaited: tuple[str, ...]
+    requested_vms: tuple[str, ...]
     """Plain names of the VMs that must be ready, this one included."""
     seen_at: float
     """When this process first saw this appearance of the event, monotonic."""
 
 
-def fleet_requests(board: Board, context: Context, seen_at: Mapping[str, float]) -> tuple[FleetRequest, ...]:
+def fleet_requests(
+    workflows: Workflows, context: Context, seen_at: Mapping[str, float]
+) -> tuple[FleetRequest, ...]:
     """Given all workflows, return a request for each event that wants to begin, or is not recovered from.
 
     Events that do not concern the fleet have none. ``seen_at``: when this process first saw each workflow.
     """
     found: dict[str, tuple[int, FleetRequest]] = {}
-    for workflow in board.values():
+    for workflow in workflows.values():
         request = _request(workflow, context, seen_at)
         if request is None:
             continue
@@ -82,7 +90,7 @@ def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float])
     """Given a workflow, return its request to the fleet; None if it has none."""
     own = own_name(workflow, context)
     if not own and workflow.prepare.state != "idle" and context.names:
-        own = plain_name(context.names[0])  # the event no longer names this VM, which is still prepared
+        own = normalized_name(context.names[0])  # the event no longer names this VM, which is still prepared
     if not own or not (counts_for_slots(workflow, context) or needs_all(workflow)):
         return None
     stage = _stage(workflow, context)
@@ -97,7 +105,7 @@ def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float])
         stage=stage,
         needs_slot=needs_slot(workflow, context),
         needs_all=needs_all(workflow),
-        awaited=tuple(dict.fromkeys([own, *awaited(workflow, context)])),
+        requested_vms=tuple(dict.fromkeys([own, *requested_vms(workflow, context)])),
         seen_at=seen_at.get(workflow.id, inf),
     )
 
@@ -110,16 +118,20 @@ def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
         return None  # this VM will be gone, and could not withdraw the request
     is_approved = workflow.approval.state == "confirmed" or workflow.phase == "approved"
     is_past = workflow.is_over or has_started or is_approved
-    if not is_past and may_begin(workflow):
+    if not is_past and can_start(workflow):
         may_act = context.is_acting and workflow.operator_action != "hold"
         is_due = workflow.operator_action == "approve" or start_of(workflow, context).at <= context.now
         return "requested" if may_act and is_due else None
-    if workflow.begun_at is None:
+    if workflow.handling_since is None:
         return None
-    is_prepared = workflow.phase in ("prepared", "held") and not has_more_to_prepare(workflow)
+    is_prepared = workflow.phase in ("prepared", "held") and not needs_more_preparation(workflow)
     if is_past or not is_prepared or not needs_all(workflow):
         return "not_ready"
-    return "ready" if ask_gates(workflow, context, (*OWN_GATES, stale_gate)).answer == "yes" else "not_ready"
+    return (
+        "ready"
+        if evaluate_gates(workflow, context, (*LOCAL_APPROVAL_GATES, stale_gate)).verdict == "allow"
+        else "not_ready"
+    )
 
 
 def workflow_id(key: str, first_seen_at: datetime) -> str:
@@ -134,21 +146,21 @@ def fleet_key(workflow: Workflow) -> str:
 
 def own_name(workflow: Workflow, context: Context) -> str:
     """Given a workflow, return the plain name by which its event names this VM; "" if it does not name it."""
-    mine = plain_names(context.names)
-    return next((name for name in map(plain_name, workflow.event.resources) if name in mine), "")
+    mine = normalized_names(context.names)
+    return next((name for name in map(normalized_name, workflow.event.resources) if name in mine), "")
 
 
 # --- Which VMs are waited for
 
 
-def awaited(workflow: Workflow, context: Context) -> list[str]:
+def requested_vms(workflow: Workflow, context: Context) -> list[str]:
     """Given a workflow, return the plain names of the VMs whose readiness counts, in the order of Resources."""
     members = context.fleet.members if context.fleet else ("*",)
-    mine = plain_names(context.names)
+    mine = normalized_names(context.names)
     own = own_name(workflow, context)
-    resources = [name for name in workflow.event.resources if plain_name(name)]
-    counted = [name for name in resources if matches_glob(name, members) or plain_name(name) in mine]
-    return list(dict.fromkeys(own if plain_name(name) in mine else plain_name(name) for name in counted))
+    resources = [name for name in workflow.event.resources if normalized_name(name)]
+    counted = [name for name in resources if matches_glob(name, members) or normalized_name(name) in mine]
+    return list(dict.fromkeys(own if normalized_name(name) in mine else normalized_name(name) for name in counted))
 
 
 def not_ready_others(workflow: Workflow, context: Context) -> list[str]:
@@ -160,8 +172,8 @@ def not_ready_others(workflow: Workflow, context: Context) -> list[str]:
 
 def _unasked(workflow: Workflow, context: Context) -> list[str]:
     """Given a workflow, return the VMs to wait for that the fleet's status lacks: newly named ones."""
-    asked = _status(workflow, context).awaited
-    return [name for name in awaited(workflow, context) if name not in asked]
+    asked = _status(workflow, context).requested_vms
+    return [name for name in requested_vms(workflow, context) if name not in asked]
 
 
 # --- A slot
@@ -201,7 +213,7 @@ def slot_exemption(workflow: Workflow, context: Context) -> Exemption:
     return "unavailable" if alone_at is not None and alone_at <= context.now else ""
 
 
-def exemption_in_words(exemption: Exemption, context: Context) -> str:
+def exemption_message(exemption: Exemption, context: Context) -> str:
     """Given an exemption, return the reason for it as a clause; "" if there is none."""
     error = context.fleet.error if context.fleet else ""
     return {
@@ -234,17 +246,19 @@ def begins_alone_at(context: Context) -> datetime | None:
     return context.now + timedelta(seconds=_UNAVAILABLE_SECONDS - fleet.unavailable_seconds)
 
 
-def slot_gate(workflow: Workflow, context: Context) -> Leave:
+def slot_gate(workflow: Workflow, context: Context) -> GateResult:
     """Given a workflow, return whether its event may begin as far as slots go.
 
     A slot belongs to the event, not to a VM: else the VMs of one event would wait for each other.
     """
     if not needs_slot(workflow, context) or has_slot(workflow, context):
-        return YES
+        return ALLOW
     latest = latest_begin(workflow, context)
     begins_at = min(at for at in (latest, begins_alone_at(context)) if at is not None)
     why = _why_no_slot(workflow, context)
-    return Leave("not yet", Waits(kind="slot", at=begins_at, detail=why) if why else Waits(kind="fleet"))
+    return GateResult(
+        "wait", WaitReason(kind="slot", at=begins_at, detail=why) if why else WaitReason(kind="fleet")
+    )
 
 
 def _why_no_slot(workflow: Workflow, context: Context) -> str:
@@ -283,7 +297,7 @@ def needs_all(workflow: Workflow) -> bool:
     return workflow.decision.shared == "all-ready" and workflow.decision.affects == "shared"
 
 
-def fleet_gate(workflow: Workflow, context: Context) -> Leave:
+def fleet_gate(workflow: Workflow, context: Context) -> GateResult:
     """Given a workflow, return whether its event may be approved as far as other VMs go.
 
     With ``shared: all-ready`` every VM that the event names must be ready, or an operator must approve it.
@@ -291,22 +305,22 @@ def fleet_gate(workflow: Workflow, context: Context) -> Leave:
     status = _status(workflow, context)
     is_all_ready = status.is_all_ready and not _unasked(workflow, context)
     if workflow.operator_action == "approve" or not needs_all(workflow) or is_all_ready:
-        return YES
-    return Leave("not yet", _why_not_all_ready(workflow, context))
+        return ALLOW
+    return GateResult("wait", _why_not_all_ready(workflow, context))
 
 
-def _why_not_all_ready(workflow: Workflow, context: Context) -> Waits:
+def _why_not_all_ready(workflow: Workflow, context: Context) -> WaitReason:
     """Given a workflow that waits for other VMs, return the reason."""
     status = _status(workflow, context)
     if status.other_vm_id:
-        return Waits(kind="same_name", detail=status.other_vm_id)
+        return WaitReason(kind="same_name", detail=status.other_vm_id)
     error = context.fleet.error if context.fleet else ""
     others = not_ready_others(workflow, context)
     is_unanswered = context.fleet is not None and not (status.workflow_id or error)
     if is_unanswered or not others:
-        return Waits(kind="fleet")
+        return WaitReason(kind="fleet")
     unavailable = f"; the table cannot be used ({error})" if error else ""
-    return Waits(kind="all_ready", detail=f"{some_of(others)} to be ready{unavailable}")
+    return WaitReason(kind="all_ready", detail=f"{some_of(others)} to be ready{unavailable}")
 
 
 def some_of(names: list[str]) -> str:

@@ -12,129 +12,130 @@ import msgspec
 from scheduled_events_agent.workflow.model import (
     Context,
     WaitKind,
-    Waits,
+    WaitReason,
     Workflow,
 )
-from scheduled_events_agent.workflow.timing import is_due, start_of, turn_to_approve
+from scheduled_events_agent.workflow.timing import approval_turn_at, is_due, start_of
 
-HELD = Waits(kind="held")
+HELD = WaitReason(kind="held")
 
 
-class Leave(msgspec.Struct, frozen=True):
+class GateResult(msgspec.Struct, frozen=True):
     """A gate's answer, and why it is not yes."""
 
-    answer: Literal["yes", "not yet", "no"]
-    waits: Waits | None = None
+    verdict: Literal["allow", "wait", "deny"]
+    wait_reason: WaitReason | None = None
 
 
-YES = Leave("yes")
+ALLOW = GateResult("allow")
 
 
-def _no(kind: WaitKind) -> Leave:
-    return Leave("no", Waits(kind=kind))
+def _deny(kind: WaitKind) -> GateResult:
+    return GateResult("deny", WaitReason(kind=kind))
 
 
-def _not_yet(kind: WaitKind) -> Leave:
-    return Leave("not yet", Waits(kind=kind))
+def _wait(kind: WaitKind) -> GateResult:
+    return GateResult("wait", WaitReason(kind=kind))
 
 
-Gates = tuple[Callable[[Workflow, Context], Leave], ...]
+Gates = tuple[Callable[[Workflow, Context], GateResult], ...]
 
 
-def ask_gates(workflow: Workflow, context: Context, gates: Gates) -> Leave:
+def evaluate_gates(workflow: Workflow, context: Context, gates: Gates) -> GateResult:
     """The first of the strictest answers of all gates."""
     answers = [gate(workflow, context) for gate in gates]
-    for word in ("no", "not yet"):
-        for leave in answers:
-            if leave.answer == word:
-                return leave
-    return YES
+    for word in ("deny", "wait"):
+        for result in answers:
+            if result.verdict == word:
+                return result
+    return ALLOW
 
 
-def service_gate(workflow: Workflow, context: Context) -> Leave:
+def eligibility_gate(workflow: Workflow, context: Context) -> GateResult:
     """Only an acting agent may approve, and only a scheduled event of this VM. No operator can overrule this."""
     event = workflow.event
     if workflow.is_over or workflow.was_started or event.status != "Scheduled":
-        return _no("status")
+        return _deny("status")
     if event.affects(context.names) not in ("self", "shared"):
-        return _no("not_ours")
+        return _deny("other_vm")
     if workflow.is_missing:
-        return _not_yet("missing")
+        return _wait("missing")
     if not context.is_acting or context.document_at is None:
-        return _not_yet("observes")
-    return YES
+        return _wait("observes")
+    return ALLOW
 
 
-def preparation_gate(workflow: Workflow, _: Context) -> Leave:
+def preparation_gate(workflow: Workflow, _: Context) -> GateResult:
     decision = workflow.decision
     prepare = workflow.prepare
     is_overruled = workflow.operator_action == "approve"
     if decision.approve == "immediately" or prepare.state == "succeeded" or not decision.has_preparation:
-        return YES
+        return ALLOW
     if prepare.state == "failed":
         is_enough = decision.on_failure == "approve" or is_overruled
-        return YES if is_enough else _no("prepare_failed")
+        return ALLOW if is_enough else _deny("prepare_failed")
     if prepare.state == "canceled":
-        return YES if is_overruled else _no("prepare_canceled")
-    return _not_yet("unprepared")
+        return ALLOW if is_overruled else _deny("prepare_canceled")
+    return _wait("unprepared")
 
 
-def id_gate(workflow: Workflow, _: Context) -> Leave:
-    return _no("id") if workflow.event.approval_fault else YES
+def id_gate(workflow: Workflow, _: Context) -> GateResult:
+    return _deny("id") if workflow.event.approval_error else ALLOW
 
 
-def rule_gate(workflow: Workflow, _: Context) -> Leave:
+def rule_gate(workflow: Workflow, _: Context) -> GateResult:
     is_never = workflow.decision.approve == "never" and workflow.operator_action != "approve"
-    return _no("never") if is_never else YES
+    return _deny("never") if is_never else ALLOW
 
 
-def operator_gate(workflow: Workflow, _: Context) -> Leave:
+def operator_gate(workflow: Workflow, _: Context) -> GateResult:
     if workflow.operator_action == "hold":
-        return Leave("no", HELD)
+        return GateResult("deny", HELD)
     if workflow.decision.approve == "manual" and workflow.operator_action != "approve":
-        return _not_yet("manual")
-    return YES
+        return _wait("manual")
+    return ALLOW
 
 
-def time_gate(workflow: Workflow, _: Context) -> Leave:
-    return _not_yet("too_early") if workflow.phase == "waiting" else YES
+def not_started_gate(workflow: Workflow, _: Context) -> GateResult:
+    return _wait("too_early") if workflow.phase == "waiting" else ALLOW
 
 
-def speaker_gate(workflow: Workflow, context: Context) -> Leave:
+def shared_event_gate(workflow: Workflow, context: Context) -> GateResult:
     """An approval counts for every VM that the event names, and not every VM may approve for all of them."""
     decision = workflow.decision
-    turn_at = turn_to_approve(workflow)
+    turn_at = approval_turn_at(workflow)
     if workflow.operator_action == "approve":
-        return YES
-    if not decision.may_speak:
-        return _no("shared")
-    if turn_at is not None and not is_due(turn_at, context.now, decision.speaks_after):
-        return Leave("not yet", Waits(kind="earlier_vms", at=turn_at))
-    return YES
+        return ALLOW
+    if not decision.can_approve_for_all:
+        return _deny("shared")
+    if turn_at is not None and not is_due(turn_at, context.now, decision.approve_after_seconds):
+        return GateResult("wait", WaitReason(kind="staggered", at=turn_at))
+    return ALLOW
 
 
-def doubt_gate(workflow: Workflow, _: Context) -> Leave:
-    if workflow.is_doubtful and workflow.operator_action != "approve":
-        return _no("doubt")
-    return YES
+def state_loss_gate(workflow: Workflow, _: Context) -> GateResult:
+    if workflow.is_history_unknown and workflow.operator_action != "approve":
+        return _deny("state_lost")
+    return ALLOW
 
 
-def start_gate(workflow: Workflow, context: Context) -> Leave:
+def schedule_gate(workflow: Workflow, context: Context) -> GateResult:
     """The time has come that the lead or the window of the event's rule gives."""
     if workflow.operator_action == "approve" or workflow.approval.state == "confirmed":
-        return YES
+        return ALLOW
     start = start_of(workflow, context)
     is_early = start.at > context.now
-    return Leave("not yet", Waits(kind="time", at=start.at, detail=start.reason)) if is_early else YES
+    return GateResult("wait", WaitReason(kind="time", at=start.at, detail=start.reason)) if is_early else ALLOW
 
 
-def stale_gate(_: Workflow, context: Context) -> Leave:
+def stale_gate(_: Workflow, context: Context) -> GateResult:
     """The event may have been canceled since the service last answered."""
-    return Leave("not yet", Waits(kind="stale", at=context.document_at)) if context.is_stale else YES
+    return GateResult("wait", WaitReason(kind="stale", at=context.document_at)) if context.is_stale else ALLOW
 
 
 # Gates that must say yes before this VM calls itself ready. If several say no, the first one is named. First come
 # those that forbid this VM ever to approve the event, then those that a person can change, then rule and operator.
-OWN_GATES: Gates = (
-    service_gate, preparation_gate, doubt_gate, id_gate, rule_gate, operator_gate, time_gate, speaker_gate,
+LOCAL_APPROVAL_GATES: Gates = (
+    eligibility_gate, preparation_gate, state_loss_gate, id_gate, rule_gate, operator_gate, not_started_gate,
+    shared_event_gate,
 )  # fmt: skip

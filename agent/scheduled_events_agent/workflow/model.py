@@ -25,10 +25,10 @@ Stage = Literal["prepare", "on_start", "recover"]
 HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
 OperatorAction = Literal["approve", "hold", "release", "retry", "resolve"]
 """The actions of an operator on an event; release takes back approve and hold."""
-NoteKind = Literal[
+RecordKind = Literal[
     "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
     "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
-    "recovery_failed", "waits", "without_slot", "hook_missing", "approval_needed", "closed", "operator",
+    "recovery_failed", "waiting", "without_slot", "hook_missing", "approval_needed", "closed", "operator",
     "restarted", "expired",
 ]  # fmt: skip
 WaitKind = Literal[
@@ -39,16 +39,16 @@ WaitKind = Literal[
     # while it is prepared for
     "other_run",
     # a gate's reason
-    "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
-    "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt", "stale",
+    "status", "other_vm", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
+    "manual", "too_early", "shared", "staggered", "all_ready", "state_lost", "stale",
     # a recommendation is never approved
     "recommendation",
     # before it recovers
     "other_event", "lost_hook",
 ]  # fmt: skip
 
-# Every transition that is allowed; ``proceed`` rejects any other one.
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+# Every transition that is allowed; ``advance`` rejects any other one.
+ALLOWED_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "waiting": frozenset({"preparing", "prepared", "held", "started", "closed"}),
     "preparing": frozenset({"prepared", "held", "started", "recovering", "closed"}),
     "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
@@ -75,7 +75,7 @@ class WorkflowError(AgentError):
     """A bug: a transition or an effect that is not allowed, or steps without end."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far a stage (a list of hooks, run in order) has come."""
 
     state: Literal["idle", "running", "succeeded", "failed", "canceled", "resolved"] = "idle"
@@ -106,7 +106,7 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The next try also waits for a later document, which may say that the event is over."""
 
 
-class Waits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WaitReason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why a workflow does not move; ``status/messages.py`` has the text for it."""
 
     kind: WaitKind
@@ -126,7 +126,7 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     event: ScheduledEvent
     decision: Decision
     first_seen_at: datetime
-    noticed_at: datetime
+    not_before_seen_at: datetime
     """When the event was first seen with its present NotBefore."""
     change_noted_at: datetime | None = None
     """When a change of the event was last noted. Small changes are noted once a minute at most."""
@@ -137,9 +137,9 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     phase: Phase = "waiting"
     phase_since: datetime | None = None
     """When it entered its phase; None while it is in its first phase."""
-    prepare: Progress = Progress()
-    on_start: Progress = Progress()
-    recover: Progress = Progress()
+    prepare: StageStatus = StageStatus()
+    on_start: StageStatus = StageStatus()
+    recover: StageStatus = StageStatus()
     drain_until: datetime | None = None
     approval: Approval = Approval()
     operator_action: Literal["", "approve", "hold"] = ""
@@ -150,14 +150,14 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """When an answer first lacked the event; the event is gone when a second one lacks it."""
     is_over: bool = False
     """Two answers lacked it, or it is a recommendation that has ended: nothing needs to be prepared for it."""
-    is_undone: bool = False
+    is_reverted: bool = False
     """Since it was over, a recover hook has started that undoes what was prepared, for this or another event."""
     was_started: bool = False
-    is_doubtful: bool = False
+    is_history_unknown: bool = False
     """It was first seen after the state file was lost: what was done about it before is not known."""
-    begun_at: datetime | None = None
+    handling_since: datetime | None = None
     """When its handling began. With ``shared: first``, this VM's delay before it approves counts from then."""
-    waits: Waits | None = None
+    wait_reason: WaitReason | None = None
     """Why the workflow does not move."""
     outcome: Outcome = ""
 
@@ -166,13 +166,13 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.phase != "closed"
 
     @property
-    def stages(self) -> tuple[Progress, ...]:
+    def stages(self) -> tuple[StageStatus, ...]:
         return self.prepare, self.on_start, self.recover
 
-    def progress(self, stage: Stage) -> Progress:
+    def stage_status(self, stage: Stage) -> StageStatus:
         return {"prepare": self.prepare, "on_start": self.on_start, "recover": self.recover}[stage]
 
-    def with_progress(self, stage: Stage, progress: Progress) -> "Workflow":
+    def with_stage(self, stage: Stage, progress: StageStatus) -> "Workflow":
         changes: dict[str, Any] = {stage: progress}
         return replace(self, **changes)
 
@@ -222,11 +222,11 @@ class AgentRestarted(msgspec.Struct, frozen=True):
     """The agent has loaded its workflows from disk: no hook and no approval is under way."""
 
 
-class Reconsider(msgspec.Struct, frozen=True):
+class PolicyChanged(msgspec.Struct, frozen=True):
     """The rules or this VM's names have changed: decide again."""
 
 
-class ClockSet(msgspec.Struct, frozen=True):
+class ClockChanged(msgspec.Struct, frozen=True):
     """The wall clock was set. A running drain lasts as long as it would have lasted."""
 
     seconds: float
@@ -240,8 +240,8 @@ Signal = (
     | ApprovalAnswered
     | OperatorCommand
     | AgentRestarted
-    | Reconsider
-    | ClockSet
+    | PolicyChanged
+    | ClockChanged
 )
 
 
@@ -270,7 +270,7 @@ class CancelHook(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an eviction needs the VM; then the hook gets less time to end by itself."""
 
 
-class MoveDeadline(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateHookDeadline(msgspec.Struct, frozen=True, kw_only=True):
     """NotBefore has changed while a prepare hook runs."""
 
     workflow_id: str
@@ -284,18 +284,18 @@ class Approve(msgspec.Struct, frozen=True, kw_only=True):
     is_alone: bool
 
 
-Effect = RunHook | CancelHook | MoveDeadline | Approve
+Effect = RunHook | CancelHook | UpdateHookDeadline | Approve
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened, for journal, log and metrics."""
 
-    kind: NoteKind
+    kind: RecordKind
     text: str = ""
-    """The text for the journal. "" if ``waits`` has the reason, until ``messages.with_messages`` fills it in."""
+    """The text for the journal. "" if ``waiting`` has the reason, until ``messages.with_messages`` fills it in."""
     log_line: str = ""
     """The text for the log, which also names the event. "" until ``messages.with_messages`` fills it in."""
-    waits: Waits | None = None
+    wait_reason: WaitReason | None = None
     """Why the workflow waits, or is held."""
     stage: str = ""
     hook: str = ""
@@ -307,12 +307,12 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """The part of ``text`` that the kind does not say already; None means all of ``text``."""
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """The workflow after one move, the effects to carry out, and what happened."""
 
     workflow: Workflow
     effects: tuple[Effect, ...] = ()
-    notes: tuple[Note, ...] = ()
+    records: tuple[Record, ...] = ()
     is_small: bool = False
     """A change of the event without a meaning for this VM: it is neither stored nor reported."""
 
@@ -328,7 +328,7 @@ class FleetEventStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Its place in the queue of events that wait for a slot, from 1; 0 if it does not wait."""
     ahead: tuple[str, ...] = ()
     """Ids of the events that have a slot, or wait before it."""
-    awaited: tuple[str, ...] = ()
+    requested_vms: tuple[str, ...] = ()
     """Plain names of the VMs that this VM's request named."""
     not_ready: tuple[str, ...] = ()
     """Plain names of those VMs that do not count as ready, and of other VMs that have begun nevertheless."""
@@ -396,7 +396,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
         return self.document_at is not None and (self.now - self.document_at).total_seconds() > self.stale_after
 
 
-Board = Mapping[str, Workflow]
+Workflows = Mapping[str, Workflow]
 """Open workflows by their id, oldest first."""
 
 

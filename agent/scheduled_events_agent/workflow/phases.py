@@ -1,7 +1,7 @@
 """Phases: one function for each phase. It makes the step that is due, or returns the reason why none is.
 
 The phase drives: a function looks only at what belongs to its phase, and leaves it along an arrow of
-``TRANSITIONS``. What leads away from anywhere is in ``_interrupt``.
+``ALLOWED_TRANSITIONS``. What leads away from anywhere is in ``_interrupt``.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,52 +12,68 @@ from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import request_approval, would_begin
 from scheduled_events_agent.workflow.fleet import (
     counts_for_slots,
-    exemption_in_words,
+    exemption_message,
     fleet_gate,
     has_slot,
     slot_exemption,
     slot_gate,
 )
-from scheduled_events_agent.workflow.gates import HELD, OWN_GATES, Gates, Leave, ask_gates, stale_gate, start_gate
-from scheduled_events_agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow
+from scheduled_events_agent.workflow.gates import (
+    HELD,
+    LOCAL_APPROVAL_GATES,
+    GateResult,
+    Gates,
+    evaluate_gates,
+    schedule_gate,
+    stale_gate,
+)
+from scheduled_events_agent.workflow.model import (
+    Context,
+    Phase,
+    Record,
+    StageStatus,
+    Transition,
+    WaitReason,
+    Workflow,
+)
 from scheduled_events_agent.workflow.stages import (
-    cut_short,
+    can_start,
+    cancel_stage,
     give_way,
-    has_more_to_prepare,
-    may_begin,
+    needs_more_preparation,
     next_hook,
-    prepared_peers,
+    other_prepared,
     run_next,
     share_hooks,
     still_needs_preparation,
 )
-from scheduled_events_agent.workflow.timing import drain_end
+from scheduled_events_agent.workflow.timing import drain_deadline
 
 Workflows = Mapping[str, Workflow]
-Move = Callable[[Workflow, Workflows, Context], Step | Waits | None]
+Move = Callable[[Workflow, Workflows, Context], Transition | WaitReason | None]
 """Returns the step that is due. If none is: the reason why the workflow waits.
 
 Without a step and without a reason, a hook, a drain, an approval or Azure is at work.
 """
 
-GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
-BEGIN_GATES: Gates = (start_gate, slot_gate)
+APPROVAL_GATES: Gates = (*LOCAL_APPROVAL_GATES, fleet_gate, stale_gate)
+PREPARE_GATES: Gates = (schedule_gate, slot_gate)
 
 
-def ask_approval_gates(workflow: Workflow, context: Context) -> Leave:
+def evaluate_approval_gates(workflow: Workflow, context: Context) -> GateResult:
     """Whether the event may be approved now."""
-    return ask_gates(workflow, context, GATES)
+    return evaluate_gates(workflow, context, APPROVAL_GATES)
 
 
-def gate_answers(workflow: Workflow, context: Context) -> dict[str, Leave]:
+def gate_results(workflow: Workflow, context: Context) -> dict[str, GateResult]:
     """The answer of each gate that matters for the event's next step, by the gate's name."""
-    gates: Gates = BEGIN_GATES if workflow.phase == "waiting" else ()
+    gates: Gates = PREPARE_GATES if workflow.phase == "waiting" else ()
     if workflow.phase in ("waiting", "preparing", "prepared", "held") and not workflow.event.is_recommendation:
-        gates += GATES
+        gates += APPROVAL_GATES
     return {gate.__name__.removesuffix("_gate"): gate(workflow, context) for gate in gates}
 
 
-def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
+def next_transition(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
     """Make the step that is due, or return the reason why the workflow waits; see ``Move``."""
     next_move = _interrupt(workflow, context) or _PHASES[workflow.phase]
     return next_move(workflow, workflows, context)
@@ -85,55 +101,55 @@ def _interrupt_before_start(workflow: Workflow, context: Context) -> Move | None
     if not context.is_acting:
         return _observe
     is_reset = is_reset_by_reboot(workflow, context)
-    if workflow.operator_action == "hold" and (is_reset or is_to_begin(workflow)):
-        return _obey_hold
+    if workflow.operator_action == "hold" and (is_reset or starts_next(workflow)):
+        return _apply_hold
     return _prepare_again if is_reset else None
 
 
 # --- Reasons to leave a phase.
 
 
-def _stay(workflow: Workflow, _workflows: Workflows, _context: Context) -> Waits | None:
+def _stay(workflow: Workflow, _workflows: Workflows, _context: Context) -> WaitReason | None:
     """Nothing moves before the first document."""
-    return workflow.waits
+    return workflow.wait_reason
 
 
-def _expire(workflow: Workflow, _: Workflows, context: Context) -> Step:
+def _expire(workflow: Workflow, _: Workflows, context: Context) -> Transition:
     return recommendations.end(workflow, recommendations.why_ended(workflow, context))
 
 
-def _wait_while_missing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits:
+def _wait_while_missing(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason:
     """Wait for the next document, which shows whether the event is over. An eviction may need the running hook."""
-    return give_way(workflow, "prepare", workflows, context) or Waits(kind="missing")
+    return give_way(workflow, "prepare", workflows, context) or WaitReason(kind="missing")
 
 
-def _observe(workflow: Workflow, _: Workflows, context: Context) -> Waits | None:
+def _observe(workflow: Workflow, _: Workflows, context: Context) -> WaitReason | None:
     """Do nothing, and return what would be done."""
-    if not may_begin(workflow):
-        return Waits(kind="observes")
+    if not can_start(workflow):
+        return WaitReason(kind="observes")
     return would_begin(workflow, context) if _is_wanted(workflow) else None
 
 
-def _obey_hold(workflow: Workflow, _workflows: Workflows, _context: Context) -> Step | Waits | None:
+def _apply_hold(workflow: Workflow, _workflows: Workflows, _context: Context) -> Transition | WaitReason | None:
     """Begin nothing. An approval that Azure has accepted cannot be held."""
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved") if workflow.phase in ("prepared", "held") else None
     return HELD if workflow.phase == "held" else _hold(workflow, HELD)
 
 
-def _prepare_again(workflow: Workflow, _: Workflows, context: Context) -> Step:
+def _prepare_again(workflow: Workflow, _: Workflows, context: Context) -> Transition:
     """Prepare again from the drain and the first hook on: a reboot has undone what was prepared."""
     drain_until = None
     if workflow.decision.drain_for:
-        drain_until = drain_end(workflow.decision, workflow.event, context)
+        drain_until = drain_deadline(workflow.decision, workflow.event, context)
     begun = replace(workflow, prepare_boot_id=context.boot_id, drain_until=drain_until)
-    return _enter(begun, "preparing", Note(kind="preparing", text="prepares again: the VM was restarted"))
+    return _enter(begun, "preparing", Record(kind="preparing", text="prepares again: the VM was restarted"))
 
 
 # --- Before the event starts.
 
 
-def _waiting(workflow: Workflow, _: Workflows, context: Context) -> Step | Waits | None:
+def _waiting(workflow: Workflow, _: Workflows, context: Context) -> Transition | WaitReason | None:
     return _begin_when_due(workflow, context)
 
 
@@ -144,103 +160,103 @@ def _is_wanted(workflow: Workflow) -> bool:
     return is_wanted_by_rule or workflow.operator_action == "approve"
 
 
-def _begin_when_due(workflow: Workflow, context: Context) -> Step | Waits | None:
+def _begin_when_due(workflow: Workflow, context: Context) -> Transition | WaitReason | None:
     if not _is_wanted(workflow):
         return None
     decision = workflow.decision
-    leave = ask_gates(workflow, context, BEGIN_GATES)
-    if leave.answer != "yes":
-        return leave.waits
-    notes = _note_without_slot(workflow, context)
-    workflow = replace(workflow, begun_at=context.now)
+    result = evaluate_gates(workflow, context, PREPARE_GATES)
+    if result.verdict != "allow":
+        return result.wait_reason
+    records = _note_without_slot(workflow, context)
+    workflow = replace(workflow, handling_since=context.now)
     if not decision.has_preparation:
-        return _enter(workflow, "prepared", Note(kind="prepared", text="there is nothing to prepare"))
-    drain_until = drain_end(decision, workflow.event, context) if decision.drain_for else None
+        return _enter(workflow, "prepared", Record(kind="prepared", text="there is nothing to prepare"))
+    drain_until = drain_deadline(decision, workflow.event, context) if decision.drain_for else None
     drained = f"not ready for {decision.drain_for:g}s" if decision.drain_for else ""
     steps = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
     workflow = replace(
-        workflow, prepare=Progress(state="running"), prepare_boot_id=context.boot_id, drain_until=drain_until
+        workflow, prepare=StageStatus(state="running"), prepare_boot_id=context.boot_id, drain_until=drain_until
     )
-    return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {steps}"), *notes)
+    return _enter(workflow, "preparing", Record(kind="preparing", text=f"preparation begins: {steps}"), *records)
 
 
-def _note_without_slot(workflow: Workflow, context: Context) -> tuple[Note, ...]:
+def _note_without_slot(workflow: Workflow, context: Context) -> tuple[Record, ...]:
     if not counts_for_slots(workflow, context) or has_slot(workflow, context):
         return ()
     exemption = slot_exemption(workflow, context)
-    why = exemption_in_words(exemption, context)
-    return (Note(kind="without_slot", text=f"it begins without a slot of the fleet: {why}", detail=exemption),)
+    why = exemption_message(exemption, context)
+    return (Record(kind="without_slot", text=f"it begins without a slot of the fleet: {why}", detail=exemption),)
 
 
-def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
+def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
     if workflow.prepare.state != "running":
         return _end_preparation(workflow)
-    step = run_next(workflow, "prepare", workflows, context)
+    transition = run_next(workflow, "prepare", workflows, context)
     if (
-        step is None
+        transition is None
         and workflow.approval.state == "none"
-        and ask_approval_gates(workflow, context).answer == "yes"
+        and evaluate_approval_gates(workflow, context).verdict == "allow"
     ):
         return request_approval(workflow, context)  # by ``approve: immediately``
-    return step
+    return transition
 
 
-def _end_preparation(workflow: Workflow) -> Step:
+def _end_preparation(workflow: Workflow) -> Transition:
     prepare = workflow.prepare
     if prepare.state == "succeeded":
-        return _enter(workflow, "prepared", Note(kind="prepared", text="preparation is done", addition=""))
+        return _enter(workflow, "prepared", Record(kind="prepared", text="preparation is done", addition=""))
     is_approved = workflow.approval.state == "confirmed"
     if is_approved or (prepare.state == "failed" and workflow.decision.on_failure == "approve"):
         why = "Azure has accepted the approval already" if is_approved else "the rule goes on anyway"
         text = f"preparation {prepare.state} ({prepare.failure}), and {why}"
-        return _enter(workflow, "prepared", Note(kind="prepared", text=text))
+        return _enter(workflow, "prepared", Record(kind="prepared", text=text))
     return _hold(workflow, _why_unprepared(workflow))
 
 
-def _why_unprepared(workflow: Workflow) -> Waits:
-    return Waits(kind="prepare_failed" if workflow.prepare.state == "failed" else "prepare_canceled")
+def _why_unprepared(workflow: Workflow) -> WaitReason:
+    return WaitReason(kind="prepare_failed" if workflow.prepare.state == "failed" else "prepare_canceled")
 
 
-def _prepared_or_held(workflow: Workflow, _: Workflows, context: Context) -> Step | Waits | None:
-    return _prepare_more(workflow, context) if has_more_to_prepare(workflow) else _approve(workflow, context)
+def _prepared_or_held(workflow: Workflow, _: Workflows, context: Context) -> Transition | WaitReason | None:
+    return _prepare_more(workflow, context) if needs_more_preparation(workflow) else _approve(workflow, context)
 
 
-def _approved(workflow: Workflow, _: Workflows, context: Context) -> Step | Waits | None:
-    return _prepare_more(workflow, context) if has_more_to_prepare(workflow) else None
+def _approved(workflow: Workflow, _: Workflows, context: Context) -> Transition | WaitReason | None:
+    return _prepare_more(workflow, context) if needs_more_preparation(workflow) else None
 
 
-def _prepare_more(workflow: Workflow, context: Context) -> Step | Waits | None:
+def _prepare_more(workflow: Workflow, context: Context) -> Transition | WaitReason | None:
     """In the phases prepared, held and approved."""
     if workflow.prepare.state == "idle":
         return _begin_when_due(workflow, context)
     hooks = ", ".join(hook for hook in workflow.decision.prepare if hook not in workflow.prepare.done)
-    return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation goes on: {hooks}"))
+    return _enter(workflow, "preparing", Record(kind="preparing", text=f"preparation goes on: {hooks}"))
 
 
-def _approve(workflow: Workflow, context: Context) -> Step | Waits | None:
+def _approve(workflow: Workflow, context: Context) -> Transition | WaitReason | None:
     """In the phases prepared and held."""
     if workflow.event.is_recommendation:
         return _stay_prepared(workflow)
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved")
-    leave = ask_approval_gates(workflow, context)
+    result = evaluate_approval_gates(workflow, context)
     is_held = workflow.phase == "held"
-    if leave.answer == "no" and not is_held:
-        return _hold(workflow, leave.waits)
-    if leave.answer != "no" and is_held:
+    if result.verdict == "deny" and not is_held:
+        return _hold(workflow, result.wait_reason)
+    if result.verdict != "deny" and is_held:
         return _enter(workflow, "prepared")
     if workflow.approval.state == "requested":
         return None
-    return request_approval(workflow, context) if leave.answer == "yes" else leave.waits
+    return request_approval(workflow, context) if result.verdict == "allow" else result.wait_reason
 
 
-def _stay_prepared(workflow: Workflow) -> Step | Waits:
+def _stay_prepared(workflow: Workflow) -> Transition | WaitReason:
     """Stay prepared until the recommendation is over; it is not approved."""
     if workflow.prepare.state in ("failed", "canceled"):
         return _why_unprepared(workflow)
     if workflow.phase == "held":
         return _enter(workflow, "prepared")
-    return Waits(kind="recommendation", at=recommendations.expires_at(workflow))
+    return WaitReason(kind="recommendation", at=recommendations.expires_at(workflow))
 
 
 def is_reset_by_reboot(workflow: Workflow, context: Context) -> bool:
@@ -248,103 +264,103 @@ def is_reset_by_reboot(workflow: Workflow, context: Context) -> bool:
     return workflow.prepare.state == "running" and workflow.prepare_boot_id != context.boot_id
 
 
-def is_to_begin(workflow: Workflow) -> bool:
+def starts_next(workflow: Workflow) -> bool:
     """Whether a drain or a prepare hook begins next, when its time has come."""
     prepare = workflow.prepare
     is_between = prepare.state == "running" and prepare.current is None
-    return may_begin(workflow) or (is_between and next_hook(workflow, "prepare") is not None)
+    return can_start(workflow) or (is_between and next_hook(workflow, "prepare") is not None)
 
 
 # --- After Azure has started it.
 
 
-def _start(workflow: Workflow, _workflows: Workflows, _context: Context) -> Step:
+def _start(workflow: Workflow, _workflows: Workflows, _context: Context) -> Transition:
     how = "approved" if workflow.approval.state == "confirmed" else f"not approved by us, {workflow.phase}"
-    note = Note(kind="started", text=f"has started ({how})", addition=how)
-    return _enter(replace(workflow, was_started=True), "started", note)
+    record = Record(kind="started", text=f"has started ({how})", addition=how)
+    return _enter(replace(workflow, was_started=True), "started", record)
 
 
-def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
+def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
     if not workflow.event.is_started:
         return None  # the document shows it as scheduled again: it cannot start twice
     if workflow.prepare.state == "running":
         # A reboot has undone what was prepared. A hold from before the start still counts.
         is_of_this_boot = workflow.prepare_boot_id == context.boot_id
         may_finish = workflow.decision.on_early_start == "finish" and is_of_this_boot
-        if may_finish and not (workflow.operator_action == "hold" and is_to_begin(workflow)):
-            step = run_next(workflow, "prepare", workflows, context)
+        if may_finish and not (workflow.operator_action == "hold" and starts_next(workflow)):
+            transition = run_next(workflow, "prepare", workflows, context)
         else:
-            step = cut_short(workflow, "prepare")
-        if step is not None:
-            return step
+            transition = cancel_stage(workflow, "prepare")
+        if transition is not None:
+            return transition
     if workflow.on_start.state == "running":
         return run_next(workflow, "on_start", workflows, context)
     if workflow.on_start.state != "idle" or not workflow.decision.on_start:
         return None
     if context.is_acting:
-        begun = replace(workflow, on_start=Progress(state="running"))
+        begun = replace(workflow, on_start=StageStatus(state="running"))
         return run_next(begun, "on_start", workflows, context)
-    return Waits(kind="would_run_on_start")
+    return WaitReason(kind="would_run_on_start")
 
 
 # --- When it is over.
 
 
-def _over(workflow: Workflow, _workflows: Workflows, _context: Context) -> Step | None:
+def _over(workflow: Workflow, _workflows: Workflows, _context: Context) -> Transition | None:
     if workflow.prepare.state == "running":
-        return cut_short(workflow, "prepare")
+        return cancel_stage(workflow, "prepare")
     if workflow.on_start.state == "running":
-        return cut_short(workflow, "on_start")
+        return cancel_stage(workflow, "on_start")
     if workflow.prepare.state == "idle":
         has_started = workflow.was_started or workflow.event.is_started
-        if not (workflow.is_doubtful and has_started and workflow.decision.recover):
+        if not (workflow.is_history_unknown and has_started and workflow.decision.recover):
             return _close(workflow)
         if not workflow.was_started:
-            note = Note(kind="started", text="had started, before this VM's name was known")
-            return _enter(replace(workflow, was_started=True), "started", note)
+            record = Record(kind="started", text="had started, before this VM's name was known")
+            return _enter(replace(workflow, was_started=True), "started", record)
         # An unneeded recovery does little harm; a forgotten one leaves the VM out of service.
-        workflow = replace(workflow, prepare=Progress(state="canceled"))
+        workflow = replace(workflow, prepare=StageStatus(state="canceled"))
     if workflow.recover.state == "resolved":
         return _close(workflow)
     return _recover(workflow, "begins" if workflow.recover.state == "idle" else "goes on")
 
 
-def _recover(workflow: Workflow, how: str) -> Step:
+def _recover(workflow: Workflow, how: str) -> Transition:
     recover = workflow.recover
     hooks = ", ".join(hook for hook in workflow.decision.recover if hook not in recover.done) or "nothing to run"
-    note = Note(kind="recovering", text=f"recovery {how}: {hooks}")
-    return _enter(replace(workflow, recover=replace(recover, state="running")), "recovering", note)
+    record = Record(kind="recovering", text=f"recovery {how}: {hooks}")
+    return _enter(replace(workflow, recover=replace(recover, state="running")), "recovering", record)
 
 
-def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
+def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
     recover = workflow.recover
     if recover.state == "resolved":
         return _close(workflow)
     if recover.state == "failed":
         text = f"recovery failed ({recover.failure}): retry or resolve it"
-        note = Note(kind="recovery_failed", text=text, addition=recover.failure)
-        return _enter(workflow, "recovery_failed", note)
+        record = Record(kind="recovery_failed", text=text, addition=recover.failure)
+        return _enter(workflow, "recovery_failed", record)
     if recover.current is None and next_hook(workflow, "recover") is None:
         return _close(replace(workflow, recover=replace(recover, state="succeeded")))
-    needed_by = _needed_by(workflow, workflows)
+    needed_by = _dependents(workflow, workflows)
     if not needed_by:
         return run_next(workflow, "recover", workflows, context)
     if recover.current is not None:
         is_urgent = any(peer.event.type == "Preempt" for peer in needed_by)
-        return cut_short(workflow, "recover", is_urgent=is_urgent)
-    afresh = _without_what_is_undone(workflow, needed_by)
+        return cancel_stage(workflow, "recover", is_urgent=is_urgent)
+    afresh = _reset_reverted_hooks(workflow, needed_by)
     if afresh != workflow:
-        return Step(workflow=afresh)
-    return Waits(kind="other_event", detail=needed_by[0].event.id)
+        return Transition(workflow=afresh)
+    return WaitReason(kind="other_event", detail=needed_by[0].event.id)
 
 
-def _recovery_failed(workflow: Workflow, workflows: Workflows, _: Context) -> Step | None:
+def _recovery_failed(workflow: Workflow, workflows: Workflows, _: Context) -> Transition | None:
     match workflow.recover.state:
         case "resolved":
             return _close(workflow)
         case "failed":
-            afresh = _without_what_is_undone(workflow, _needed_by(workflow, workflows))
-            return None if afresh is workflow else Step(workflow=afresh)
+            afresh = _reset_reverted_hooks(workflow, _dependents(workflow, workflows))
+            return None if afresh is workflow else Transition(workflow=afresh)
         case _:
             return _recover(workflow, "goes on")
 
@@ -353,9 +369,9 @@ def _closed(_workflow: Workflow, _workflows: Workflows, _context: Context) -> No
     """Nothing is due any more."""
 
 
-def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
+def _dependents(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
     """The other events that still need what this recovery would undo."""
-    peers = prepared_peers(workflow, workflows)
+    peers = other_prepared(workflow, workflows)
     needed_by = [peer for peer in peers if still_needs_preparation(peer) and share_hooks(peer, workflow)]
     if workflow.event.is_recommendation:
         # The eviction that the recommendation warned of: this VM gets no new work before that eviction.
@@ -365,27 +381,27 @@ def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
     return needed_by
 
 
-def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Workflow:
+def _reset_reverted_hooks(workflow: Workflow, needed_by: list[Workflow]) -> Workflow:
     """Reset the recover hooks that are done if another event has prepared again: all of them must run again."""
     if not workflow.recover.done:
         return workflow
-    is_undone = any(peer.prepare.run > 0 and share_hooks(peer, workflow) for peer in needed_by)
-    return replace(workflow, recover=replace(workflow.recover, done=())) if is_undone else workflow
+    is_reverted = any(peer.prepare.run > 0 and share_hooks(peer, workflow) for peer in needed_by)
+    return replace(workflow, recover=replace(workflow.recover, done=())) if is_reverted else workflow
 
 
-def _close(workflow: Workflow) -> Step:
+def _close(workflow: Workflow) -> Transition:
     by_hand = "an operator has repaired its recovery manually" if workflow.recover.state == "resolved" else ""
     text = ", ".join(filter(None, [f"is over: {workflow.outcome}", by_hand]))
-    note = Note(kind="closed", text=text, addition=by_hand)
-    return _enter(replace(workflow, waits=None), "closed", note)
+    record = Record(kind="closed", text=text, addition=by_hand)
+    return _enter(replace(workflow, wait_reason=None), "closed", record)
 
 
-def _hold(workflow: Workflow, waits: Waits | None) -> Step:
-    return _enter(replace(workflow, waits=waits), "held", Note(kind="held", waits=waits))
+def _hold(workflow: Workflow, reason: WaitReason | None) -> Transition:
+    return _enter(replace(workflow, wait_reason=reason), "held", Record(kind="held", wait_reason=reason))
 
 
-def _enter(workflow: Workflow, phase: Phase, *notes: Note) -> Step:
-    return Step(workflow=replace(workflow, phase=phase), notes=notes)
+def _enter(workflow: Workflow, phase: Phase, *records: Record) -> Transition:
+    return Transition(workflow=replace(workflow, phase=phase), records=records)
 
 
 _PHASES: dict[Phase, Move] = {

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from msgspec.structs import replace
 
 from scheduled_events_agent.policy import names_recommendations
-from scheduled_events_agent.workflow.model import Context, Note, Step, Workflow, show
+from scheduled_events_agent.workflow.model import Context, Record, Transition, Workflow, show
 from scheduled_events_agent.workflow.timing import is_due
 
 
@@ -13,7 +13,7 @@ def expires_at(workflow: Workflow) -> datetime | None:
     """When a recommendation counts as over, if the document still lists it then; None for other events."""
     if workflow.is_over or not workflow.event.is_recommendation:
         return None
-    since = workflow.begun_at or workflow.first_seen_at
+    since = workflow.handling_since or workflow.first_seen_at
     return since + timedelta(seconds=workflow.decision.expire_after)
 
 
@@ -23,13 +23,13 @@ def why_ended(workflow: Workflow, context: Context) -> str:
     if expiry is None:
         return ""
     if is_due(expiry, context.now, workflow.decision.expire_after):
-        if workflow.begun_at is None:
+        if workflow.handling_since is None:
             return f"it has been known since {show(workflow.first_seen_at)}"
-        return f"it was prepared for since {show(workflow.begun_at)}"
+        return f"it was prepared for since {show(workflow.handling_since)}"
     return "" if names_recommendations(context.rules) else "no rule names its type any more"
 
 
-def end(workflow: Workflow, why: str) -> Step:
+def end(workflow: Workflow, why: str) -> Transition:
     """End the recommendation, even if documents still list it."""
     ended = replace(workflow, is_over=True, missing_since=None, outcome="expired")
-    return Step(workflow=ended, notes=(Note(kind="expired", text=f"has expired: {why}"),))
+    return Transition(workflow=ended, records=(Record(kind="expired", text=f"has expired: {why}"),))

@@ -7,28 +7,28 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy import Facts, decide, names_recommendations
+from scheduled_events_agent.policy import MatchContext, decide, names_recommendations
 from scheduled_events_agent.workflow import recommendations
-from scheduled_events_agent.workflow.approval import take_answer
+from scheduled_events_agent.workflow.approval import apply_approval_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
 from scheduled_events_agent.workflow.model import (
     ACTION_TEXTS,
     AgentRestarted,
     ApprovalAnswered,
-    ClockSet,
+    ClockChanged,
     Context,
     Effect,
     HookFinished,
-    MoveDeadline,
-    Note,
     OperatorCommand,
     Outcome,
     Phase,
-    Progress,
-    Reconsider,
+    PolicyChanged,
+    Record,
     Signal,
     Stage,
-    Step,
+    StageStatus,
+    Transition,
+    UpdateHookDeadline,
     Workflow,
     show,
 )
@@ -36,43 +36,43 @@ from scheduled_events_agent.workflow.stages import (
     is_nothing_done,
     is_to_recover,
     next_hook,
-    prepared_peers,
-    tried_again,
-    with_end,
+    other_prepared,
+    retried,
+    with_result,
     with_void_approval,
 )
-from scheduled_events_agent.workflow.timing import drain_end, is_due
+from scheduled_events_agent.workflow.timing import drain_deadline, is_due
 
 # A small change of an event is noted only once in this time.
 _NOTED_EVERY = timedelta(minutes=1)
 _SMALL_MOVE_SECONDS = 60.0
 
 
-def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step | None:
+def apply_signal(workflow: Workflow | None, signal: Signal, context: Context) -> Transition | None:
     """Apply the signal to the workflow, or to a new one if there is none. None if nothing changes."""
     if workflow is None:
-        return _admit(signal.event, context) if isinstance(signal, Seen) else None
+        return _create(signal.event, context) if isinstance(signal, Seen) else None
     match signal:
         case Seen(event):
-            return _see(workflow, event, context)
+            return _update(workflow, event, context)
         case Missing():
-            return _miss(workflow, signal, context)
+            return _mark_missing(workflow, signal, context)
         case Gone():
-            return _lose(workflow, signal, context)
+            return _mark_gone(workflow, signal, context)
         case HookFinished() if workflow.id == signal.workflow_id:
             return _finish_hook(workflow, signal)
         case HookFinished():
-            return _share_finished_hook(workflow, signal)
+            return _apply_shared_hook(workflow, signal)
         case ApprovalAnswered():
-            return take_answer(workflow, signal, context)
+            return apply_approval_answer(workflow, signal, context)
         case OperatorCommand():
             return _apply_command(workflow, signal, context)
         case AgentRestarted():
             return _restart(workflow, context)
-        case Reconsider():
+        case PolicyChanged():
             return None if workflow.is_over else _decide_anew(workflow, context)
-        case ClockSet(seconds):
-            return _move_times(workflow, seconds, context)
+        case ClockChanged(seconds):
+            return _shift_times(workflow, seconds, context)
 
 
 def waiting_for_hook(signal: HookFinished, workflows: Mapping[str, Workflow]) -> list[str]:
@@ -80,81 +80,87 @@ def waiting_for_hook(signal: HookFinished, workflows: Mapping[str, Workflow]) ->
     owner = workflows.get(signal.workflow_id)
     if owner is None:
         return []
-    progress = owner.progress(signal.stage)
+    progress = owner.stage_status(signal.stage)
     if (progress.current, progress.run) != (signal.hook, signal.run):
         return []  # a restart has given up this run
     if signal.stage != "recover" or (signal.outcome == "canceled" and progress.is_canceling):
         return [owner.id]
-    return [owner.id, *(peer.id for peer in prepared_peers(owner, workflows) if is_to_recover(peer, signal.hook))]
+    return [owner.id, *(peer.id for peer in other_prepared(owner, workflows) if is_to_recover(peer, signal.hook))]
 
 
-def _admit(event: ScheduledEvent, context: Context) -> Step | None:
+def _create(event: ScheduledEvent, context: Context) -> Transition | None:
     remembered = context.remembered.get(event.key)
     has_expired = remembered is not None and remembered.reason == "expired"
     if has_expired or (event.is_recommendation and not names_recommendations(context.rules)):
         return None
-    facts = Facts(names=context.names, noticed_at=context.now)
+    facts = MatchContext(names=context.names, not_before_seen_at=context.now)
     decision = decide(context.rules, context.windows, event, facts)
     workflow = Workflow(
         id=workflow_id(event.key, context.now),
         event=event,
         decision=decision,
         first_seen_at=context.now,
-        noticed_at=context.now,
+        not_before_seen_at=context.now,
         boot_id=context.boot_id,
-        is_doubtful=context.is_state_lost,
+        is_history_unknown=context.is_state_lost,
     )
-    notes = [Note(kind="seen", text=_describe(event, context.now)), Note(kind="decided", text=decision.reason)]
+    records = [
+        Record(kind="seen", text=_describe(event, context.now)),
+        Record(kind="decided", text=decision.reason),
+    ]
     if remembered is not None and not event.is_started:
         workflow = replace(workflow, operator_action="hold")
         text = f"held by {remembered.user or 'an operator'} since {show(remembered.at)}"
-        notes.append(Note(kind="operator", text=text))
-    return Step(workflow=workflow, notes=tuple(notes))
+        records.append(Record(kind="operator", text=text))
+    return Transition(workflow=workflow, records=tuple(records))
 
 
-def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
+def _update(workflow: Workflow, event: ScheduledEvent, context: Context) -> Transition:
     old = workflow.event
-    back: list[Note] = []
+    back: list[Record] = []
     if workflow.is_missing or workflow.is_over:
-        back.append(Note(kind="changed", text="is in the document again"))
-        workflow = _without_what_a_reboot_has_undone(_bring_back(workflow), context)
+        back.append(Record(kind="changed", text="is in the document again"))
+        workflow = _without_what_a_reboot_has_undone(_resume(workflow), context)
     if event.key != old.key:
-        back.append(Note(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
+        back.append(Record(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
     changed = {name for name in event.__struct_fields__ if getattr(event, name) != getattr(old, name)}
     is_small = changed <= _small_changes(old, event, context)
     is_moved = "not_before" in changed
     drain_until = workflow.drain_until
     if drain_until is not None and is_moved:
-        drain_until = min(drain_until, drain_end(workflow.decision, event, context))
-    noticed_at = context.now if is_moved and not is_small else workflow.noticed_at
-    seen = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until)
+        drain_until = min(drain_until, drain_deadline(workflow.decision, event, context))
+    not_before_seen_at = context.now if is_moved and not is_small else workflow.not_before_seen_at
+    seen = replace(workflow, event=event, not_before_seen_at=not_before_seen_at, drain_until=drain_until)
     decided = _decide_anew(seen, context)
-    notes = [*back]
-    if decided.notes or not (is_small and _was_just_noted(workflow, context)):
-        notes += _changes_in_words(old, event, changed)
+    records = [*back]
+    if decided.records or not (is_small and _was_just_noted(workflow, context)):
+        records += _changes_in_words(old, event, changed)
     void = _why_approval_is_void(old, event)
-    step = Step(workflow=decided.workflow, notes=tuple(notes))
+    transition = Transition(workflow=decided.workflow, records=tuple(records))
     if void:
-        step = with_void_approval(step, void)
-    new = step.workflow
-    if len(notes) > len(back):
+        transition = with_void_approval(transition, void)
+    new = transition.workflow
+    if len(records) > len(back):
         new = replace(new, change_noted_at=context.now)
     effects: tuple[Effect, ...] = ()
     if is_moved and _has_deadline(new) and new.prepare.current is not None:
-        effects = (MoveDeadline(workflow_id=new.id),)
-    is_same = not step.notes and replace(new, event=old, decision=workflow.decision) == workflow
-    return Step(
-        workflow=new, effects=effects, notes=(*step.notes, *decided.notes), is_small=is_same and not decided.notes
+        effects = (UpdateHookDeadline(workflow_id=new.id),)
+    is_same = not transition.records and replace(new, event=old, decision=workflow.decision) == workflow
+    return Transition(
+        workflow=new,
+        effects=effects,
+        records=(*transition.records, *decided.records),
+        is_small=is_same and not decided.records,
     )
 
 
-def _changes_in_words(old: ScheduledEvent, new: ScheduledEvent, changed: Container[str]) -> list[Note]:
+def _changes_in_words(old: ScheduledEvent, new: ScheduledEvent, changed: Container[str]) -> list[Record]:
     """One note about all changes; none if they need no line."""
     fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
     # NotBefore becomes blank when the event starts.
     told = [name for name in fields if name in changed and not (name == "not_before" and new.is_started)]
     text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(new, name))}" for name in told)
-    return [Note(kind="changed", text=text)] if told else []
+    return [Record(kind="changed", text=text)] if told else []
 
 
 def _small_changes(old: ScheduledEvent, new: ScheduledEvent, context: Context) -> set[str]:
@@ -187,8 +193,8 @@ def _why_approval_is_void(old: ScheduledEvent, new: ScheduledEvent) -> str:
     return ""
 
 
-def _decide_anew(workflow: Workflow, context: Context) -> Step:
-    facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
+def _decide_anew(workflow: Workflow, context: Context) -> Transition:
+    facts = MatchContext(names=context.names, not_before_seen_at=workflow.not_before_seen_at)
     old = workflow.decision
     new = decide(context.rules, context.windows, workflow.event, facts)
     has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
@@ -221,15 +227,15 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
             expire_after=new.expire_after if new.rule else old.expire_after,
         )
     if new == old:
-        return Step(workflow=workflow)
+        return Transition(workflow=workflow)
     # The reason holds the values of the conditions: a changed status alone is not a new decision.
     is_news = replace(new, reason=old.reason) != old
     text = f"{new.reason}; no hook any more: {', '.join(lost)}" if lost else new.reason
-    notes = (Note(kind="decided", text=text),) if is_news else ()
-    waits = workflow.waits
+    records = (Record(kind="decided", text=text),) if is_news else ()
+    waits = workflow.wait_reason
     if is_news and waits is not None and waits.kind in ("would_begin", "would_run_on_start"):
         waits = None  # its text contains the decision, so it is noted again
-    return Step(workflow=replace(workflow, decision=new, waits=waits), notes=notes)
+    return Transition(workflow=replace(workflow, decision=new, wait_reason=waits), records=records)
 
 
 def _lost_hooks(workflow: Workflow, context: Context) -> tuple[str, ...]:
@@ -246,7 +252,7 @@ def _may_prepare_more(workflow: Workflow) -> bool:
     return is_in_time and workflow.prepare.state in ("running", "succeeded")
 
 
-def may_return(workflow: Workflow, event: ScheduledEvent) -> bool:
+def can_resume(workflow: Workflow, event: ScheduledEvent) -> bool:
     """Whether the event, which was gone, may go on as it was: nothing was undone or cut short since.
 
     An event cannot start twice: one that is Scheduled after it was Started is another one under the same id.
@@ -254,32 +260,32 @@ def may_return(workflow: Workflow, event: ScheduledEvent) -> bool:
     if (workflow.was_started or workflow.event.is_started) and not event.is_started:
         return False
     is_idle = all(progress.current is None for progress in workflow.stages)
-    is_untouched = not workflow.is_undone and workflow.recover.state in ("idle", "running")
-    is_cut_short = workflow.prepare.state == "canceled" and not workflow.was_started
-    return is_idle and is_untouched and not is_cut_short
+    is_untouched = not workflow.is_reverted and workflow.recover.state in ("idle", "running")
+    is_aborted_by_stop = workflow.prepare.state == "canceled" and not workflow.was_started
+    return is_idle and is_untouched and not is_aborted_by_stop
 
 
-def _bring_back(workflow: Workflow) -> Workflow:
+def _resume(workflow: Workflow) -> Workflow:
     """The workflow as if the event had never been missing."""
     if workflow.phase == "recovering":
         phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
         if workflow.was_started:
             phase = "started"
-        workflow = replace(workflow, phase=phase, recover=Progress())
+        workflow = replace(workflow, phase=phase, recover=StageStatus())
     return replace(workflow, missing_since=None, is_over=False, outcome="")
 
 
-def _miss(workflow: Workflow, signal: Missing, context: Context) -> Step | None:
+def _mark_missing(workflow: Workflow, signal: Missing, context: Context) -> Transition | None:
     if workflow.missing_since is not None:
         return None
     text = "is not in the document; over, if the next answer lacks it too"
     if signal.names_others:
         text = "does not name this VM any more; over for it, if the next answer does not name it either"
-    note = Note(kind="missing", text=text)
-    return Step(workflow=replace(workflow, missing_since=context.now), notes=(note,))
+    record = Record(kind="missing", text=text)
+    return Transition(workflow=replace(workflow, missing_since=context.now), records=(record,))
 
 
-def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
+def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition:
     outcome: Outcome = "unknown"
     not_before = workflow.event.not_before
     missing_since = workflow.missing_since or context.now
@@ -294,24 +300,24 @@ def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
     elif workflow.approval.state == "none" and not_before is not None and missing_since < not_before:
         outcome = "canceled"
     text = "names only other VMs now" if signal.names_others else "is no longer in the document"
-    note = Note(kind="gone", text=f"{text} ({outcome})")
+    record = Record(kind="gone", text=f"{text} ({outcome})")
     # If it names this VM again later, it counts as another event: so ``missing_since`` is None then.
     since = None if signal.names_others else missing_since
     gone = replace(workflow, is_over=True, missing_since=since, outcome=outcome)
-    return Step(workflow=gone, notes=(note,))
+    return Transition(workflow=gone, records=(record,))
 
 
-def _move_times(workflow: Workflow, seconds: float, context: Context) -> Step:
+def _shift_times(workflow: Workflow, seconds: float, context: Context) -> Transition:
     moved = timedelta(seconds=seconds)
-    if workflow.begun_at is not None:
-        workflow = replace(workflow, begun_at=workflow.begun_at + moved)
+    if workflow.handling_since is not None:
+        workflow = replace(workflow, handling_since=workflow.handling_since + moved)
     if workflow.drain_until is not None:
-        latest = drain_end(workflow.decision, workflow.event, context)
+        latest = drain_deadline(workflow.decision, workflow.event, context)
         workflow = replace(workflow, drain_until=min(workflow.drain_until + moved, latest))
     effects: tuple[Effect, ...] = ()
     if workflow.prepare.current is not None and _has_deadline(workflow):
-        effects = (MoveDeadline(workflow_id=workflow.id),)
-    return Step(workflow=workflow, effects=effects)
+        effects = (UpdateHookDeadline(workflow_id=workflow.id),)
+    return Transition(workflow=workflow, effects=effects)
 
 
 def _has_deadline(workflow: Workflow) -> bool:
@@ -319,46 +325,48 @@ def _has_deadline(workflow: Workflow) -> bool:
     return not workflow.event.is_started or workflow.decision.on_early_start == "finish"
 
 
-def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context) -> Step:
+def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context) -> Transition:
     action = signal.action
-    note = Note(kind="operator", text=f"{signal.user or 'an operator'} says: {ACTION_TEXTS[action]}")
+    record = Record(kind="operator", text=f"{signal.user or 'an operator'} says: {ACTION_TEXTS[action]}")
     if action == "retry":
-        return _retry(workflow, note, context)
+        return _retry(workflow, record, context)
     if action == "resolve" and not workflow.is_over:
-        step = recommendations.end(workflow, f"{signal.user or 'an operator'} has resolved it")
-        return replace(step, notes=(note, *step.notes))
+        transition = recommendations.end(workflow, f"{signal.user or 'an operator'} has resolved it")
+        return replace(transition, records=(record, *transition.records))
     if action == "resolve":
-        return Step(workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), notes=(note,))
+        return Transition(
+            workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), records=(record,)
+        )
     is_untouched = workflow.prepare.state == "idle" and workflow.approval.state == "none"
     ends_hold = workflow.operator_action == "hold" and action != "hold"
     if workflow.phase == "held" and ends_hold and is_untouched:
         workflow = replace(workflow, phase="waiting")
     counts = "" if action == "release" else action
-    return Step(workflow=replace(workflow, operator_action=counts), notes=(note,))
+    return Transition(workflow=replace(workflow, operator_action=counts), records=(record,))
 
 
-def _retry(workflow: Workflow, note: Note, context: Context) -> Step:
+def _retry(workflow: Workflow, record: Record, context: Context) -> Transition:
     """Run the hook that failed again, and then the rest of its stage."""
     stage: Stage = "recover" if workflow.is_over else "prepare"
-    progress = workflow.progress(stage)
+    progress = workflow.stage_status(stage)
     if progress.state != "failed":
-        return Step(workflow=workflow, notes=(note,))
-    again = workflow.with_progress(stage, tried_again(progress))
+        return Transition(workflow=workflow, records=(record,))
+    again = workflow.with_stage(stage, retried(progress))
     if workflow.is_over:
-        return Step(workflow=again, notes=(note,))
-    step = _decide_anew(again, context)  # the hook may have been removed from the policy meanwhile
-    return replace(step, notes=(note, *step.notes))
+        return Transition(workflow=again, records=(record,))
+    transition = _decide_anew(again, context)  # the hook may have been removed from the policy meanwhile
+    return replace(transition, records=(record, *transition.records))
 
 
-def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
-    progress = workflow.progress(signal.stage)
+def _finish_hook(workflow: Workflow, signal: HookFinished) -> Transition:
+    progress = workflow.stage_status(signal.stage)
     phrase = f"hook {signal.hook}: {signal.detail or signal.outcome}"
     was_cut_short = signal.outcome == "canceled" and progress.is_canceling
     progress = replace(progress, current=None, is_canceling=False)
     if not was_cut_short:
-        progress = with_end(progress, signal)
+        progress = with_result(progress, signal)
     text = f"{phrase} ({signal.outcome})" if signal.detail else phrase
-    note = Note(
+    record = Record(
         kind="hook_canceled" if was_cut_short else "hook_finished",
         text=text if signal.is_required or signal.outcome == "succeeded" else f"{text}, and it is not required",
         stage=signal.stage,
@@ -366,18 +374,18 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
         outcome=signal.outcome,
         detail=signal.tail,
     )
-    workflow = workflow.with_progress(signal.stage, progress)
+    workflow = workflow.with_stage(signal.stage, progress)
     if signal.stage == "prepare" and progress.state == "failed":
-        return with_void_approval(Step(workflow=workflow, notes=(note,)), f"hook {signal.hook} failed")
-    return Step(workflow=workflow, notes=(note,))
+        return with_void_approval(Transition(workflow=workflow, records=(record,)), f"hook {signal.hook} failed")
+    return Transition(workflow=workflow, records=(record,))
 
 
-def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | None:
+def _apply_shared_hook(workflow: Workflow, signal: HookFinished) -> Transition | None:
     """A recover hook that ran for one event need not run again for another event that is over as well."""
     recover = workflow.recover
     if recover.state == "resolved":
         return None
-    progress = with_end(recover, signal)
+    progress = with_result(recover, signal)
     fails_now = progress.state == "failed" and recover.state != "failed"
     has_failed_before = progress.state == "failed" and recover.state == "failed"
     would_run_it_next = workflow.phase == "recovering" and signal.hook == next_hook(workflow, "recover")
@@ -387,27 +395,27 @@ def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | Non
     if has_failed_before and signal.hook not in progress.done:
         return None
     text = f"hook {signal.hook}: has run for another event, once for both"
-    note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
-    return Step(workflow=replace(workflow, recover=progress), notes=(note,))
+    record = Record(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
+    return Transition(workflow=replace(workflow, recover=progress), records=(record,))
 
 
-def _restart(workflow: Workflow, context: Context) -> Step:
+def _restart(workflow: Workflow, context: Context) -> Transition:
     """No hook runs any more. A hook that ran runs again, and an approval without an answer is sent again."""
     stages: tuple[Stage, ...] = ("prepare", "on_start", "recover")
     for stage in stages:
-        progress = workflow.progress(stage)
+        progress = workflow.stage_status(stage)
         if progress.current is not None:
             is_cut = progress.is_canceling and stage == "prepare" and _is_past(workflow)
             state = "canceled" if is_cut else progress.state
             progress = replace(progress, current=None, is_canceling=False, state=state)
-            workflow = workflow.with_progress(stage, progress)
+            workflow = workflow.with_stage(stage, progress)
     if workflow.approval.state == "requested":
         workflow = replace(workflow, approval=replace(workflow.approval, state="none", retry_at=None))
     workflow = _without_what_a_reboot_has_undone(workflow, context)
     is_same_boot = context.boot_id in (workflow.boot_id, workflow.prepare_boot_id)
     where = "the same boot" if is_same_boot else "after a reboot"
-    note = Note(kind="restarted", text=f"the agent restarted ({where}) in phase {workflow.phase}")
-    return Step(workflow=workflow, notes=(note,))
+    record = Record(kind="restarted", text=f"the agent restarted ({where}) in phase {workflow.phase}")
+    return Transition(workflow=workflow, records=(record,))
 
 
 def _without_what_a_reboot_has_undone(workflow: Workflow, context: Context) -> Workflow:
@@ -418,7 +426,7 @@ def _without_what_a_reboot_has_undone(workflow: Workflow, context: Context) -> W
     has_begun = workflow.prepare.state != "idle"
     if not has_begun or _is_past(workflow) or workflow.prepare_boot_id == context.boot_id:
         return workflow
-    prepare = Progress(state="running", run=0 if is_nothing_done(workflow) else max(1, workflow.prepare.run))
+    prepare = StageStatus(state="running", run=0 if is_nothing_done(workflow) else max(1, workflow.prepare.run))
     return replace(workflow, prepare=prepare, drain_until=None)
 
 

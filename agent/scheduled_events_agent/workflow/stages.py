@@ -8,12 +8,12 @@ from scheduled_events_agent.workflow.model import (
     CancelHook,
     Context,
     HookFinished,
-    Note,
-    Progress,
+    Record,
     RunHook,
     Stage,
-    Step,
-    Waits,
+    StageStatus,
+    Transition,
+    WaitReason,
     Workflow,
 )
 from scheduled_events_agent.workflow.timing import is_due, rank_of
@@ -21,12 +21,12 @@ from scheduled_events_agent.workflow.timing import is_due, rank_of
 
 def run_next(
     workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
-) -> Step | Waits | None:
+) -> Transition | WaitReason | None:
     """Start the stage's next hook, or end the stage. If neither is due: why it waits, or None."""
-    progress = workflow.progress(stage)
+    progress = workflow.stage_status(stage)
     if progress.current is not None:
         return give_way(workflow, stage, workflows, context)
-    recoveries = [p for p in prepared_peers(workflow, workflows) if p.is_over and p.recover.current is not None]
+    recoveries = [p for p in other_prepared(workflow, workflows) if p.is_over and p.recover.current is not None]
     if stage == "prepare":
         drain_for = workflow.decision.drain_for
         if workflow.drain_until is not None and not is_due(workflow.drain_until, context.now, drain_for):
@@ -35,31 +35,33 @@ def run_next(
             return None  # wait until that recovery is canceled: it must not run beside hooks that it would undo
     hook = next_hook(workflow, stage)
     if hook is None:
-        return Step(workflow=workflow.with_progress(stage, replace(progress, state="succeeded")))
+        return Transition(workflow=workflow.with_stage(stage, replace(progress, state="succeeded")))
     if stage != "on_start" and _has_earlier_hook(workflow, workflows):
         return None
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event now, once for both
     if stage == "prepare" and _eviction_that_needs(hook, workflow, workflows, context):
-        return Waits(kind="other_run", detail=hook)
+        return WaitReason(kind="other_run", detail=hook)
     if not context.is_acting:
-        return Waits(kind="observes")
+        return WaitReason(kind="observes")
     if stage == "recover" and hook not in context.hooks:
         # A prepare hook may fail: the event is held. A recovery that fails unnoticed leaves the VM out of service.
-        return Waits(kind="lost_hook", detail=hook)
+        return WaitReason(kind="lost_hook", detail=hook)
     progress = replace(progress, state="running", current=hook, run=progress.run + 1)
-    return Step(
-        workflow=workflow.with_progress(stage, progress),
+    return Transition(
+        workflow=workflow.with_stage(stage, progress),
         effects=(
             RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run, rank=rank_of(workflow)),
         ),
-        notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
+        records=(Record(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
 
 
-def give_way(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
+def give_way(
+    workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
+) -> Transition | None:
     """Cancel a serialized prepare hook if an eviction needs it; it runs again later."""
-    progress = workflow.progress(stage)
+    progress = workflow.stage_status(stage)
     if stage != "prepare" or progress.current is None or progress.is_canceling:
         return None
     eviction = _eviction_that_needs(progress.current, workflow, workflows, context)
@@ -106,29 +108,29 @@ def next_hook(workflow: Workflow, stage: Stage) -> str | None:
     """The stage's first hook that is not done."""
     decision = workflow.decision
     hooks = {"prepare": decision.prepare, "on_start": decision.on_start, "recover": decision.recover}[stage]
-    return next((hook for hook in hooks if hook not in workflow.progress(stage).done), None)
+    return next((hook for hook in hooks if hook not in workflow.stage_status(stage).done), None)
 
 
-def cut_short(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -> Step | None:
+def cancel_stage(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -> Transition | None:
     """End a running stage: first the hook that runs, then the stage."""
-    progress = workflow.progress(stage)
+    progress = workflow.stage_status(stage)
     if progress.current is None:
         is_untouched = stage == "prepare" and is_nothing_done(workflow)
         ended = replace(progress, state="idle" if is_untouched else "canceled")
-        step = Step(workflow=workflow.with_progress(stage, ended))
-        return with_void_approval(step, "preparation was canceled") if stage == "prepare" else step
+        transition = Transition(workflow=workflow.with_stage(stage, ended))
+        return with_void_approval(transition, "preparation was canceled") if stage == "prepare" else transition
     if progress.is_canceling:
         return None
     return _cancel(workflow, stage, f"hook {progress.current} is canceled", is_urgent=is_urgent)
 
 
-def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> Step:
+def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> Transition:
     """End the hook that runs."""
-    progress = workflow.progress(stage)
-    return Step(
-        workflow=workflow.with_progress(stage, replace(progress, is_canceling=True)),
+    progress = workflow.stage_status(stage)
+    return Transition(
+        workflow=workflow.with_stage(stage, replace(progress, is_canceling=True)),
         effects=(CancelHook(workflow_id=workflow.id, stage=stage, is_urgent=is_urgent),),
-        notes=(Note(kind="hook_canceled", text=text, stage=stage, hook=progress.current or ""),),
+        records=(Record(kind="hook_canceled", text=text, stage=stage, hook=progress.current or ""),),
     )
 
 
@@ -137,31 +139,33 @@ def is_nothing_done(workflow: Workflow) -> bool:
     return workflow.prepare.run == 0 and workflow.drain_until is None and workflow.decision.prepare != ()
 
 
-def with_void_approval(step: Step, why: str) -> Step:
+def with_void_approval(transition: Transition, why: str) -> Transition:
     """Take back an operator's approval that Azure has not accepted yet: what it was for has changed since."""
-    workflow = step.workflow
+    workflow = transition.workflow
     if workflow.operator_action != "approve" or workflow.approval.state == "confirmed":
-        return step
-    note = Note(kind="operator", text=f"the operator's approval is void: {why}")
-    return replace(step, workflow=replace(workflow, operator_action=""), notes=(*step.notes, note))
+        return transition
+    record = Record(kind="operator", text=f"the operator's approval is void: {why}")
+    return replace(
+        transition, workflow=replace(workflow, operator_action=""), records=(*transition.records, record)
+    )
 
 
-def with_end(progress: Progress, signal: HookFinished) -> Progress:
+def with_result(progress: StageStatus, signal: HookFinished) -> StageStatus:
     """Apply the result of a hook that was not canceled."""
     if signal.outcome != "succeeded":
         progress = replace(progress, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
         if signal.is_required and signal.stage != "on_start":
             return replace(progress, state="failed", failed_hook=signal.hook)
     if progress.failed_hook == signal.hook:
-        progress = tried_again(progress)
+        progress = retried(progress)
     return replace(progress, done=(*progress.done, signal.hook))
 
 
-def tried_again(progress: Progress) -> Progress:
+def retried(progress: StageStatus) -> StageStatus:
     return replace(progress, state="running", failure="", failed_hook="")
 
 
-def prepared_peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:
+def other_prepared(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:
     """The other events for which something is prepared."""
     return [other for other in workflows.values() if other.id != workflow.id and other.is_prepared_for]
 
@@ -183,7 +187,7 @@ def share_hooks(one: Workflow, other: Workflow) -> bool:
     return not mine.isdisjoint((*other.decision.prepare, *other.decision.recover))
 
 
-def may_begin(workflow: Workflow) -> bool:
+def can_start(workflow: Workflow) -> bool:
     """Whether nothing was done yet, and time may let it begin."""
     if workflow.phase == "waiting":
         return True
@@ -191,7 +195,7 @@ def may_begin(workflow: Workflow) -> bool:
     return is_ready and workflow.prepare.state == "idle" and workflow.decision.has_preparation
 
 
-def has_more_to_prepare(workflow: Workflow) -> bool:
+def needs_more_preparation(workflow: Workflow) -> bool:
     """Whether a new decision needs more preparation for an event that was ready, or a failed hook is retried."""
     state = workflow.prepare.state
     return state == "running" or (state == "idle" and workflow.decision.has_preparation)

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy import Decision, Start, drain_seconds
+from scheduled_events_agent.policy import Decision, StartTime, drain_seconds
 from scheduled_events_agent.workflow.model import Context, Rank, Stage, Workflow
 
 _URGENT_TYPES = {"Preempt": 0, "Terminate": 1}
@@ -16,7 +16,7 @@ def is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
     return at > now + timedelta(seconds=longest_seconds)  # the clock was set back
 
 
-def start_of(workflow: Workflow, context: Context) -> Start:
+def start_of(workflow: Workflow, context: Context) -> StartTime:
     """When the handling of the event begins, and why not earlier."""
     return workflow.decision.start(workflow.event, context.now, needed_seconds(workflow.decision, context))
 
@@ -27,7 +27,7 @@ def needed_seconds(decision: Decision, context: Context) -> float:
     return decision.drain_for + hooks + context.reserve
 
 
-def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> datetime:
+def drain_deadline(decision: Decision, event: ScheduledEvent, context: Context) -> datetime:
     """When a drain that begins now ends. With little notice it is cut, to half of that notice at least."""
     drain = decision.drain_for
     if event.starts_at is not None:
@@ -45,10 +45,10 @@ def rank_of(workflow: Workflow) -> Rank:
     return kind, not_before, workflow.first_seen_at.timestamp()
 
 
-def turn_to_approve(workflow: Workflow) -> datetime | None:
+def approval_turn_at(workflow: Workflow) -> datetime | None:
     """When this VM approves even if the VMs listed before it have not; None if it need not wait for them."""
-    seconds = workflow.decision.speaks_after
-    return workflow.begun_at + timedelta(seconds=seconds) if seconds and workflow.begun_at else None
+    seconds = workflow.decision.approve_after_seconds
+    return workflow.handling_since + timedelta(seconds=seconds) if seconds and workflow.handling_since else None
 
 
 def hook_deadline_at(workflow: Workflow, stage: Stage, reserve_seconds: float, now: datetime) -> datetime | None:

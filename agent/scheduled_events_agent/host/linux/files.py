@@ -17,7 +17,7 @@ from scheduled_events_agent.host.error import HostError
 if sys.platform == "win32":
     raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
 
-_LOCK_PATIENCE_SECONDS = 0.5  # lock_holder may have the lock for an instant
+_LOCK_TIMEOUT_SECONDS = 0.5  # lock_holder may have the lock for an instant
 
 
 def default_config_path() -> Path:
@@ -144,7 +144,7 @@ def hold_lock(path: Path) -> IO[bytes]:
 
     Raises HostError, naming the holder, if another process has it.
     """
-    patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    patience_ends = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
     except OSError as error:

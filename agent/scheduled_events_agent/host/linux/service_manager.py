@@ -28,7 +28,7 @@ _LEASES = (
 )
 _MAX_LEASE_CHARACTERS = 1 << 20
 _MAX_STATUS_CHARACTERS = 1000
-_TELL_SECONDS = 1.0
+_NOTIFY_TIMEOUT_SECONDS = 1.0
 _JOURNAL_SOCKET = "/run/systemd/journal/socket"
 
 
@@ -81,7 +81,7 @@ def is_journal(descriptor: int) -> bool:
     return os.environ.get("JOURNAL_STREAM") == f"{facts.st_dev}:{facts.st_ino}"
 
 
-def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
+def send_to_journal(fields: Mapping[str, str], timeout_seconds: float) -> bool:
     """Write one entry with fields of its own; False if the journal does not accept it in that time."""
     entry = b""
     for name, text in fields.items():
@@ -89,7 +89,7 @@ def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
         entry += name.encode() + b"\n" + len(value).to_bytes(8, "little") + value + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.settimeout(patience_seconds)
+            sender.settimeout(timeout_seconds)
             sender.sendto(entry, _JOURNAL_SOCKET)
     except OSError:
         return False
@@ -117,7 +117,7 @@ class ServiceManager:
             "reloading": f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}",
             "stopping": "STOPPING=1",
         }
-        self._send(f"{words[state]}\n{_status_line(status)}", _TELL_SECONDS)
+        self._send(f"{words[state]}\n{_status_line(status)}", _NOTIFY_TIMEOUT_SECONDS)
 
     def tell_status(self, status: str) -> None:
         """One line for people."""
@@ -128,13 +128,13 @@ class ServiceManager:
         if self._is_watched:
             self._send("WATCHDOG=1")
 
-    def _send(self, message: str, patience_seconds: float = 0.0) -> None:
+    def _send(self, message: str, timeout_seconds: float = 0.0) -> None:
         if self._address:
             with (
                 suppress(OSError),
                 socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
             ):
-                sender.settimeout(patience_seconds)
+                sender.settimeout(timeout_seconds)
                 sender.connect(self._address)  # sendto() would not wait
                 sender.send(message.encode("utf-8", "replace"))
 
@@ -145,11 +145,11 @@ def _status_line(status: str) -> str:
     return f"STATUS={line[:_MAX_STATUS_CHARACTERS]}"
 
 
-def is_writable(descriptor: int, patience_seconds: float) -> bool:
+def is_writable(descriptor: int, timeout_seconds: float) -> bool:
     """Whether a line (up to 4 KiB, as a pipe promises) can be written without waiting longer than that."""
     waiting = select.poll()
     waiting.register(descriptor, select.POLLOUT)
-    return bool(waiting.poll(patience_seconds * 1000))
+    return bool(waiting.poll(timeout_seconds * 1000))
 
 
 def claim_port(listener: socket.socket) -> None:

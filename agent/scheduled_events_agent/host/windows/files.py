@@ -20,7 +20,7 @@ if sys.platform == "win32" or TYPE_CHECKING:
     import win32con
     import win32file
 
-_LOCK_PATIENCE_SECONDS = 0.5  # a process that looks for the holder may have it for an instant
+_LOCK_TIMEOUT_SECONDS = 0.5  # a process that looks for the holder may have it for an instant
 _SHARING_VIOLATION = 32
 _NOT_FOUND = (2, 3)  # the file, a directory above it
 _TEMPORARY_LABEL = "Temporary Storage"  # Azure gives it to that disk, and puts the file into it
@@ -209,7 +209,7 @@ def hold_lock(path: Path) -> IO[bytes]:
 
     Raises HostError, naming the holder, if another process has it.
     """
-    patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    patience_ends = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
             # Others may read the pid in it, and no other process may open it for writing.

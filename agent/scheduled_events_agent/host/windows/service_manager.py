@@ -43,9 +43,9 @@ _PRIVILEGES = ("SeChangeNotifyPrivilege", "SeCreateGlobalPrivilege", "SeImperson
 _SYSTEM_PRIVILEGES = (*_PRIVILEGES, "SeShutdownPrivilege")
 # Shipped with every Windows Server since 2012; pywin32's own message files know a few ids only, and not these.
 _FRAMEWORK_MESSAGES = r"%SystemRoot%\Microsoft.NET\Framework64\v4.0.30319\EventLogMessages.dll"
-_START_PATIENCE_SECONDS = 90.0
-_STOP_PATIENCE_SECONDS = STOP_TIMEOUT + 30.0
-_REMOVE_PATIENCE_SECONDS = 10.0
+_START_TIMEOUT_SECONDS = 90.0
+_STOP_TIMEOUT_SECONDS = STOP_TIMEOUT + 30.0
+_REMOVE_TIMEOUT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # SERVICE_... rights, and DELETE: an account may have been given some of them only.
 _QUERY = 0x5
@@ -173,7 +173,7 @@ def remove() -> bool:
     with _service(_DELETE) as service:
         win32service.DeleteService(service)
     # Its process may take a moment to end; until then, an installation would be rejected.
-    deadline = time.monotonic() + _REMOVE_PATIENCE_SECONDS
+    deadline = time.monotonic() + _REMOVE_TIMEOUT_SECONDS
     while query() is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     unregister_source()
@@ -190,11 +190,11 @@ def start() -> bool:
             if error.winerror != _ALREADY_RUNNING:
                 raise
             was_stopped = False
-        state, code = _wait(service, "start pending", _START_PATIENCE_SECONDS)
+        state, code = _wait(service, "start pending", _START_TIMEOUT_SECONDS)
     if state == "running":
         return was_stopped
     if state == "start pending":
-        raise HostError(f"the service has not started within {_START_PATIENCE_SECONDS:.0f}s: see {log_dir()}")
+        raise HostError(f"the service has not started within {_START_TIMEOUT_SECONDS:.0f}s: see {log_dir()}")
     reason = "its configuration was rejected: see `scheduled-events-agent check`, and" if code == 2 else "see"
     raise HostError(f"the service has stopped again with exit code {code}; {reason} {log_dir()}")
 
@@ -202,7 +202,7 @@ def start() -> bool:
 def stop() -> bool:
     """Stop the service and wait for its end, which hooks that run delay. False if it did not run."""
     with _service(_STOP | _QUERY) as service:
-        _wait(service, "start pending", _START_PATIENCE_SECONDS)  # it cannot be stopped before
+        _wait(service, "start pending", _START_TIMEOUT_SECONDS)  # it cannot be stopped before
         try:
             win32service.ControlService(service, win32service.SERVICE_CONTROL_STOP)
         except pywintypes.error as error:
@@ -210,10 +210,10 @@ def stop() -> bool:
                 return False
             if error.winerror != _CANNOT_ACCEPT:  # it is stopping already
                 raise
-        state, _ = _wait(service, "stop pending", _STOP_PATIENCE_SECONDS)
+        state, _ = _wait(service, "stop pending", _STOP_TIMEOUT_SECONDS)
     if state != "stopped":
         raise HostError(
-            f"the service has not stopped within {_STOP_PATIENCE_SECONDS:.0f}s, and is {state}: see {log_dir()}"
+            f"the service has not stopped within {_STOP_TIMEOUT_SECONDS:.0f}s, and is {state}: see {log_dir()}"
         )
     return True
 
@@ -326,9 +326,9 @@ def _further_configuration(account: str) -> list[tuple[str, Any]]:
     ]
 
 
-def _wait(service: Any, while_state: str, patience_seconds: float) -> tuple[str, int]:
+def _wait(service: Any, while_state: str, timeout_seconds: float) -> tuple[str, int]:
     """Wait for the end of a state; returns the state then, and the exit code."""
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     while True:
         status: Any = win32service.QueryServiceStatus(service)
         state = _STATES[status[1]]

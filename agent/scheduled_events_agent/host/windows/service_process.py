@@ -107,7 +107,7 @@ class Service(ServiceManager):
     def run(self, work: "Callable[[Service], int]") -> int:
         """Run ``work`` in a thread of its own and report to the SCM until it has ended. Returns its exit code.
 
-        ``work`` makes the agent, passes it to ``obey``, runs it, and returns the service's exit code; 1, for any
+        ``work`` makes the agent, passes it to ``attach``, runs it, and returns the service's exit code; 1, for any
         failure, if it raises. When this returns, the process has to end at once. A failure is not reported: after
         a crash the SCM always recovers, after a stop with an error perhaps not before the next boot.
         """
@@ -130,7 +130,7 @@ class Service(ServiceManager):
             self._move(State.STOPPED, exit_code)
         return exit_code
 
-    def obey(self, stop: Callable[[], None], reload: Callable[[], None]) -> None:
+    def attach(self, stop: Callable[[], None], reload: Callable[[], None]) -> None:
         """Pass controls on to these, which do not wait. To be called before the agent runs."""
         self._reload = reload
         self._stop = stop

@@ -92,9 +92,9 @@ def claim_port(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
 
 
-def is_writable(descriptor: int, patience_seconds: float) -> bool:
+def is_writable(descriptor: int, timeout_seconds: float) -> bool:
     """Whether a line can be written without waiting longer than that; this system has no way to ask."""
-    del descriptor, patience_seconds
+    del descriptor, timeout_seconds
     return True
 
 
@@ -125,9 +125,9 @@ def is_journal(descriptor: int) -> bool:
     return False
 
 
-def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
+def send_to_journal(fields: Mapping[str, str], timeout_seconds: float) -> bool:
     """False: Windows has no journal that accepts entries with fields of their own."""
-    del fields, patience_seconds
+    del fields, timeout_seconds
     return False
 
 

@@ -42,7 +42,9 @@ def wait_none(agent: Agent, kind: str) -> None:
     agent.wait_metric(0.0, KIND, kind=kind)
 
 
-def test_an_event_that_waits_for_an_operator_is_told_once_and_to_all(agent: Agent, sim: Simulator) -> None:
+def test_an_event_that_waits_for_an_operator_is_notified_once_to_every_target(
+    agent: Agent, sim: Simulator
+) -> None:
     with Receiver() as receiver:
         notify = [{"name": "ops", "to": receiver.url, "on": ["approval_needed"]}]
         agent.write_policy(rules=[MANUAL], notify=notify)
@@ -99,7 +101,7 @@ def test_a_policy_file_that_is_rejected(agent: Agent) -> None:
     wait_none(agent, "policy_rejected")
 
 
-def test_what_is_prepared_stays_so_if_the_agent_no_longer_acts(agent: Agent, sim: Simulator) -> None:
+def test_an_event_stays_prepared_if_the_agent_stops_acting(agent: Agent, sim: Simulator) -> None:
     policy: dict[str, Any] = {
         "rules": [{**DRAIN, "approve": "never", "lead": "1h"}],
         "hooks": agent.hooks("drain", "resume"),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from given import Given, loaded
+from static_policy import Given, loaded
 
 from scheduled_events_agent.daemon import poller as polling
 from scheduled_events_agent.daemon.daemon import Daemon
@@ -103,13 +103,13 @@ def wait_until(is_so: Callable[[], object], what: str) -> None:
 def test_a_late_answer_does_not_overwrite_a_newer_one(
     monkeypatch: pytest.MonkeyPatch, late: bytes | ImdsError
 ) -> None:
-    monkeypatch.setattr(polling, "_RELIEF_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(polling, "_HEDGE_AFTER_SECONDS", 0.05)
     service, metrics = Service(), Metrics(tuple)
     monkeypatch.setattr(polling, "connect", service.connect)
     service.first_answer = late
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     poller = Poller(snapshot, inbox.put, metrics)
-    threads = [threading.Thread(target=work) for work in (poller.run, poller.run_relief)]
+    threads = [threading.Thread(target=work) for work in (poller.run, poller.run_hedge)]
     for thread in threads:
         thread.start()
     try:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Literal, get_args
 
-import world as alone
-from fleet_judge import FleetJudge
+import vm_simulation as alone
 from fleet_machines import Sent, Vm
-from judge import BrokenError
+from fleet_oracle import FleetJudge
 from memory_backend import MemoryStore
 from msgspec.structs import replace
+from oracle import BrokenError
 
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.plan import read_record
@@ -373,16 +373,16 @@ class FleetWorld:
         told = len(self._azure.history)
         if told == self._azure_told:
             return
-        for happening in self._azure.history[self._azure_told :]:
-            event = happening.event
+        for notification in self._azure.history[self._azure_told :]:
+            event = notification.event
             if event is None:
                 continue
             name = event.ids[0]
-            until = f" until {self.not_before(name):.0f}" if happening.kind == "scheduled" else ""
-            self.tell(f"Azure: {happening.kind} {event.plan.type} {name} of {', '.join(event.plan.vms)}{until}")
-            if happening.kind == "started":
+            until = f" until {self.not_before(name):.0f}" if notification.kind == "scheduled" else ""
+            self.tell(f"Azure: {notification.kind} {event.plan.type} {name} of {', '.join(event.plan.vms)}{until}")
+            if notification.kind == "started":
                 self._strike(name)
-            elif happening.kind == "gone":
+            elif notification.kind == "gone":
                 self.judge.over(name)
         self._azure_told = told
         self._poll_all()

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
-from judge import BrokenError
+from oracle import BrokenError
 
 from scheduled_events_agent.fleet.plan import event_key
 from scheduled_events_agent.policy import matches_glob
 
 if TYPE_CHECKING:
     from fleet_machines import Sent, Vm
-    from fleet_world import FleetWorld
+    from fleet_simulation import FleetWorld
 
 _SLOT_SECONDS = 1800.0
 _STATUS_SECONDS = 10.0
@@ -533,8 +533,8 @@ class FleetJudge:
             return
         appeared_at = vm.appeared_at.get(name, 0.0)
         missing = []
-        awaited = self._awaited(vm, resources)
-        for one in awaited:
+        requested_vms = self._awaited(vm, resources)
+        for one in requested_vms:
             works = [life.works.get(other.vm_id, Work()) for other in world.named(one)]
             if not any(work.is_ready or self._may_seem_ready(work, vm, appeared_at) for work in works):
                 missing.append(one)
@@ -544,7 +544,7 @@ class FleetJudge:
             must_count = kept.counts(world.at, has_ages=world.has_ages, margin_seconds=0.0)
             is_known = must_count and kept.made_at < max(vm.listed_at, world.at - _STATUS_SECONDS)
             is_ready = work.is_ready or self._may_seem_ready(work, vm, appeared_at)
-            if is_known and other.name not in awaited and not is_ready:
+            if is_known and other.name not in requested_vms and not is_ready:
                 missing.append(other.name)
         if missing:
             raise BrokenError(f"(2) {vm.vm_id} approves {name} before {', '.join(missing)} prepared")

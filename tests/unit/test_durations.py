@@ -26,11 +26,11 @@ def test_one_is_not_many() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "s", "5", "5 s", "-5s", "5x", "1m1h", "5s5s", "1e3s", "5S", "٣s", "5s\n"])
-def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
+def test_an_invalid_duration_is_rejected_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match=r"^expected a duration such as 9s, 5m, 1h30m or 2d; got "):
         parse_duration(text)
 
 
-def test_a_duration_of_centuries_is_refused() -> None:
+def test_a_duration_of_centuries_is_rejected() -> None:
     with pytest.raises(ValueError, match=r'^expected at most 3650d; got "99999999d"$'):
         parse_duration("99999999d")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, needs_root, see_through
+from fault_injection import DRAIN, needs_root, see_through
 from harness import Agent, MakeAgent, Simulator
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
@@ -46,9 +46,7 @@ def heir() -> Iterator[None]:
 @needs_root
 @pytest.mark.usefixtures("heir")
 @pytest.mark.skipif(not LAST_PID.exists(), reason="the kernel does not let a test choose the next number")
-def test_a_process_that_has_the_number_of_a_hook_of_a_killed_agent_is_left_alone(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_a_process_that_reused_the_pid_of_a_hook_is_not_killed(sim: Simulator, agent: Agent) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
     agent.start()
@@ -81,7 +79,7 @@ def test_a_lock_that_names_a_process_that_is_no_agent_does_not_stop_a_start(sim:
         assert lock.read_text() == f"{agent.process.pid}\n"
 
 
-def test_a_second_agent_on_the_same_state_ends_and_disturbs_nothing(
+def test_a_second_agent_on_the_same_state_exits_and_changes_nothing(
     sim: Simulator, agent: Agent, make_agent: MakeAgent
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}

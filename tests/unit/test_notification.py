@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from shown import a_status
+from status_samples import a_status
 from test_workflow import NOTICE, Agent, a_rule, an_event, started
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.notifications import Happening, happenings, is_wanted, render
+from scheduled_events_agent.notifications import Notification, matches, notifications_of, render
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget
-from scheduled_events_agent.status import CommandOptions, History, JournalEntry, Vm
-from scheduled_events_agent.status.messages import as_shown, with_messages
+from scheduled_events_agent.status import CommandOptions, History, JournalRecord, Vm
+from scheduled_events_agent.status.messages import to_view, with_messages
 from scheduled_events_agent.web.endpoints import output_of_pending
-from scheduled_events_agent.workflow import Note, Signal, Step, Workflow
+from scheduled_events_agent.workflow import Record, Signal, Transition, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
 
@@ -29,7 +29,7 @@ def a_workflow(id_: str = "1", *, is_over: bool = False, **event: Any) -> Workfl
         "decision": Decision(rule="r", reason="rule r matches it", affects="self", approve="manual"),
         "is_over": is_over,
         "first_seen_at": NOW,
-        "noticed_at": NOW,
+        "not_before_seen_at": NOW,
         "boot_id": "boot",
     }
     return Workflow(**rest)
@@ -37,13 +37,13 @@ def a_workflow(id_: str = "1", *, is_over: bool = False, **event: Any) -> Workfl
 
 def told(workflow: Workflow, *kinds: str) -> list[tuple[str, int | None]]:
     """Notifications of a transition with these records, and the seconds left by them."""
-    notes: list[Any] = [Note(kind=kind, text="x") for kind in kinds]  # type: ignore[arg-type] # a name of the test
-    step = Step(workflow=workflow, notes=tuple(notes))
-    found = happenings([step], a_status())
-    return [(happening.what, happening.seconds_left) for _, happening in found]
+    notes: list[Any] = [Record(kind=kind, text="x") for kind in kinds]  # type: ignore[arg-type] # a name of the test
+    step = Transition(workflow=workflow, records=tuple(notes))
+    found = notifications_of([step], a_status())
+    return [(notification.kind, notification.seconds_left) for _, notification in found]
 
 
-def test_only_some_notes_are_told_of_and_in_their_order() -> None:
+def test_only_some_records_become_notifications_and_in_their_order() -> None:
     kinds = ("seen", "changed", "preparing", "hook_finished", "prepared", "closed")
     assert [what for what, _ in told(a_workflow(), *kinds)] == ["seen", "preparing", "prepared", "recovered"]
 
@@ -63,7 +63,7 @@ def test_seconds_are_left_until_the_event_begins_or_is_over(event: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("on", "when", "is_told"),
+    ("on", "when", "is_logged"),
     [
         (("seen",), When(), True),
         (("held",), When(), False),
@@ -73,13 +73,13 @@ def test_seconds_are_left_until_the_event_begins_or_is_over(event: dict[str, Any
         (("seen",), When(affects=("others",)), False),
     ],
 )
-def test_a_target_hears_of_what_it_names_of_events_that_it_names(
-    on: tuple[Any, ...], when: When, is_told: bool
+def test_a_target_is_notified_of_its_kinds_for_its_events(
+    on: tuple[Any, ...], when: When, is_logged: bool
 ) -> None:
     target = NotifyTarget(name="ops", to="https://hooks.example.com", on=on, when=when)
-    step = Step(workflow=a_workflow(), notes=(Note(kind="seen", text="x"),))
-    ((_, happening),) = happenings([step], a_status())
-    assert is_wanted(target, step, happening, ("vm-1",)) == is_told
+    step = Transition(workflow=a_workflow(), records=(Record(kind="seen", text="x"),))
+    ((_, notification),) = notifications_of([step], a_status())
+    assert matches(target, step, notification, ("vm-1",)) == is_logged
 
 
 class Told(Agent):
@@ -88,30 +88,30 @@ class Told(Agent):
     def __init__(self, *rules: Rule, **context: Any) -> None:
         super().__init__(*rules, **context)
         self.summaries: list[str] = []
-        self.happenings: list[tuple[Step, Happening]] = []
+        self.history: list[tuple[Transition, Notification]] = []
 
     def send(self, *signals: Signal) -> list[str]:
         effects = super().send(*signals)
         status = a_status(
             at=self.context.now,
             vm=Vm(names=("vm-1",), vm_id=""),
-            pending=tuple(map(as_shown, self.board.values())),
+            pending=tuple(map(to_view, self.workflows.values())),
             command_options=CommandOptions(state="--state-dir /srv/state"),
             command_prefix="sudo ",
         )
-        for step, happening in happenings(map(with_messages, self.last.steps), status):
-            self.summaries.append(json.loads(render("pagerduty", happening)[1])["payload"]["summary"])
-            self.happenings.append((step, happening))
+        for step, notification in notifications_of(map(with_messages, self.last.transitions), status):
+            self.summaries.append(json.loads(render("pagerduty", notification)[1])["payload"]["summary"])
+            self.history.append((step, notification))
         return effects
 
     def told(self, target: NotifyTarget) -> list[str]:
         """The message to the target: its kind, the action, the end of the incident's key, the severity."""
         told = []
-        for step, happening in self.happenings:
-            if is_wanted(target, step, happening, self.context.names):
-                body = json.loads(render("pagerduty", happening)[1])
+        for step, notification in self.history:
+            if matches(target, step, notification, self.context.names):
+                body = json.loads(render("pagerduty", notification)[1])
                 key = body["dedup_key"].removeprefix(step.workflow.id)
-                told.append(f"{happening.what}: {body['event_action']}{key} {body['payload']['severity']}")
+                told.append(f"{notification.kind}: {body['event_action']}{key} {body['payload']['severity']}")
         return told
 
 
@@ -132,10 +132,10 @@ def test_a_summary_adds_the_reason_only_where_it_says_more_than_the_title() -> N
     ]
 
 
-PAGERDUTY = NotifyTarget(name="oncall", to="https://events.example.com", body="pagerduty")
+PAGERDUTY = NotifyTarget(name="oncall", to="https://events.example.com", format="pagerduty")
 
 
-def test_a_failed_recovery_is_an_incident_of_its_own_and_the_start_resolves_what_was_before_it() -> None:
+def test_a_failed_recovery_is_its_own_incident_and_the_start_resolves_earlier_ones() -> None:
     agent = Told(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain", "failed")
@@ -149,7 +149,7 @@ def test_a_failed_recovery_is_an_incident_of_its_own_and_the_start_resolves_what
         "recovery_failed: trigger/recovery critical",
         "recovered: resolve/recovery info",
     ]
-    # Ends of incidents are always sent; see is_wanted.
+    # Ends of incidents are always sent; see matches.
     assert agent.told(replace(PAGERDUTY, on=("recovery_failed",), when=When(status=("Scheduled",)))) == [
         "started: resolve info",
         "recovered: resolve/recovery info",
@@ -178,30 +178,30 @@ def test_a_recovery_that_misses_a_hook_is_critical_too() -> None:
     agent.context = replace(agent.context, hooks=("drain",))
     agent.document()
     assert agent.told(PAGERDUTY)[-1] == "hook_missing: trigger/recovery critical"
-    first, second = agent.happenings[-1][1].commands
+    first, second = agent.history[-1][1].commands
     assert first.command == "sudo scheduled-events-agent check"
     assert second.command == "sudo scheduled-events-agent resolve A --state-dir /srv/state"
-    assert agent.happenings[-1][1].deadline is None
+    assert agent.history[-1][1].deadline is None
 
 
 @pytest.mark.parametrize("is_held_by_rule", [True, False])
-def test_what_a_rule_or_an_operator_holds_calls_nobody(*, is_held_by_rule: bool) -> None:
+def test_an_event_held_by_a_rule_or_an_operator_pages_no_one(*, is_held_by_rule: bool) -> None:
     approve = "never" if is_held_by_rule else "when-prepared"
     agent = Told(a_rule(approve=approve, prepare=("drain",), lead=NOTICE.total_seconds()))
     agent.document(an_event())
     if not is_held_by_rule:
         agent.operator("hold")
     agent.ends("drain")
-    (held,) = [happening for _, happening in agent.happenings if happening.what == "held"]
+    (held,) = [notification for _, notification in agent.history if notification.kind == "held"]
     assert held.commands == ()
     assert agent.told(PAGERDUTY) == []
 
 
-def test_what_asks_for_a_person_says_until_when_and_what_to_type() -> None:
+def test_a_notification_that_needs_attention_has_a_deadline_and_commands() -> None:
     agent = Told(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain", "failed")
-    asking = {happening.what: happening for _, happening in agent.happenings if happening.commands}
+    asking = {notification.kind: notification for _, notification in agent.history if notification.commands}
     assert list(asking) == ["held"]
     assert asking["held"].deadline == an_event().not_before
     assert [(one.command, one.effect) for one in asking["held"].commands] == [
@@ -210,7 +210,7 @@ def test_what_asks_for_a_person_says_until_when_and_what_to_type() -> None:
     ]
 
 
-def test_what_a_reason_says_more_than_the_title_is_kept() -> None:
+def test_details_of_a_reason_beyond_the_title_are_kept() -> None:
     agent = Told(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain", "failed")
@@ -227,9 +227,9 @@ def test_what_a_reason_says_more_than_the_title_is_kept() -> None:
     ]
 
 
-def an_entry(workflow_id: str, hook: str, detail: str) -> JournalEntry:
+def an_entry(workflow_id: str, hook: str, detail: str) -> JournalRecord:
     fields = {"event_id": "E1", "kind": "hook_finished", "stage": "prepare", "outcome": "succeeded", "text": "x"}
-    return JournalEntry(at=NOW, workflow_id=workflow_id, hook=hook, detail=detail, **fields)
+    return JournalRecord(at=NOW, workflow_id=workflow_id, hook=hook, detail=detail, **fields)
 
 
 def test_output_is_shown_of_hooks_of_pending_events_that_wrote_something() -> None:
@@ -237,8 +237,8 @@ def test_output_is_shown_of_hooks_of_pending_events_that_wrote_something() -> No
     drain = an_entry("1", "drain", "drained")
     mine = (an_entry("1", "", "no hook"), drain, an_entry("1", "checkpoint", ""))
     recent = [
-        History(workflow=over, entries=(an_entry("2", "drain", "long ago"),)),
-        History(workflow=pending, entries=mine),
+        History(workflow=over, records=(an_entry("2", "drain", "long ago"),)),
+        History(workflow=pending, records=mine),
     ]
     assert output_of_pending(recent, [pending]) == (drain,)
     assert output_of_pending(recent, []) == ()

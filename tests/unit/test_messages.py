@@ -5,47 +5,47 @@ from typing import get_args
 
 import pytest
 from msgspec.structs import replace
-from shown import NOW, a_workflow
+from status_samples import NOW, a_workflow
 
-from scheduled_events_agent.status import RunningHook, ShownWorkflow
-from scheduled_events_agent.status.actions import overruling, short_ids
+from scheduled_events_agent.status import RunningHook, WorkflowView
+from scheduled_events_agent.status.actions import available_actions, short_ids
 from scheduled_events_agent.status.messages import (
     activity,
     by_urgency,
-    clock,
-    lasting,
-    pending_in_words,
-    span,
+    duration_text,
+    format_clock,
+    format_elapsed,
+    pending_message,
     time_left,
-    wait_in_words,
+    wait_message,
     with_messages,
 )
-from scheduled_events_agent.workflow import Approval, Note, Progress, Step, WaitKind, Waits
+from scheduled_events_agent.workflow import Approval, Record, StageStatus, Transition, WaitKind, WaitReason
 
 OBSERVED = {"rule": None, "reason": "no rule matches it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
 UNRECOVERED = a_workflow(
-    event={"id": "failed"}, phase="recovery_failed", is_over=True, waits_for="hook resume: exit code 3"
+    event={"id": "failed"}, phase="recovery_failed", is_over=True, wait_message="hook resume: exit code 3"
 )
 
 
-def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
+def test_pending_events_are_counted_with_those_that_may_need_attention() -> None:
     pending = [
-        a_workflow(phase="held", waits_for="preparation failed"),
+        a_workflow(phase="held", wait_message="preparation failed"),
         a_workflow(decision=MANUAL, phase="prepared"),
         a_workflow(decision=MANUAL, phase="prepared", operator_action="approve"),
         a_workflow(phase="started", event={"status": "Started"}),
         a_workflow(phase="recovering", is_over=True),
         a_workflow(decision={**OBSERVED, "affects": "others"}),
     ]
-    assert pending_in_words(pending) == ("6 events are pending (1 held, 1 started, 1 recovering, 1 of other VMs)")
+    assert pending_message(pending) == ("6 events are pending (1 held, 1 started, 1 recovering, 1 of other VMs)")
 
 
 @pytest.mark.parametrize(
     ("workflow", "words"),
     [
         (a_workflow(phase="preparing"), ("hold",)),
-        (a_workflow(phase="waiting", waits_for="its time comes later"), ("hold", "approve")),
+        (a_workflow(phase="waiting", wait_message="its time comes later"), ("hold", "approve")),
         (a_workflow(phase="held"), ("approve",)),
         (a_workflow(decision=MANUAL, phase="prepared", approval_needed_since=NOW), ("approve", "hold")),
         (a_workflow(decision=OBSERVED), ("approve",)),
@@ -55,20 +55,18 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         (a_workflow(phase="started", event={"status": "Started"}), ()),
         (a_workflow(phase="recovering", is_over=True), ()),
         (UNRECOVERED, ("retry", "resolve")),
-        (a_workflow(phase="held", prepare=Progress(state="failed")), ("retry", "approve")),
+        (a_workflow(phase="held", prepare=StageStatus(state="failed")), ("retry", "approve")),
         (a_workflow(decision={"approve": "manual"}), ("hold", "approve")),
         (a_workflow(decision={**OBSERVED, "affects": "others"}), ()),
         (a_workflow(decision={**OBSERVED, "affects": "unknown"}), ()),
         (a_workflow(event={"id": "", "resources": ("web-1",)}), ()),
     ],
 )
-def test_only_words_that_would_change_something_are_offered(
-    workflow: ShownWorkflow, words: tuple[str, ...]
-) -> None:
-    assert overruling(workflow) == words
+def test_only_effective_operator_actions_are_offered(workflow: WorkflowView, words: tuple[str, ...]) -> None:
+    assert available_actions(workflow) == words
 
 
-def test_what_concerns_this_vm_and_may_start_soonest_comes_first() -> None:
+def test_the_soonest_events_of_this_vm_come_first() -> None:
     others = a_workflow(event={"id": "others", "not_before": NOW}, decision={**OBSERVED, "affects": "others"})
     over = a_workflow(event={"id": "over", "not_before": NOW}, is_over=True, phase="recovering")
     started = a_workflow(event={"id": "started", "status": "Started", "not_before": None}, phase="started")
@@ -107,22 +105,22 @@ def test_the_same_id_twice_is_one_event() -> None:
     ("workflow", "said"),
     [
         (a_workflow(decision=OBSERVED), "only observed"),
-        (a_workflow(phase="waiting", waits_for="its time comes at 1"), "waits: its time comes at 1"),
+        (a_workflow(phase="waiting", wait_message="its time comes at 1"), "waits: its time comes at 1"),
         (
             a_workflow(
                 phase="waiting",
-                waits=Waits(kind="time", at=NOW + timedelta(seconds=230), detail="lead 15m"),
-                waits_for="begins at 2026-04-11T22:15:50Z (lead 15m)",
+                wait_reason=WaitReason(kind="time", at=NOW + timedelta(seconds=230), detail="lead 15m"),
+                wait_message="begins at 2026-04-11T22:15:50Z (lead 15m)",
             ),
             "waits: begins at 22:15:50 UTC (in 3m 50s) (lead 15m)",
         ),
-        (a_workflow(phase="held", waits_for="it failed"), "held, Azure starts it at 22:26:12 UTC: it failed"),
+        (a_workflow(phase="held", wait_message="it failed"), "held, Azure starts it at 22:26:12 UTC: it failed"),
         (
-            a_workflow({"not_before": NOW + timedelta(hours=3)}, phase="held", waits_for="it failed"),
+            a_workflow({"not_before": NOW + timedelta(hours=3)}, phase="held", wait_message="it failed"),
             "held, Azure starts it at 2026-04-12 01:12:00 UTC: it failed",
         ),
         (
-            a_workflow({"not_before": None}, phase="held", waits_for="it failed"),
+            a_workflow({"not_before": None}, phase="held", wait_message="it failed"),
             "held, Azure may start it at any moment: it failed",
         ),
         (
@@ -140,20 +138,20 @@ def test_the_same_id_twice_is_one_event() -> None:
         (a_workflow(phase="closed", outcome="completed"), "over: completed"),
     ],
 )
-def test_what_is_done_about_an_event_is_one_sentence(workflow: ShownWorkflow, said: str) -> None:
+def test_the_state_of_an_event_is_one_sentence(workflow: WorkflowView, said: str) -> None:
     assert activity(workflow, (), NOW) == said
 
 
 @pytest.mark.parametrize("kind", get_args(WaitKind))
-def test_every_reason_to_wait_has_words(kind: WaitKind) -> None:
-    failed = Progress(state="failed", failure="hook drain: exit code 3")
-    workflow = a_workflow({"id_fault": "it is not a text"}, {"on_start": ("tell",)}, prepare=failed)
-    said = wait_in_words(workflow, Waits(kind=kind, at=NOW, detail="it"))
+def test_every_wait_reason_has_a_message(kind: WaitKind) -> None:
+    failed = StageStatus(state="failed", failure="hook drain: exit code 3")
+    workflow = a_workflow({"id_error": "it is not a text"}, {"on_start": ("tell",)}, prepare=failed)
+    said = wait_message(workflow, WaitReason(kind=kind, at=NOW, detail="it"))
     assert len(said) > 10
-    assert wait_in_words(workflow, None) == ""
+    assert wait_message(workflow, None) == ""
 
 
-def test_a_hook_that_runs_is_told_with_its_time_so_far() -> None:
+def test_a_running_hook_is_shown_with_its_time_so_far() -> None:
     hook = RunningHook(workflow_id="1", stage="prepare", hook="drain", since=NOW - timedelta(seconds=72))
     waits = replace(hook, state="queued")
     assert activity(a_workflow(phase="preparing"), [hook], NOW) == "runs the prepare hook drain, 1m 12s so far"
@@ -164,8 +162,8 @@ def test_a_hook_that_runs_is_told_with_its_time_so_far() -> None:
     ("seconds", "said"),
     [(-5, "0s"), (59.9, "59s"), (61, "1m 1s"), (3600, "1h 0m"), (90061, "1d 1h"), (8 * 86400, "8d 0h")],
 )
-def test_a_span_has_two_units_at_most(seconds: float, said: str) -> None:
-    assert span(NOW, NOW + timedelta(seconds=seconds)) == said
+def test_an_elapsed_time_has_two_units_at_most(seconds: float, said: str) -> None:
+    assert format_elapsed(NOW, NOW + timedelta(seconds=seconds)) == said
 
 
 def test_the_time_left_is_that_until_the_event_may_start() -> None:
@@ -175,14 +173,14 @@ def test_the_time_left_is_that_until_the_event_may_start() -> None:
     assert time_left(a_workflow(event={"status": "Started"}).event, NOW) == "has started"
 
 
-def test_the_duration_is_told_as_the_estimate_that_it_is() -> None:
-    said = [lasting(a_workflow(event={"duration_seconds": seconds}).event) for seconds in (None, 0.0, 9.0)]
+def test_the_duration_is_shown_as_an_estimate() -> None:
+    said = [duration_text(a_workflow(event={"duration_seconds": seconds}).event) for seconds in (None, 0.0, 9.0)]
     assert said == ["for an unknown time", "without an interruption", "for about 9s"]
 
 
 def test_a_time_of_another_day_has_its_date() -> None:
-    assert clock(NOW, NOW) == "22:12:00Z"
-    assert clock(NOW + timedelta(hours=3), NOW) == "2026-04-12 01:12:00Z"
+    assert format_clock(NOW, NOW) == "22:12:00Z"
+    assert format_clock(NOW + timedelta(hours=3), NOW) == "2026-04-12 01:12:00Z"
 
 
 LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "duration_seconds": 9.0}
@@ -193,55 +191,59 @@ LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "dur
     [
         (
             a_workflow(LONG),
-            Note(kind="seen", text="Reboot Scheduled, and much more"),
+            Record(kind="seen", text="Reboot Scheduled, and much more"),
             "Reboot 602D9444: seen, Scheduled, from Platform, not before 22:26:12 UTC, about 9s long",
         ),
         (
             a_workflow({"type": "", "status": "", "not_before": None}),
-            Note(kind="seen", text="an event without a type"),
+            Record(kind="seen", text="an event without a type"),
             "event 602D9444: seen, no status",
         ),
         (
             a_workflow(LONG),
-            Note(kind="waits", waits=Waits(kind="manual")),
+            Record(kind="waiting", wait_reason=WaitReason(kind="manual")),
             "Reboot 602D9444: waits: an operator must approve it",
         ),
         (
             a_workflow(LONG),
-            Note(kind="waits", waits=Waits(kind="all_ready", detail="web-2")),
+            Record(kind="waiting", wait_reason=WaitReason(kind="all_ready", detail="web-2")),
             "Reboot 602D9444: waits for web-2",
         ),
         (
-            a_workflow(LONG, prepare=Progress(state="failed", failure="hook drain: exit code 3")),
-            Note(kind="held", waits=Waits(kind="prepare_failed")),
+            a_workflow(LONG, prepare=StageStatus(state="failed", failure="hook drain: exit code 3")),
+            Record(kind="held", wait_reason=WaitReason(kind="prepare_failed")),
             "Reboot 602D9444: held, Azure starts it at 22:26:12 UTC: hook drain: exit code 3",
         ),
         (
             a_workflow(LONG),
-            Note(kind="approving", text="rule impactful: its preparation is done"),
+            Record(kind="approving", text="rule impactful: its preparation is done"),
             "Reboot 602D9444: asks Azure to start it (rule impactful: its preparation is done)",
         ),
-        (a_workflow(LONG), Note(kind="approved", text="x"), "Reboot 602D9444: approved (rule impactful)"),
+        (a_workflow(LONG), Record(kind="approved", text="x"), "Reboot 602D9444: approved (rule impactful)"),
         (
             a_workflow(LONG, operator_action="approve"),
-            Note(kind="approved", text="x"),
+            Record(kind="approved", text="x"),
             "Reboot 602D9444: approved (an operator)",
         ),
-        (a_workflow(LONG), Note(kind="closed", text="is over: completed"), "Reboot 602D9444: is over: completed"),
+        (
+            a_workflow(LONG),
+            Record(kind="closed", text="is over: completed"),
+            "Reboot 602D9444: is over: completed",
+        ),
     ],
 )
-def test_a_line_of_the_log_says_by_itself_what_happened_to_which_event(
-    workflow: ShownWorkflow, note: Note, line: str
-) -> None:
-    (finished,) = with_messages(Step(workflow=workflow, notes=(note,))).notes
+def test_a_log_line_describes_the_event_and_the_change(workflow: WorkflowView, note: Record, line: str) -> None:
+    (finished,) = with_messages(Transition(workflow=workflow, records=(note,))).records
     assert finished.log_line == line
 
 
 @pytest.mark.parametrize("kind", get_args(WaitKind))
-def test_a_line_of_the_log_says_once_that_the_event_waits(kind: WaitKind) -> None:
-    waits = Waits(kind=kind, at=NOW, detail="x")
-    failed = a_workflow(event={"id_fault": "x"}, prepare=Progress(failure="x"), waits=waits)
-    workflow = replace(failed, waits_for=wait_in_words(failed, waits))
-    (finished,) = with_messages(Step(workflow=workflow, notes=(Note(kind="waits", waits=waits),))).notes
+def test_a_log_line_states_the_wait_once(kind: WaitKind) -> None:
+    waits = WaitReason(kind=kind, at=NOW, detail="x")
+    failed = a_workflow(event={"id_error": "x"}, prepare=StageStatus(failure="x"), wait_reason=waits)
+    workflow = replace(failed, wait_message=wait_message(failed, waits))
+    (finished,) = with_messages(
+        Transition(workflow=workflow, records=(Record(kind="waiting", wait_reason=waits),))
+    ).records
     for said in (finished.log_line, activity(workflow, (), NOW)):
         assert said.count("waits") == 1

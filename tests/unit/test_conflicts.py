@@ -86,11 +86,11 @@ WINDOWS = ("C:\\Program Files\\x\\python.exe", "-I", "-m", "scheduled_events_age
         ((), False),
     ],
 )
-def test_an_agent_is_told_by_its_command(words: tuple[str, ...], *, is_one: bool) -> None:
+def test_an_agent_is_recognized_by_its_command(words: tuple[str, ...], *, is_one: bool) -> None:
     assert is_acting_agent(words) == is_one
 
 
-def test_agents_are_told_by_their_first_process_and_the_own_one_is_left_out(processes: Processes) -> None:
+def test_agents_are_recognized_by_their_first_process_and_the_own_one_is_ignored(processes: Processes) -> None:
     processes[10] = processes[11] = (*PACKAGED, "run")  # a launcher and its child
     processes[12] = ("/bin/sh", "drain")
     processes[20] = processes[21] = (*WINDOWS, "run", "--config", "p.yaml")
@@ -134,7 +134,7 @@ def test_a_jetpack_that_runs_may_approve_whatever_its_server_says(
     ]
 
 
-def test_a_jetpack_that_only_is_there_is_told_from_one_that_runs(tmp_path: Path) -> None:
+def test_an_installed_jetpack_is_distinguished_from_a_running_one(tmp_path: Path) -> None:
     (tmp_path / "opt/cycle/jetpack").mkdir(parents=True)
     assert linux_approvers(tmp_path) == [
         Approver("CycleCloud's jetpack", "/opt/cycle/jetpack/ is there", "installed", _JETPACK),
@@ -145,7 +145,7 @@ def test_a_jetpack_that_only_is_there_is_told_from_one_that_runs(tmp_path: Path)
     ]
 
 
-def test_who_only_names_another_agent_is_none(tmp_path: Path, processes: Processes) -> None:
+def test_a_process_that_only_names_another_agent_is_none(tmp_path: Path, processes: Processes) -> None:
     processes[10] = ("tail", "-f", "/opt/cycle/jetpack/logs/jetpackd.log")
     processes[11] = ("grep", "azure-scheduledevents-manager", "log")
     processes[12] = ("vi", "aks-node-termination-handler")
@@ -163,7 +163,7 @@ def test_an_agent_in_a_container_is_found_by_its_process(
     ]
 
 
-def test_who_only_drains_a_node_approves_nothing(tmp_path: Path, processes: Processes) -> None:
+def test_a_program_that_only_drains_a_node_approves_nothing(tmp_path: Path, processes: Processes) -> None:
     processes[4711] = ("/app/aks-node-termination-handler",)
     assert linux_approvers(tmp_path) == []
 
@@ -203,7 +203,7 @@ def test_a_cluster_without_that_resource_is_none(tmp_path: Path, processes: Proc
     assert linux_approvers(tmp_path) == []
 
 
-def test_services_of_windows_are_told_by_name_and_by_display_name(tmp_path: Path) -> None:
+def test_windows_services_are_recognized_by_name_and_display_name(tmp_path: Path) -> None:
     services = [
         ("WindowsAzureGuestAgent", "Windows Azure Guest Agent", True),
         ("SchService", "AzureScheduledEvents", True),
@@ -219,7 +219,7 @@ def test_services_of_windows_are_told_by_name_and_by_display_name(tmp_path: Path
     ]
 
 
-def test_a_jetpack_of_windows_without_its_service_is_told_by_its_directory(tmp_path: Path) -> None:
+def test_a_windows_jetpack_without_its_service_is_recognized_by_its_directory(tmp_path: Path) -> None:
     place = tmp_path / "cycle" / "jetpack"
     place.mkdir(parents=True)
     assert windows_approvers([], tmp_path) == [
@@ -276,7 +276,7 @@ def test_this_machine_has_a_root_file_system() -> None:
     assert mount is None or mount.place == "/"
 
 
-def test_without_a_list_of_mounts_nothing_is_told(mounts: list[tuple[str, str, str]]) -> None:
+def test_without_a_list_of_mounts_nothing_is_reported(mounts: list[tuple[str, str, str]]) -> None:
     mounts.clear()
     assert mount_of(Path("/var")) is None
 
@@ -304,7 +304,7 @@ def test_a_disk_without_such_a_link_is_not_temporary(tmp_path: Path) -> None:
         "dev/disk/azure/local/by-index/1",
     ],
 )
-def test_the_temporary_disk_is_told_by_the_links_to_its_device(tmp_path: Path, link: str) -> None:
+def test_the_temporary_disk_is_recognized_by_the_links_to_its_device(tmp_path: Path, link: str) -> None:
     place = tmp_path / link
     place.parent.mkdir(parents=True)
     place.symlink_to("../../sdb1")

@@ -18,7 +18,7 @@ WANTS = FleetRequest(
     stage="requested",
     needs_slot=True,
     needs_all=False,
-    awaited=("web_0",),
+    requested_vms=("web_0",),
     seen_at=0.0,
 )
 
@@ -39,7 +39,7 @@ class Vm:
         )
 
 
-def test_the_store_is_available_again_when_it_has_answered_not_before() -> None:
+def test_the_backend_is_available_again_only_after_a_response() -> None:
     vm = Vm()
     vm.client.sync([])
     vm.fault = "unavailable"
@@ -57,9 +57,9 @@ def test_the_store_is_available_again_when_it_has_answered_not_before() -> None:
     assert vm.client.next_sync_at is None
 
 
-def test_a_vm_that_becomes_ready_does_not_say_that_it_waits_for_itself() -> None:
+def test_a_vm_that_becomes_ready_does_not_wait_for_itself() -> None:
     vm = Vm()
-    shared = replace(WANTS, needs_all=True, awaited=("web_0", "web_1"))
+    shared = replace(WANTS, needs_all=True, requested_vms=("web_0", "web_1"))
     for stage in ("requested", "not_ready", "ready"):
         vm.client.sync([replace(shared, stage=stage)])
     (record,) = vm.backend.store.list()

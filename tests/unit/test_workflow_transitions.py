@@ -11,15 +11,15 @@ from test_workflow import Agent, a_rule, an_event, started
 
 from scheduled_events_agent.policy import When
 from scheduled_events_agent.workflow import (
-    TRANSITIONS,
-    Board,
+    ALLOWED_TRANSITIONS,
     Context,
     Phase,
-    Progression,
+    Result,
     Signal,
-    Step,
+    Transition,
     Workflow,
-    proceed,
+    Workflows,
+    advance,
 )
 
 advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
@@ -32,10 +32,10 @@ def arrows(monkeypatch: pytest.MonkeyPatch) -> Arrows:
     """Transitions that are made from now on."""
     taken: Arrows = set()
 
-    def record(board: Board, signals: list[Signal], context: Context) -> Progression:
-        progression = proceed(board, signals, context)
-        phases = {key: workflow.phase for key, workflow in board.items()}
-        for step in progression.steps:
+    def record(workflows: Workflows, signals: list[Signal], context: Context) -> Result:
+        progression = advance(workflows, signals, context)
+        phases = {key: workflow.phase for key, workflow in workflows.items()}
+        for step in progression.transitions:
             new, old = step.workflow.phase, phases.get(step.workflow.id)
             if old is not None and old != new:
                 taken.add((old, new))
@@ -43,38 +43,38 @@ def arrows(monkeypatch: pytest.MonkeyPatch) -> Arrows:
         return progression
 
     for module in (test_workflow, test_workflow_changes):
-        monkeypatch.setattr(module, "proceed", record)
+        monkeypatch.setattr(module, "advance", record)
     return taken
 
 
-def test_every_arrow_of_the_table_is_taken_and_no_other_one(arrows: Arrows) -> None:
+def test_every_allowed_transition_happens_and_no_other_one(arrows: Arrows) -> None:
     for phase in ("prepared", "approved", "started"):
         return_while_paused(phase)
     resolve_a_failed_recovery()
     expire_at_every_point()
     test_workflow_changes.lives()
-    assert arrows == {(phase, to) for phase, following in TRANSITIONS.items() for to in following}
+    assert arrows == {(phase, to) for phase, following in ALLOWED_TRANSITIONS.items() for to in following}
 
 
 @pytest.mark.parametrize("to", get_args(Phase))
-@pytest.mark.parametrize("phase", TRANSITIONS)
-def test_a_step_along_no_arrow_of_the_table_is_refused(
+@pytest.mark.parametrize("phase", ALLOWED_TRANSITIONS)
+def test_a_transition_outside_the_table_is_rejected(
     phase: Phase, to: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = Agent(a_rule())
     agent.may_fail = True
     agent.document(an_event())
     workflow = replace(agent.of(), phase=phase)
-    agent.board = {workflow.id: workflow}
+    agent.workflows = {workflow.id: workflow}
 
-    def go(workflow: Workflow, *_: Any) -> Step | None:
-        return Step(workflow=replace(workflow, phase=to)) if workflow.phase == phase else None
+    def go(workflow: Workflow, *_: Any) -> Transition | None:
+        return Transition(workflow=replace(workflow, phase=to)) if workflow.phase == phase else None
 
-    monkeypatch.setattr(advance_module, "move", go)
+    monkeypatch.setattr(advance_module, "next_transition", go)
     agent.tick()
-    is_allowed = to == phase or to in TRANSITIONS[phase]
-    assert (agent.last.faults == ()) is is_allowed
-    assert [step.workflow.phase for step in agent.last.steps] == ([to] if is_allowed and to != phase else [])
+    is_allowed = to == phase or to in ALLOWED_TRANSITIONS[phase]
+    assert (agent.last.errors == ()) is is_allowed
+    assert [step.workflow.phase for step in agent.last.transitions] == ([to] if is_allowed and to != phase else [])
 
 
 def return_while_paused(phase: str) -> None:
@@ -103,7 +103,7 @@ def resolve_a_failed_recovery() -> None:
     agent.ends("resume", "failed")
     assert agent.phase == "recovery_failed"
     agent.operator("resolve")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def expire_at_every_point() -> None:
@@ -118,7 +118,7 @@ def expire_at_every_point() -> None:
         agent.ends("resume", outcome)
         if outcome == "failed":
             agent.operator("resolve")
-        assert agent.board == {}
+        assert agent.workflows == {}
     agent = Agent(rule)
     agent.document(event)
     agent.ends("drain")

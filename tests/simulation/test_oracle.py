@@ -4,8 +4,8 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
-from judge import VM, BrokenError, Judge
-from world import START
+from oracle import VM, BrokenError, Judge
+from vm_simulation import START
 
 from scheduled_events_agent.imds.document import EventTypeName
 from scheduled_events_agent.policy import Hook, Rule, When
@@ -57,7 +57,7 @@ def test_only_a_clock_that_is_behind_excuses_an_unprepared_start(
             judge.unprepared("E1")
 
 
-def test_only_an_operator_may_approve_before_the_turn_of_this_vm() -> None:
+def test_only_an_operator_may_approve_before_the_stagger_ends() -> None:
     rule = Rule(name="reboots", when=When(type=("Reboot",)), approve="immediately")
     judge = a_judge(rule, now=lambda: START)
     read(judge, ("E1", "Reboot", "Scheduled"), at=0.0, vms=("vm_2", VM))

@@ -61,7 +61,7 @@ ELSEWHERE = {
     "install -m 0755 common.sh": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
     "cp --no-clobber": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
     "mv --backup": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
-    "env PGDATA=": ("tests/system/database_stage.py", "POSTGRESQL_BIN"),
+    "env PGDATA=": ("tests/system/database_environment.py", "POSTGRESQL_BIN"),
 }
 # Command -> why no test runs it.
 NOT_RUN = {
@@ -110,7 +110,7 @@ RUN_HERE = {
 }.values()
 
 
-def test_every_command_line_in_the_documentation_is_run_somewhere_or_says_why_not() -> None:
+def test_every_documented_command_is_run_by_a_test_or_excused() -> None:
     known = (*ELSEWHERE, *NOT_RUN)
     assert [one for one in SHOWN if not is_run_here(one) and not one.line.startswith(known)] == []
     for start in known:
@@ -118,7 +118,7 @@ def test_every_command_line_in_the_documentation_is_run_somewhere_or_says_why_no
 
 
 @pytest.mark.parametrize("start", ELSEWHERE)
-def test_what_is_said_to_be_run_elsewhere_is(start: str) -> None:
+def test_commands_listed_as_run_elsewhere_are_run_there(start: str) -> None:
     file, proof = ELSEWHERE[start]
     assert proof in (CHECKOUT / file).read_text(encoding="utf-8")
 
@@ -198,9 +198,7 @@ def words_of(line: str, event: str, directory: Path, agent: Agent) -> list[str]:
 
 
 @pytest.mark.parametrize("command", RUN_HERE, ids=lambda command: f"{command.page}:{command.line}")
-def test_a_command_of_the_documentation_does_what_it_is_shown_for(
-    command: Shown, scene: Scene, tmp_path: Path
-) -> None:
+def test_a_documented_command_has_its_documented_effect(command: Shown, scene: Scene, tmp_path: Path) -> None:
     agent, sim, event = scene
     words = words_of(command.line, event, tmp_path, agent)
     if words[0] == "run":
@@ -263,7 +261,7 @@ def test_the_requests_to_the_simulator_that_are_shown_are_answered(agent: Agent)
     [command for command in SHOWN if is_run_here(command) and command.line.startswith(INSTALL)],
     ids=lambda command: f"{command.page}:{command.line}",
 )
-def test_what_is_shown_installs_files_that_are_there(command: Shown, tmp_path: Path) -> None:
+def test_documented_install_commands_name_existing_files(command: Shown, tmp_path: Path) -> None:
     (tmp_path / "etc/credentials").mkdir(parents=True)
     for own in ("token", "kubeconfig", "fleet-sas"):  # the reader's
         (tmp_path / own).touch()

@@ -12,11 +12,11 @@ import scheduled_events_agent
 from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.status import CommandOptions, PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
-from scheduled_events_agent.status.messages import as_shown
-from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.status import ActivePolicy, CommandOptions, RunningHook, Status, Vm, WorkflowView
+from scheduled_events_agent.status.messages import to_view
+from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.web.static import FILES, HEADERS
-from scheduled_events_agent.workflow import Approval, Context, Progress, proceed
+from scheduled_events_agent.workflow import Approval, Context, StageStatus, advance
 
 NOW = datetime(2026, 3, 4, 3, 0, 0, tzinfo=UTC)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
@@ -35,7 +35,7 @@ def event(**changes: Any) -> ScheduledEvent:
     return replace(plain, **changes)
 
 
-def workflow(one: ScheduledEvent | None = None, **changes: Any) -> ShownWorkflow:
+def workflow(one: ScheduledEvent | None = None, **changes: Any) -> WorkflowView:
     context = Context(
         now=NOW,
         names=("vm-1",),
@@ -46,13 +46,14 @@ def workflow(one: ScheduledEvent | None = None, **changes: Any) -> ShownWorkflow
         document_at=NOW,
         is_acting=False,
     )
-    (first,) = proceed({}, [Seen(one or event())], context).board.values()
+    (first,) = advance({}, [Seen(one or event())], context).workflows.values()
     return replace(
-        as_shown(first), **{"phase": "waiting", "prepare": Progress(), "waits": None, "waits_for": "", **changes}
+        to_view(first),
+        **{"phase": "waiting", "prepare": StageStatus(), "wait_reason": None, "wait_message": "", **changes},
     )
 
 
-def status(*pending: ShownWorkflow, **changes: Any) -> Status:
+def status(*pending: WorkflowView, **changes: Any) -> Status:
     plain = Status(
         at=NOW,
         version="0.1.0",
@@ -61,7 +62,7 @@ def status(*pending: ShownWorkflow, **changes: Any) -> Status:
         mode="act",
         ready=True,
         health="ok",
-        policy=PolicyInForce(file="/etc/policy.yaml", read_at=NOW),
+        policy=ActivePolicy(file="/etc/policy.yaml", read_at=NOW),
         rules=("impactful",),
         endpoint="http://169.254.169.254",
         last_poll_at=NOW - timedelta(seconds=3),
@@ -73,18 +74,17 @@ def status(*pending: ShownWorkflow, **changes: Any) -> Status:
     return replace(plain, **changes)
 
 
-def headline(*pending: ShownWorkflow, **changes: Any) -> tuple[str, str]:
-    found = with_words(status(*pending, **changes))
-    return found.headline, found.tone
+def headline(*pending: WorkflowView, **changes: Any) -> str:
+    return with_summaries(status(*pending, **changes)).headline
 
 
-def test_a_summary_tells_what_is_done_how_far_it_is_and_what_an_operator_can_do() -> None:
+def test_a_summary_shows_the_phase_the_progress_and_the_operator_actions() -> None:
     one = workflow(
-        phase="preparing", prepare=Progress(state="running", done=("drain",), current="checkpoint", run=2)
+        phase="preparing", prepare=StageStatus(state="running", done=("drain",), current="checkpoint", run=2)
     )
     hook = RunningHook(workflow_id=one.id, stage="prepare", hook="checkpoint", since=NOW - timedelta(seconds=72))
-    found = with_words(status(one, running=(hook,), ready=False))
-    assert (found.headline, found.tone) == ("Preparing for a Reboot", "busy")
+    found = with_summaries(status(one, running=(hook,), ready=False))
+    assert found.headline == "Preparing for a Reboot"
     (summary,) = found.summaries
     assert summary.workflow_id == one.id
     assert summary.activity == "runs the prepare hook checkpoint, 1m 12s so far"
@@ -95,31 +95,29 @@ def test_a_summary_tells_what_is_done_how_far_it_is_and_what_an_operator_can_do(
         ("recover", "resume", "open"),
     ]
     assert summary.commands == ("scheduled-events-agent hold C7061BAC",)
-    assert replace(found, headline="", tone="good", summaries=(), attention=()) == status(
-        one, running=(hook,), ready=False
-    )
+    assert replace(found, headline="", summaries=(), attention=()) == status(one, running=(hook,), ready=False)
 
 
-def commands(*pending: ShownWorkflow, **changes: Any) -> tuple[str, ...]:
-    return with_words(status(*pending, **changes)).summaries[0].commands
+def commands(*pending: WorkflowView, **changes: Any) -> tuple[str, ...]:
+    return with_summaries(status(*pending, **changes)).summaries[0].commands
 
 
-def test_the_commands_to_overrule_lead_to_an_agent_that_is_not_where_the_default_is() -> None:
+def test_the_commands_name_an_agent_outside_the_default_directory() -> None:
     assert commands(workflow(), command_options=CommandOptions(state="--state-dir '/var/my agent'")) == (
         "scheduled-events-agent hold C7061BAC --state-dir '/var/my agent'",
         "scheduled-events-agent approve C7061BAC --state-dir '/var/my agent'",
     )
 
 
-def test_no_command_is_offered_that_the_agent_would_refuse() -> None:
+def test_no_command_is_offered_that_the_agent_would_reject() -> None:
     assert commands(workflow()) != ()
     assert commands(workflow(), mode="observe") == ()
     failed = workflow(phase="recovery_failed", is_over=True)
     assert commands(failed, mode="observe") == ("scheduled-events-agent resolve C7061BAC",)
 
 
-def test_a_failed_recovery_is_told_with_the_commands_that_solve_it() -> None:
-    failed = Progress(state="failed", failed_hook="load", failure="hook load: exit code 3")
+def test_a_failed_recovery_is_shown_with_the_commands_that_solve_it() -> None:
+    failed = StageStatus(state="failed", failed_hook="load", failure="hook load: exit code 3")
     decision = replace(workflow().decision, recover=("load", "resume"))
     over = workflow(phase="recovery_failed", is_over=True, recover=failed, decision=decision)
     assert commands(over) == (
@@ -130,58 +128,55 @@ def test_a_failed_recovery_is_told_with_the_commands_that_solve_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected", "tone"),
+    ("changes", "expected"),
     [
-        ({"phase": "held", "waits_for": "hook drain failed"}, "Reboot is held: hook drain failed", "busy"),
+        ({"phase": "held", "wait_message": "hook drain failed"}, "Reboot is held: hook drain failed"),
         (
-            {"phase": "recovery_failed", "is_over": True, "recover": Progress(failure="hook load: exit code 3")},
+            {
+                "phase": "recovery_failed",
+                "is_over": True,
+                "recover": StageStatus(failure="hook load: exit code 3"),
+            },
             "Recovery from the Reboot of vm-1 failed: hook load: exit code 3.",
-            "bad",
         ),
-        ({"phase": "prepared"}, "Prepared for a Reboot, which is not approved yet", "busy"),
-        ({"phase": "approved"}, "Reboot is approved and may start", "busy"),
-        ({"phase": "started"}, "Reboot is under way", "busy"),
-        ({"phase": "recovering", "is_over": True}, "Recovering from a Reboot", "busy"),
-        ({"phase": "started", "is_over": True}, "Reboot is over", "busy"),
-        ({"phase": "waiting"}, "Reboot is pending", "busy"),
-        ({"phase": "waiting", "event": event(type="")}, "event is pending", "busy"),
+        ({"phase": "prepared"}, "Prepared for a Reboot, which is not approved yet"),
+        ({"phase": "approved"}, "Reboot is approved and may start"),
+        ({"phase": "started"}, "Reboot is under way"),
+        ({"phase": "recovering", "is_over": True}, "Recovering from a Reboot"),
+        ({"phase": "started", "is_over": True}, "Reboot is over"),
+        ({"phase": "waiting"}, "Reboot is pending"),
+        ({"phase": "waiting", "event": event(type="")}, "event is pending"),
     ],
 )
-def test_the_headline_is_the_answer_in_one_line(changes: dict[str, Any], expected: str, tone: str) -> None:
-    assert headline(workflow(**changes)) == (expected, tone)
+def test_the_headline_is_the_answer_in_one_line(changes: dict[str, Any], expected: str) -> None:
+    assert headline(workflow(**changes)) == expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected", "tone"),
+    ("changes", "expected"),
     [
-        ({}, "Nothing is pending", "good"),
-        ({"last_poll_at": None}, "Azure has not answered yet", "good"),
-        ({"poll_failure": "connection refused"}, "Nothing was pending at the last successful poll", "good"),
-        (
-            {"poll_failure": "x", "health": ("no poll has succeeded for 212s",)},
-            "No poll has succeeded for 212s.",
-            "bad",
-        ),
+        ({}, "Nothing is pending"),
+        ({"last_poll_at": None}, "Azure has not answered yet"),
+        ({"poll_failure": "connection refused"}, "Nothing was pending at the last successful poll"),
+        ({"poll_failure": "x", "health": ("no poll has succeeded for 212s",)}, "No poll has succeeded for 212s."),
     ],
 )
-def test_that_nothing_is_pending_is_only_said_if_azure_has_just_said_so(
-    changes: dict[str, Any], expected: str, tone: str
-) -> None:
-    assert headline(**changes) == (expected, tone)
+def test_nothing_pending_is_shown_only_after_a_fresh_document(changes: dict[str, Any], expected: str) -> None:
+    assert headline(**changes) == expected
 
 
-def test_what_is_urgent_comes_first_and_what_concerns_others_last() -> None:
+def test_urgent_events_come_first_and_events_of_others_last() -> None:
     others = workflow(event(id="A", resources=("vm-2",), not_before=NOW))
     late = workflow(event(id="B", not_before=NOW + timedelta(days=3)))
     soon = workflow(event(id="C"))
-    found = with_words(status(others, late, soon))
+    found = with_summaries(status(others, late, soon))
     assert [summary.workflow_id for summary in found.summaries] == [soon.id, late.id, others.id]
     assert found.headline == "Reboot is pending, and 2 more"
-    assert headline(others) == ("1 event pending, none for this VM", "good")
+    assert headline(others) == ("1 event pending, none for this VM")
 
 
-def steps(workflow: ShownWorkflow) -> list[str]:
-    return [f"{step.hook} {step.state}" for step in with_words(status(workflow)).summaries[0].hooks]
+def steps(workflow: WorkflowView) -> list[str]:
+    return [f"{step.hook} {step.state}" for step in with_summaries(status(workflow)).summaries[0].hooks]
 
 
 @pytest.mark.parametrize(
@@ -189,18 +184,18 @@ def steps(workflow: ShownWorkflow) -> list[str]:
     [
         ({"phase": "waiting"}, ["drain open", "checkpoint open", "resume open"]),
         (
-            {"phase": "started", "was_started": True, "prepare": Progress(done=("drain",))},
+            {"phase": "started", "was_started": True, "prepare": StageStatus(done=("drain",))},
             ["drain done", "checkpoint not_run", "resume open"],
         ),
         ({"phase": "recovering", "is_over": True}, ["drain not_run", "checkpoint not_run", "resume open"]),
         ({"phase": "closed", "is_over": True}, ["drain not_run", "checkpoint not_run", "resume not_run"]),
         (
-            {"phase": "held", "prepare": Progress(state="failed", done=("drain",))},
+            {"phase": "held", "prepare": StageStatus(state="failed", done=("drain",))},
             ["drain done", "checkpoint failed", "resume open"],
         ),
     ],
 )
-def test_a_hook_whose_time_has_passed_is_not_called_to_do(changes: dict[str, Any], expected: list[str]) -> None:
+def test_a_hook_whose_time_has_passed_is_not_listed_as_next(changes: dict[str, Any], expected: list[str]) -> None:
     assert steps(workflow(**changes)) == expected
 
 
@@ -215,8 +210,8 @@ def test_a_hook_whose_time_has_passed_is_not_called_to_do(changes: dict[str, Any
         ({"was_started": True}, "none was given by this VM"),
     ],
 )
-def test_how_far_the_approval_is_is_told(changes: dict[str, Any], approval: str) -> None:
-    assert with_words(status(workflow(**changes))).summaries[0].approval == approval
+def test_the_state_of_the_approval_is_shown(changes: dict[str, Any], approval: str) -> None:
+    assert with_summaries(status(workflow(**changes))).summaries[0].approval == approval
 
 
 def test_two_events_whose_ids_begin_alike_are_named_whole() -> None:

@@ -21,7 +21,7 @@ needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX si
 def pretend_reboot(agent: Agent) -> None:
     """Let the state file look as if it were from another boot."""
     with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db")) as state, state:
-        state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
+        state.execute("UPDATE meta SET value = 'the boot before' WHERE name = 'boot_id'")
 
 
 def is_alive(pid: int) -> bool:
@@ -62,7 +62,7 @@ def test_within_one_boot_the_remembered_name_is_good_enough(sim: Simulator, agen
     sim.wait_approved(event)
 
 
-def test_on_a_copied_disk_the_agent_sees_what_is_pending_for_its_own_vm(
+def test_on_a_copied_disk_the_agent_handles_the_events_of_its_own_vm(
     make_agent: MakeAgent,
 ) -> None:
     with Simulator(vms=(VirtualMachine(name="vm-1", vm_id="the-first"),), rate_limit=None) as first:
@@ -78,7 +78,7 @@ def test_on_a_copied_disk_the_agent_sees_what_is_pending_for_its_own_vm(
         agent.endpoint = second.endpoint()
         agent.write_policy(rules=[AT_ONCE])
         agent.start()
-        agent.wait_until(lambda: agent.status()["others_events"] == 1, "the event was counted as another VM's")
+        agent.wait_until(lambda: agent.status()["other_vm_events"] == 1, "the event was counted as another VM's")
         second.clear_faults()
         second.wait_approved(event)
 
@@ -96,7 +96,7 @@ def test_hooks_that_are_stopped_together_with_the_agent_have_not_failed(sim: Sim
     sim.end(event)
     agent.wait_hook("resume", "start")
     agent.process.send_signal(signal.SIGTERM)
-    os.kill(agent.notes("start")[-1]["pid"], signal.SIGTERM)  # as a service manager does that ends them all
+    os.kill(agent.records("start")[-1]["pid"], signal.SIGTERM)  # as a service manager does that ends them all
     assert agent.wait_exit() == 0
     agent.start()
     agent.wait_hook("resume", "start", count=2)
@@ -106,14 +106,14 @@ def test_hooks_that_are_stopped_together_with_the_agent_have_not_failed(sim: Sim
 
 
 @needs_posix
-def test_what_a_killed_agent_left_running_for_on_clear_is_ended_first(agent: Agent) -> None:
+def test_on_clear_hooks_of_a_killed_agent_are_ended_first(agent: Agent) -> None:
     agent.write_policy(hooks={"uncordon": agent.hook("uncordon", until="done")}, on_clear=["uncordon"])
     agent.start()
     agent.wait_hook("uncordon", "start")
     agent.kill()
     agent.start()
     agent.wait_hook("uncordon", "start", count=2)
-    first, second = (note["pid"] for note in agent.notes("start"))
+    first, second = (note["pid"] for note in agent.records("start"))
     assert (is_alive(first), is_alive(second)) == (False, True)
     assert agent.log("ended what hooks of an agent that was killed had left running")
 
@@ -125,7 +125,7 @@ def test_an_on_clear_hook_that_does_not_want_to_end_ends_with_the_agent(agent: A
     agent.start()
     agent.wait_hook("uncordon", "start")
     assert agent.stop() < 30.0  # the hook would never end
-    assert not is_alive(agent.notes("start")[0]["pid"])
+    assert not is_alive(agent.records("start")[0]["pid"])
 
 
 def test_an_event_ends_on_clear_and_its_own_hooks_wait_for_that(sim: Simulator, agent: Agent) -> None:
@@ -138,7 +138,7 @@ def test_an_event_ends_on_clear_and_its_own_hooks_wait_for_that(sim: Simulator, 
     agent.wait_hook("uncordon", "start")
     event = sim.schedule("Reboot", lasts_seconds=0.5)
     agent.wait_log("closed", event_id=event)
-    assert [note["hook"] for note in agent.notes("start")] == ["uncordon", "drain", "resume"]
+    assert [note["hook"] for note in agent.records("start")] == ["uncordon", "drain", "resume"]
     ended, started = agent.wait_log("on_clear hook ended"), agent.wait_log("hook output", hook="drain")
     assert ended["outcome"] == "canceled"
     assert ended["time"] < started["time"]
@@ -148,9 +148,7 @@ def test_an_event_ends_on_clear_and_its_own_hooks_wait_for_that(sim: Simulator, 
 
 
 @needs_posix
-def test_what_was_begun_is_undone_though_the_policy_has_lost_the_hook_meanwhile(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_an_event_is_recovered_although_the_policy_has_lost_its_hook(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
@@ -165,9 +163,7 @@ def test_what_was_begun_is_undone_though_the_policy_has_lost_the_hook_meanwhile(
 
 
 @needs_posix
-def test_a_recovery_whose_hook_is_gone_after_a_restart_waits_until_it_is_put_back(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_a_recovery_whose_hook_is_missing_after_a_restart_waits_for_it(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)

@@ -49,8 +49,8 @@ def test_an_event_whose_recovery_fails_stays_open_and_the_vm_is_not_ready(outcom
     agent.document()
     assert agent.ends("load", outcome) == []
     assert agent.phase == "recovery_failed"
-    assert agent.waits_for().startswith("hook load: ")
-    assert not is_ready(agent.board)
+    assert agent.wait_message().startswith("hook load: ")
+    assert not is_ready(agent.workflows)
     assert agent.document(after=86400) == []
     assert agent.phase == "recovery_failed"
     assert agent.journal[-1].startswith("recovery_failed: recovery failed (hook load: ")
@@ -62,7 +62,7 @@ def test_a_retry_runs_the_hook_that_failed_and_then_the_rest() -> None:
     assert (agent.phase, agent.of().recover.failure) == ("recovering", "")
     assert agent.ends("load") == ["A: recover resume"]
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert "operator: kim says: retry" in agent.journal
     assert agent.journal[-1] == "closed: is over: unknown"
 
@@ -81,14 +81,14 @@ def test_a_retry_may_fail_again() -> None:
     agent = an_agent_whose_recovery_failed()
     agent.operator("retry")
     assert agent.ends("load", "timed_out") == []
-    assert (agent.phase, agent.waits_for()) == ("recovery_failed", "hook load: timed_out")
+    assert (agent.phase, agent.wait_message()) == ("recovery_failed", "hook load: timed_out")
     assert agent.operator("retry") == ["A: recover load"]
 
 
-def test_a_resolved_recovery_is_over_and_the_journal_says_who_resolved_it() -> None:
+def test_a_resolved_recovery_is_over_and_the_journal_names_the_operator() -> None:
     agent = an_agent_whose_recovery_failed()
     assert agent.operator("resolve") == []
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert agent.journal[-2:] == [
         "operator: kim says: resolve",
         "closed: is over: unknown, an operator has repaired its recovery manually",
@@ -98,7 +98,7 @@ def test_a_resolved_recovery_is_over_and_the_journal_says_who_resolved_it() -> N
 def test_a_failed_recovery_is_neither_tried_again_nor_forgotten_by_a_restart() -> None:
     agent = an_agent_whose_recovery_failed()
     assert agent.restart() == []
-    assert (agent.phase, is_ready(agent.board)) == ("recovery_failed", False)
+    assert (agent.phase, is_ready(agent.workflows)) == ("recovery_failed", False)
 
 
 @pytest.mark.parametrize("action", ["retry", "resolve"])
@@ -107,7 +107,7 @@ def test_an_action_before_the_first_document_is_kept_until_then(action: Operator
     agent.restart(document=False)
     assert agent.operator(action) == []
     assert agent.restart() == (["A: recover load"] if action == "retry" else [])
-    assert (agent.board == {}) is (action == "resolve")
+    assert (agent.workflows == {}) is (action == "resolve")
 
 
 def test_a_retry_cut_off_by_a_crash_runs_again() -> None:
@@ -125,7 +125,7 @@ def test_the_recovery_from_a_later_event_solves_the_one_that_failed() -> None:
     assert agent.ends("load", event="B") == ["B: recover resume"]
     assert agent.phase == "recovering"
     agent.ends("resume", event="B")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_a_recovery_that_fails_again_for_a_later_event_leaves_both_open() -> None:
@@ -134,14 +134,14 @@ def test_a_recovery_that_fails_again_for_a_later_event_leaves_both_open() -> Non
     agent.ends("drain", event="B")
     agent.document()
     agent.ends("load", "failed", event="B")
-    assert [w.phase for w in agent.board.values()] == ["recovery_failed", "recovery_failed"]
+    assert [w.phase for w in agent.workflows.values()] == ["recovery_failed", "recovery_failed"]
     assert agent.operator("retry", event="B") == ["B: recover load"]
     agent.ends("load", event="B")
     agent.ends("resume", event="B")
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
-def test_what_a_later_event_undid_is_recovered_again() -> None:
+def test_a_stage_reverted_by_a_later_event_is_recovered_again() -> None:
     agent = Agent(TWO_RECOVER)
     agent.document(an_event())
     agent.ends("drain")
@@ -164,7 +164,7 @@ def test_a_retry_waits_for_an_event_that_needs_the_vm_prepared() -> None:
     agent.ends("resume", "failed")
     agent.document(an_event(id="B"))
     assert agent.operator("retry") == []
-    assert agent.waits_for() == "event B still needs it prepared"
+    assert agent.wait_message() == "event B still needs it prepared"
     agent.ends("drain", event="B")
     effects = agent.document()
     assert len(effects) == 1
@@ -179,7 +179,7 @@ def test_a_failure_counts_for_every_event_that_was_about_to_run_the_hook() -> No
     effects = agent.document()
     assert len(effects) == 1
     agent.ends("load", "failed", event=effects[0][0])
-    assert [w.phase for w in agent.board.values()] == ["recovery_failed", "recovery_failed"]
+    assert [w.phase for w in agent.workflows.values()] == ["recovery_failed", "recovery_failed"]
 
 
 def test_an_event_that_comes_back_under_its_id_is_one_of_its_own() -> None:
@@ -214,7 +214,7 @@ def end_optional(agent: Agent, hook: str, stage: str) -> list[str]:
     )
 
 
-def test_the_failure_of_a_hook_that_is_not_required_is_told_and_stops_nothing() -> None:
+def test_the_failure_of_an_optional_hook_is_reported_and_stops_nothing() -> None:
     agent = Agent(a_rule(prepare=("tell", "drain"), recover=("tell", "resume")))
     agent.document(an_event())
     assert end_optional(agent, "tell", "prepare") == ["A: prepare drain"]
@@ -223,7 +223,7 @@ def test_the_failure_of_a_hook_that_is_not_required_is_told_and_stops_nothing() 
     assert end_optional(agent, "tell", "recover") == ["A: recover resume"]
     assert agent.of().recover.failure == "hook tell: exit code 3"
     agent.ends("resume")
-    assert agent.board == {}
+    assert agent.workflows == {}
     assert "hook_finished: hook tell: exit code 3 (failed), and it is not required" in agent.journal
 
 
@@ -264,12 +264,12 @@ def test_nothing_is_prepared_for_an_event_that_is_held_before_its_lead() -> None
     agent = Agent(a_rule(prepare=("drain",), lead=60.0, drain_for=10.0))
     agent.document(an_event())
     assert agent.operator("hold") == []
-    assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
+    assert (agent.phase, agent.wait_message()) == ("held", "an operator holds it")
     assert agent.tick(870) == []
-    assert is_ready(agent.board)
+    assert is_ready(agent.workflows)
     assert agent.document(started(an_event())) == []
     assert agent.document() == []
-    assert agent.board == {}
+    assert agent.workflows == {}
 
 
 def test_an_event_that_is_released_before_its_lead_waits_for_it() -> None:
@@ -278,8 +278,8 @@ def test_an_event_that_is_released_before_its_lead_waits_for_it() -> None:
     agent.operator("hold")
     assert agent.operator("release") == []
     assert agent.phase == "waiting"
-    assert agent.waits_for().startswith("begins at 2026-03-02T12:14:00Z")
-    assert next_wake_at(agent.board, agent.context) == START + timedelta(minutes=14)
+    assert agent.wait_message().startswith("begins at 2026-03-02T12:14:00Z")
+    assert next_wake_at(agent.workflows, agent.context) == START + timedelta(minutes=14)
     assert agent.tick(870) == ["A: approve A"]
 
 
@@ -305,7 +305,7 @@ def test_a_hook_that_runs_is_let_end_under_a_hold_and_no_other_begins() -> None:
     assert agent.operator("hold") == []
     assert agent.phase == "preparing"
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
+    assert (agent.phase, agent.wait_message()) == ("held", "an operator holds it")
     assert agent.operator("release") == ["A: prepare save"]
     assert agent.ends("save") == ["A: approve A"]
 
@@ -315,7 +315,7 @@ def test_an_event_held_during_its_last_hook_is_approved_when_released() -> None:
     agent.document(an_event())
     agent.operator("hold")
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
+    assert (agent.phase, agent.wait_message()) == ("held", "an operator holds it")
     assert agent.operator("release") == ["A: approve A"]
 
 
@@ -323,7 +323,7 @@ def test_a_drain_goes_on_under_a_hold_and_no_hook_follows_it() -> None:
     agent = Agent(a_rule(prepare=("drain",), drain_for=30.0))
     agent.document(an_event())
     assert agent.operator("hold") == []
-    assert (agent.phase, is_ready(agent.board)) == ("held", False)
+    assert (agent.phase, is_ready(agent.workflows)) == ("held", False)
     assert agent.tick(60) == []
     assert agent.operator("release") == ["A: prepare drain"]
 
@@ -338,7 +338,7 @@ def test_a_hook_cut_off_by_a_crash_is_not_begun_again_under_a_hold() -> None:
 
 
 @pytest.mark.parametrize("early_start", ["cancel", "finish"])
-def test_a_hold_ends_with_the_start_and_what_it_held_is_not_begun(early_start: str) -> None:
+def test_a_hold_ends_with_the_start_and_its_preparation_is_not_begun(early_start: str) -> None:
     agent = Agent(a_rule(prepare=("drain", "save"), on_start=("tell",), on_early_start=early_start))
     agent.document(an_event())
     agent.operator("hold")
@@ -361,7 +361,7 @@ def test_a_hold_under_a_failed_preparation_says_what_failed() -> None:
     agent.document(an_event())
     agent.operator("hold")
     agent.ends("drain", "failed")
-    assert agent.waits_for() == "hook drain: exit code 1"
+    assert agent.wait_message() == "hook drain: exit code 1"
 
 
 def test_an_event_of_days_ahead_is_held_at_once() -> None:

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from receiver import WAYS_TO_FAIL, Receiver, wait_until
 
 from scheduled_events_agent.daemon import notifier as module
-from scheduled_events_agent.daemon.notifier import Senders, new_backoff
-from scheduled_events_agent.engine import NoticeEnded
+from scheduled_events_agent.daemon.notifier import Notifier, new_backoff
+from scheduled_events_agent.engine import NotificationDone
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.notifications import SAMPLE
 from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.store.outbox import MAX_NOTICES
+from scheduled_events_agent.store.outbox import MAX_NOTIFICATIONS
 from scheduled_events_agent.telemetry.metrics import Metrics
 
 NOW = datetime.now(UTC)
@@ -40,16 +40,16 @@ def put(
 ) -> list[tuple[str, str]]:
     bodies = [msgspec.json.encode(replace(SAMPLE, id=str(first + number))).decode() for number in range(count)]
     with store._transaction():
-        return store.notices.add(at.isoformat(), [(target, body) for body in bodies])
+        return store.outbox.add(at.isoformat(), [(target, body) for body in bodies])
 
 
 class Run:
-    """Senders, and what they report."""
+    """Notifier, and what they report."""
 
     def __init__(self, store: Store, *targets: NotifyTarget) -> None:
-        self.reports: queue.SimpleQueue[NoticeEnded] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[NotificationDone] = queue.SimpleQueue()
         self.metrics = Metrics(tuple)
-        self.senders = Senders(store.path.parent, self.reports.put, self.metrics)
+        self.notifier = Notifier(store.path.parent, self.reports.put, self.metrics)
         self.targets = targets
 
     def ended(self) -> list[int]:
@@ -59,17 +59,17 @@ class Run:
         return found
 
     def dropped(self, reason: str, target: str = "ops") -> float:
-        return float(self.metrics.notices_dropped.labels(target, reason)._value.get())
+        return float(self.metrics.notifications_dropped.labels(target, reason)._value.get())
 
 
 @contextmanager
 def sending(store: Store, *targets: NotifyTarget) -> Iterator[Run]:
     run = Run(store, *targets)
-    run.senders.reconfigure(targets)
+    run.notifier.reconfigure(targets)
     try:
         yield run
     finally:
-        run.senders.reconfigure(())
+        run.notifier.reconfigure(())
         wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("notify-")], "they ended")
 
 
@@ -104,21 +104,21 @@ def test_all_arrive_in_order_at_a_service_that_fails_half_the_time(store: Store)
         assert in_order(ids(receiver)) == [*range(40)]
         assert run.ended() == [*range(1, 41)]
         assert receiver.attempts > 40
-        assert run.senders.failures() == {}
+        assert run.notifier.failures() == {}
 
 
-def test_what_is_reported_is_not_sent_again_before_the_engine_has_forgotten_it(store: Store) -> None:
+def test_a_reported_notification_is_not_sent_again_before_the_engine_forgets_it(store: Store) -> None:
     put(store, 3)
     with Receiver() as receiver, sending(store, to(receiver)) as run:
         wait_until(lambda: run.reports.qsize() == 3, "all were reported")
         put(store, 1, first=3)
-        run.senders.notify(is_urgent=False)
+        run.notifier.notify(is_urgent=False)
         wait_until(lambda: run.reports.qsize() == 4, "the next was reported")
         assert ids(receiver) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("way", ["says nothing", "a byte a second", "closes at once"])
-def test_a_target_that_is_dead_does_not_hold_up_another(store: Store, way: str) -> None:
+def test_a_dead_target_delays_no_other(store: Store, way: str) -> None:
     put(store, 5, "dead")
     put(store, 5, "alive")
     with (
@@ -132,7 +132,7 @@ def test_a_target_that_is_dead_does_not_hold_up_another(store: Store, way: str) 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("way", ["400", "422"])
-def test_a_notice_that_is_refused_is_counted_and_the_next_one_is_sent(store: Store, way: str) -> None:
+def test_a_rejected_notification_is_counted_and_the_next_one_is_sent(store: Store, way: str) -> None:
     answers = iter([way, "ok"])
     put(store, 2)
     with (
@@ -142,8 +142,8 @@ def test_a_notice_that_is_refused_is_counted_and_the_next_one_is_sent(store: Sto
     ):
         wait_until(lambda: run.reports.qsize() == 2, "both were reported")
         assert (ids(receiver), run.dropped("refused")) == ([1], 1)
-        assert run.reports.get() == NoticeEnded(1, "ops", f"it answers {way}")
-        assert run.reports.get() == NoticeEnded(2, "ops")
+        assert run.reports.get() == NotificationDone(1, "ops", f"it answers {way}")
+        assert run.reports.get() == NotificationDone(2, "ops")
     reasons = [entry.get("reason") for entry in log if entry["log_level"] == "warning"]
     assert reasons == [f"it answers {way}"]
     assert not any("secret" in str(entry) for entry in log)
@@ -151,7 +151,7 @@ def test_a_notice_that_is_refused_is_counted_and_the_next_one_is_sent(store: Sto
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("way", ["302", "401", "402", "403", "404", "405", "407", "409", "410", "425", "451"])
-def test_a_notice_is_sent_again_after_an_answer_that_is_not_about_its_body(store: Store, way: str) -> None:
+def test_a_notification_is_retried_after_a_response_that_is_not_about_its_body(store: Store, way: str) -> None:
     answers = iter([way, way, "ok", "ok"])
     put(store, 2)
     with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
@@ -160,7 +160,7 @@ def test_a_notice_is_sent_again_after_an_answer_that_is_not_about_its_body(store
 
 
 @pytest.mark.parametrize("is_reloaded", [False, True])
-def test_what_a_rotated_token_kept_back_arrives_in_order_once_the_file_has_the_new_one(
+def test_notifications_held_back_by_an_old_token_arrive_in_order_with_a_new_one(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_reloaded: bool
 ) -> None:
     pauses: list[float] = []
@@ -182,12 +182,12 @@ def test_what_a_rotated_token_kept_back_arrives_in_order_once_the_file_has_the_n
         target = NotifyTarget(name="ops", to=receiver.url, headers={"Authorization": secret})
         with sending(store, target) as run:
             wait_until(lambda: len(pauses) == 1 if is_reloaded else len(pauses) > 20, "the old one was denied")
-            assert run.senders.failures()["ops"].reason == "it answers 401"
+            assert run.notifier.failures()["ops"].reason == "it answers 401"
             token.write_text("Bearer new")
             if is_reloaded:
-                run.senders.reconfigure([target])
+                run.notifier.reconfigure([target])
             wait_until(lambda: run.reports.qsize() == 3, "all were reported")
-            assert run.senders.failures() == {}
+            assert run.notifier.failures() == {}
     answers = [(answer, body["id"]) for answer, _, body in receiver.posts]
     assert set(answers[:-3]) == {("401", "0")}
     assert answers[-3:] == [("ok", "0"), ("ok", "1"), ("ok", "2")]
@@ -197,7 +197,7 @@ def test_what_a_rotated_token_kept_back_arrives_in_order_once_the_file_has_the_n
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_became_old_while_the_machine_was_off_is_still_tried(store: Store) -> None:
+def test_a_notification_that_expired_while_the_machine_was_off_is_still_tried(store: Store) -> None:
     answers = iter(["503", "closes at once", "ok"])
     put(store, 1, at=NOW - timedelta(days=2))
     with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
@@ -206,15 +206,15 @@ def test_what_became_old_while_the_machine_was_off_is_still_tried(store: Store) 
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_sender_outlives_a_bug(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    look_into, failures = Store.look_into, iter([MemoryError()])
+def test_a_sender_survives_a_bug(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_readonly, failures = Store.open_readonly, iter([MemoryError()])
 
     def fail_once(state_dir: Path) -> Store:
         for error in failures:
             raise error
-        return look_into(state_dir)
+        return open_readonly(state_dir)
 
-    monkeypatch.setattr(Store, "look_into", fail_once)
+    monkeypatch.setattr(Store, "open_readonly", fail_once)
     put(store, 1)
     with Receiver() as receiver, sending(store, to(receiver)):
         wait_until(lambda: ids(receiver) == [0], "it was delivered")
@@ -223,15 +223,15 @@ def test_a_sender_outlives_a_bug(store: Store, monkeypatch: pytest.MonkeyPatch) 
 def test_a_stop_does_not_wait_for_a_sender_that_has_nothing_to_send(store: Store) -> None:
     with Receiver() as receiver, sending(store, to(receiver)) as run:
         put(store, 1)
-        run.senders.notify(is_urgent=False)
+        run.notifier.notify(is_urgent=False)
         wait_until(lambda: run.reports.qsize() == 1, "it was reported")
-        wait_until(lambda: not any(s.is_busy() for s in run.senders._senders.values()), "it waits for news")
-        run.senders.begin_stop()
-        assert not run.senders.is_busy()
+        wait_until(lambda: not any(s.is_busy() for s in run.notifier._notifier.values()), "it waits for news")
+        run.notifier.begin_stop()
+        assert not run.notifier.is_busy()
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_notice_is_given_up_after_a_day_but_tried_once_in_any_case(
+def test_a_notification_is_dropped_after_a_day_but_tried_at_least_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_OLD_SECONDS", 0.0)
@@ -243,9 +243,7 @@ def test_a_notice_is_given_up_after_a_day_but_tried_once_in_any_case(
         assert (ids(receiver), run.dropped("too_old")) == ([1, 2], 1)
 
 
-def test_an_urgent_notice_ends_the_pause_and_another_does_not(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_an_urgent_notification_ends_the_pause(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     next_delay = Backoff.next_delay
 
@@ -258,19 +256,19 @@ def test_an_urgent_notice_ends_the_pause_and_another_does_not(
     put(store, 1)
     with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
         wait_until(lambda: len(pauses) == 1, "it paused")
-        failure = run.senders.failures()["ops"]
+        failure = run.notifier.failures()["ops"]
         assert failure.reason == "it answers 503"
         put(store, 1, first=1)
-        run.senders.notify(is_urgent=False)
-        run.senders.notify(is_urgent=True)
+        run.notifier.notify(is_urgent=False)
+        run.notifier.notify(is_urgent=True)
         wait_until(lambda: len(pauses) == 2, "it tried once and paused anew")
         assert max(pauses) <= 1.0
-        assert run.senders.failures()["ops"].since == failure.since
-        run.senders.notify(is_urgent=True)
+        assert run.notifier.failures()["ops"].since == failure.since
+        run.notifier.notify(is_urgent=True)
         wait_until(lambda: ids(receiver) == [0, 1], "both arrived")
 
 
-def test_a_stop_tries_once_more_and_waits_for_no_dead_service(
+def test_a_stop_tries_once_more_and_waits_for_no_dead_target(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Backoff, "next_delay", lambda *_: 3600.0)
@@ -278,26 +276,26 @@ def test_a_stop_tries_once_more_and_waits_for_no_dead_service(
     answers = iter(["503", "ok", "ok", "503"])
     put(store, 4)
     with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
-        wait_until(run.senders.failures, "it failed")
-        assert not run.senders.is_busy()
-        run.senders.begin_stop()
-        wait_until(lambda: not run.senders.is_busy(), "the stop need not wait")
+        wait_until(run.notifier.failures, "it failed")
+        assert not run.notifier.is_busy()
+        run.notifier.begin_stop()
+        wait_until(lambda: not run.notifier.is_busy(), "the stop need not wait")
         wait_until(lambda: receiver.attempts == 4, "it had tried")
         assert ids(receiver) == [0, 1]
 
 
-def test_a_target_that_is_taken_out_of_the_policy_hears_no_more(store: Store) -> None:
+def test_a_target_removed_from_the_policy_gets_no_more_notifications(store: Store) -> None:
     with Receiver() as receiver, sending(store, to(receiver)) as run:
-        run.senders.reconfigure(())
+        run.notifier.reconfigure(())
         put(store, 1)
-        run.senders.notify(is_urgent=True)
-        run.senders.reconfigure([to(receiver, "other")])
+        run.notifier.notify(is_urgent=True)
+        run.notifier.reconfigure([to(receiver, "other")])
         put(store, 1, "other", first=1)
-        run.senders.notify(is_urgent=False)
+        run.notifier.notify(is_urgent=False)
         wait_until(lambda: ids(receiver) == [1], "the other target was notified")
 
 
-def test_how_long_an_old_target_failed_does_not_count_for_its_successor(
+def test_the_failures_of_an_old_target_do_not_count_for_its_successor(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -312,14 +310,14 @@ def test_how_long_an_old_target_failed_does_not_count_for_its_successor(
     put(store, 1, at=NOW - timedelta(days=2))
     with Receiver(lambda: "503") as old, Receiver(lambda: next(answers)) as new, sending(store, to(old)) as run:
         wait_until(lambda: len(pauses) == 1, "the old service refused it")
-        run.senders._senders["ops"]._failing_since = time.monotonic() - 3600
-        run.senders.reconfigure([to(new)])
+        run.notifier._notifier["ops"]._failing_since = time.monotonic() - 3600
+        run.notifier.reconfigure([to(new)])
         wait_until(lambda: len(pauses) == 2, "the new service refused it once")
-        run.senders.notify(is_urgent=True)
+        run.notifier.notify(is_urgent=True)
         wait_until(lambda: ids(new) == [0], "it arrived")
 
 
-def test_what_an_old_target_refuses_late_is_sent_to_its_successor(store: Store) -> None:
+def test_a_late_rejection_by_an_old_target_is_sent_to_its_successor(store: Store) -> None:
     is_asked, may_answer = threading.Event(), threading.Event()
 
     def refuse_late() -> str:
@@ -330,13 +328,13 @@ def test_what_an_old_target_refuses_late_is_sent_to_its_successor(store: Store) 
     put(store, 1)
     with Receiver(refuse_late) as old, Receiver() as new, sending(store, to(old, timeout=60)) as run:
         assert is_asked.wait(60)
-        run.senders.reconfigure([to(new)])
+        run.notifier.reconfigure([to(new)])
         may_answer.set()
         wait_until(lambda: ids(new) == [0], "it arrived")
         assert run.dropped("refused") == 0
 
 
-def test_pauses_grow_and_follow_the_service() -> None:
+def test_retry_pauses_grow_and_follow_retry_after() -> None:
     backoff = new_backoff()
     pauses = [backoff.next_delay() for _ in range(10_000)]
     for failures, longest in ((1, 1), (2, 2), (5, 16), (9, 256), (10, 300), (10_000, 300)):
@@ -346,23 +344,23 @@ def test_pauses_grow_and_follow_the_service() -> None:
     assert 3600.0 <= new_backoff().next_delay(1e9) <= 5400.0
 
 
-def test_ten_thousand_notices_while_the_service_is_away_keep_the_latest_thousand(store: Store) -> None:
+def test_ten_thousand_notifications_for_a_dead_target_keep_the_latest_thousand(store: Store) -> None:
     lost = 0
     for first in range(0, 10_000, 500):
         lost += len(put(store, 500, first=first))
     put(store, 1, "other")
     assert lost == 9000
-    waiting = store.notices.waiting()
-    assert {name: one.count for name, one in waiting.items()} == {"ops": MAX_NOTICES, "other": 1}
+    waiting = store.outbox.waiting()
+    assert {name: one.count for name, one in waiting.items()} == {"ops": MAX_NOTIFICATIONS, "other": 1}
     with Receiver() as receiver, sending(store, to(receiver)) as run:
-        wait_until(lambda: run.reports.qsize() == MAX_NOTICES, "all that was kept was reported")
+        wait_until(lambda: run.reports.qsize() == MAX_NOTIFICATIONS, "all that was kept was reported")
         assert ids(receiver) == [*range(9000, 10_000)]
 
 
-def test_a_notice_that_a_bug_keeps_from_being_sent_stops_no_thread(store: Store) -> None:
+def test_a_notification_that_hits_a_bug_stops_no_thread(store: Store) -> None:
     with store._transaction():
-        store.notices.add(NOW.isoformat(), [("ops", '{"id": "secret"}')])
+        store.outbox.add(NOW.isoformat(), [("ops", '{"id": "secret"}')])
     with Receiver() as receiver, sending(store, to(receiver)) as run:
-        wait_until(run.senders.failures, "it failed")
-        assert run.senders.failures()["ops"].reason == "a bug in the agent: ValidationError"
+        wait_until(run.notifier.failures, "it failed")
+        assert run.notifier.failures()["ops"].reason == "a bug in the agent: ValidationError"
         assert [thread.name for thread in threading.enumerate() if thread.name == "notify-ops"]

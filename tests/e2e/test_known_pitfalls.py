@@ -63,7 +63,7 @@ def test_a_drain_that_fails_is_not_followed_by_an_approval_and_the_log_says_so(
     assert agent.pending()[event]["phase"] == "held"
 
 
-def test_of_two_events_for_this_vm_each_goes_its_own_way(sim: Simulator, agent: Agent) -> None:
+def test_two_events_for_this_vm_are_handled_independently(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[{**AT_ONCE, "when": {"source": "User"}}, DRAIN],
         hooks={**agent.hooks("resume"), "drain": agent.hook("drain", exit_code=1)},
@@ -97,13 +97,13 @@ def test_an_event_that_names_others_too_is_approved_by_the_first_vm_of_it(make_a
             agent.start(is_awaited=False)
         # It does not start before the slower of the two has seen it.
         event = sim.schedule("Reboot", vms=["vm-2", "vm-1"], start_delay_seconds=600.0, lasts_seconds=None)
-        waits = agents[0].wait_log("waits", event_id=event)
+        waits = agents[0].wait_log("waiting", event_id=event)
         assert waits["reason"].startswith("VMs listed before this one may approve it until ")
         sim.wait_approved(event)
         agents[1].wait_log("approved", event_id=event)
 
 
-def test_an_event_that_names_others_too_is_by_default_prepared_for_and_not_approved(
+def test_an_event_that_names_other_vms_is_prepared_and_not_approved_by_default(
     sim: Simulator, agent: Agent
 ) -> None:
     agent.write_policy(rules=[{**DRAIN, "lead": "30d"}], hooks=agent.hooks("drain", "resume"))
@@ -125,20 +125,20 @@ def test_an_event_that_has_started_is_not_approved(sim: Simulator, agent: Agent)
     assert posts(sim) == []
 
 
-def test_the_name_vm1_is_not_taken_for_vm10(make_agent: MakeAgent) -> None:
+def test_the_name_vm1_does_not_match_vm10(make_agent: MakeAgent) -> None:
     with Simulator(vms=("vm1",), others=("vm10",), rate_limit=None) as sim:
         agent = make_agent(sim.endpoint())
         agent.write_policy(rules=[AT_ONCE])
         agent.start()
         others, own = sim.schedule("Reboot", vms=["vm10"]), sim.schedule("Reboot", vms=["vm1"])
         sim.wait_approved(own)
-        agent.wait_until(lambda: agent.status()["others_events"] == 1, "the other VM's event was counted")
+        agent.wait_until(lambda: agent.status()["other_vm_events"] == 1, "the other VM's event was counted")
         assert others not in agent.pending()
         wait_some_polls(sim)
         assert approved_ids(posts(sim)) == [own]
 
 
-def test_the_vm_goes_by_its_name_in_azure_and_not_by_its_host_name(make_agent: MakeAgent) -> None:
+def test_the_vm_is_identified_by_its_azure_name_and_not_its_host_name(make_agent: MakeAgent) -> None:
     name = socket.gethostname() + "_0"
     with Simulator(vms=(name,), others=(socket.gethostname(),), rate_limit=None) as sim:
         agent = make_agent(sim.endpoint())
@@ -147,7 +147,7 @@ def test_the_vm_goes_by_its_name_in_azure_and_not_by_its_host_name(make_agent: M
         others = sim.schedule("Reboot", vms=[socket.gethostname()])
         own = sim.schedule("Reboot", vms=[name])
         sim.wait_approved(own)
-        agent.wait_until(lambda: agent.status()["others_events"] == 1, "the other VM's event was counted")
+        agent.wait_until(lambda: agent.status()["other_vm_events"] == 1, "the other VM's event was counted")
         assert others not in agent.pending()
         assert approved_ids(posts(sim)) == [own]
 
@@ -167,12 +167,10 @@ def test_an_approval_that_gets_a_500_is_sent_again_and_confirmed_once(sim: Simul
     assert agent.metric("approvals_total", outcome="server_error") == 1
 
 
-def test_an_approval_that_counted_although_it_was_answered_with_a_500_ends_well(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_an_approval_that_took_effect_despite_a_500_completes(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[AT_ONCE])
     agent.start()
-    sim.fault("vm-1", "status", on="approve", status=500, count=1, takes_effect=True)
+    sim.fault("vm-1", "status", on="approve", status=500, count=1, request_is_processed=True)
     event = sim.schedule("Reboot", start_delay_seconds=0.2, lasts_seconds=None)
     agent.wait_log("started", event_id=event)
     sim.end(event)
@@ -213,9 +211,7 @@ def test_an_empty_answer_means_not_ready_yet(sim: Simulator, agent: Agent) -> No
     sim.wait_approved(event)
 
 
-def test_while_the_service_is_away_the_agent_lives_and_says_so_and_then_goes_on(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_while_imds_is_unavailable_the_agent_reports_it_and_later_continues(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         imds={"request_timeout": f"{1500 + 1000 * SLOWNESS:.0f}ms"},
         agent={"healthy_within": "1s"},
@@ -278,7 +274,7 @@ def test_an_agent_that_starts_before_the_service_waits_for_it(
         sim.wait_approved(event)
 
 
-def test_after_a_restart_an_event_is_seen_though_the_first_request_gets_no_answer(
+def test_after_a_restart_an_event_is_seen_although_the_first_request_times_out(
     sim: Simulator, agent: Agent
 ) -> None:
     agent.write_policy(rules=[AT_ONCE])
@@ -296,7 +292,7 @@ def test_after_a_restart_an_event_is_seen_though_the_first_request_gets_no_answe
     assert (seen_at - first.at).total_seconds() < 5.0 + SLOWNESS
 
 
-def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simulator, agent: Agent) -> None:
+def test_an_unknown_vm_name_is_requested_again_soon(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[AT_ONCE])
     sim.fault("vm-1", "status", on="instance", status=500, count=2)
     event = sim.schedule("Preempt", lasts_seconds=None)
@@ -309,8 +305,8 @@ def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simul
     assert asked[-1] - asked[0] < 60
 
 
-def test_an_incarnation_that_falls_back_hides_nothing(make_agent: MakeAgent) -> None:
-    with Simulator(scenario=Scenario(incarnation=40), rate_limit=None, linger_seconds=math.inf) as sim:
+def test_a_decreasing_incarnation_hides_no_event(make_agent: MakeAgent) -> None:
+    with Simulator(scenario=Scenario(incarnation=40), rate_limit=None, shutdown_delay_seconds=math.inf) as sim:
         agent = make_agent(sim.endpoint())
         agent.write_policy(rules=[AT_ONCE])
         agent.start()
@@ -386,7 +382,7 @@ def test_a_proxy_in_the_environment_is_never_used(sim: Simulator, agent: Agent) 
             proxy.accept()
 
 
-def test_at_the_default_pace_an_eviction_in_ten_seconds_is_prepared_for(sim: Simulator, agent: Agent) -> None:
+def test_an_eviction_in_ten_seconds_is_prepared_at_the_default_poll_interval(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         imds={"endpoint": sim.endpoint(), "poll_interval": "1s"},
         rules=[{"name": "spot", "when": {"type": "Preempt"}, "prepare": ["save"], "approve": "when-prepared"}],
@@ -419,8 +415,8 @@ def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agen
     pending = agent.pending()
     assert [pending[event]["phase"] for event in (led, windowed)] == ["waiting", "waiting"]
     begins_at = sim.event(led).not_before_at - timedelta(minutes=15)
-    assert pending[led]["waits_for"] == f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
-    assert pending[windowed]["waits_for"] == f"begins at {opening:%Y-%m-%dT%H:%M}:00Z (window night opens)"
+    assert pending[led]["wait_message"] == f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
+    assert pending[windowed]["wait_message"] == f"begins at {opening:%Y-%m-%dT%H:%M}:00Z (window night opens)"
     assert agent.is_ready()
     assert agent.ran() == []
     assert posts(sim) == []
@@ -448,13 +444,11 @@ def test_a_hook_that_hangs_is_killed_at_its_limit_and_polling_never_stops(
     (held_at,) = agent.journal_times(kind="held")
     assert timedelta(0) < held_at - started_at - timedelta(seconds=limit) < timedelta(seconds=15)
     assert longest_gap_seconds(sim, began, ended) < limit - 0.5
-    assert agent.notes("end") == []
+    assert agent.records("end") == []
     assert agent.metric("hook_duration_seconds_count", hook="drain", outcome="timed_out") == 1
 
 
-def test_a_preempt_that_arrives_during_a_long_drain_is_acted_on_before_that_ends(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_a_preempt_event_is_handled_before_a_long_drain_ends(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[
             {"name": "spot", "when": {"type": "Preempt"}, "prepare": ["save"], "approve": "when-prepared"},
@@ -491,14 +485,12 @@ def test_a_restart_in_the_middle_of_an_event_goes_on_where_it_was(sim: Simulator
     agent.let_go("go-on")
     sim.wait_approved(event)
     assert agent.ran() == ["one", "two", "two", "three"]
-    assert first["pid"] not in [note["pid"] for note in agent.notes("end")]
+    assert first["pid"] not in [note["pid"] for note in agent.records("end")]
     restarted = agent.wait_log("restarted", event_id=event)
     assert restarted["reason"] == "the agent restarted (the same boot) in phase preparing"
 
 
-def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_approved(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_a_truncated_state_file_is_quarantined_and_blocks_approvals(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}
     )
@@ -514,7 +506,7 @@ def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_appro
         "is pending now will be approved unless an operator does"
     )
     assert alarm["level"] == "error"
-    assert Path(alarm["set_aside"]).stat().st_size > 0
+    assert Path(alarm["quarantined_path"]).stat().st_size > 0
     assert ("state_lost",) in agent.journal("kind")
     held = agent.wait_log("held", event_id=event)
     why = held["reason"].partition(" UTC: ")[2]
@@ -530,7 +522,7 @@ def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_appro
     sim.wait_approved(later)
 
 
-def test_after_a_lost_state_file_on_clear_undoes_what_is_forgotten(sim: Simulator, agent: Agent) -> None:
+def test_after_a_lost_state_file_on_clear_undoes_forgotten_preparations(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"), on_clear=["resume"])
     agent.start()
     assert agent.wait_hook("resume")["hook"] == "resume"  # nothing was pending at the first start either
@@ -564,7 +556,7 @@ def test_a_canceled_event_is_recovered_from(sim: Simulator, agent: Agent) -> Non
     closed = agent.wait_log("closed", event_id=event)
     assert closed["reason"] == "is over: canceled"
     assert agent.ran() == ["drain", "resume"]
-    assert agent.notes("start")[-1]["given"]["OUTCOME"] == "canceled"
+    assert agent.records("start")[-1]["given"]["OUTCOME"] == "canceled"
     assert agent.is_ready()
 
 
@@ -584,14 +576,14 @@ def test_a_freeze_that_was_not_approved_is_recovered_from_when_it_is_over(sim: S
     assert posts(sim) == []
 
 
-def test_what_another_event_still_needs_prepared_is_recovered_after_the_last(sim: Simulator, agent: Agent) -> None:
+def test_a_hook_shared_by_two_events_is_recovered_after_the_last(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
     agent.start()
     first, second = sim.schedule("Reboot"), sim.schedule("Redeploy")
     agent.wait_log("prepared", event_id=first)
     agent.wait_log("prepared", event_id=second)
     sim.cancel(first)
-    agent.wait_log("waits", event_id=first, reason=f"event {second} still needs it prepared")
+    agent.wait_log("waiting", event_id=first, reason=f"event {second} still needs it prepared")
     wait_some_polls(sim)
     assert "resume" not in agent.ran()
     assert not agent.is_ready()
@@ -631,7 +623,7 @@ def test_with_observe_neither_hooks_nor_approvals_happen(sim: Simulator, agent: 
 # --- What it shows
 
 
-def test_what_a_hook_is_given_in_its_environment_is_shown_nowhere(sim: Simulator, agent: Agent) -> None:
+def test_the_environment_of_a_hook_is_shown_nowhere(sim: Simulator, agent: Agent) -> None:
     secret = "correct-horse-battery-staple"
     agent.write_policy(
         rules=[DRAIN],
@@ -648,7 +640,7 @@ def test_what_a_hook_is_given_in_its_environment_is_shown_nowhere(sim: Simulator
     assert secret not in everything
 
 
-def test_labels_come_from_closed_sets_and_ids_are_only_on_what_is_pending(
+def test_labels_are_closed_sets_and_only_pending_events_have_ids(
     make_agent: MakeAgent,
 ) -> None:
     odd = {
@@ -690,7 +682,7 @@ def check_labels(agent: Agent) -> None:
 
 
 @needs_posix
-def test_a_machine_that_stood_still_is_measured_in_log_metric_and_journal(agent: Agent) -> None:
+def test_a_pause_of_the_machine_is_in_log_metric_and_journal(agent: Agent) -> None:
     agent.write_policy(rules=[AT_ONCE])
     agent.start()
     began = time.monotonic()
@@ -707,15 +699,13 @@ def test_a_machine_that_stood_still_is_measured_in_log_metric_and_journal(agent:
     assert agent.metric("pause_seconds_count") == 1
     assert agent.metric("last_pause_seconds") == pytest.approx(measured["seconds"], abs=0.1)
     agent.wait_until(
-        lambda: ("pause", f"was paused for {measured['seconds']}s") in agent.journal("kind", "text"), ""
+        lambda: ("machine_paused", f"was paused for {measured['seconds']}s") in agent.journal("kind", "text"), ""
     )
     agent.wait_until(lambda: agent.get("/healthz")[0] == 200, "it was healthy again")
 
 
 @pytest.mark.nightly  # as long as a writer waits for another; tests/integration/test_state_locked.py is shorter
-def test_while_the_state_file_cannot_be_written_nothing_is_done_and_then_it_is(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_an_unwritable_state_file_delays_every_action(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[AT_ONCE])
     agent.start()
     with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db", isolation_level=None)) as other:

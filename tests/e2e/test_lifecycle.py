@@ -46,9 +46,9 @@ def test_a_platform_reboot_is_drained_approved_started_and_recovered_once(sim: S
     agent.wait_log("closed", event_id=event)
     assert agent.is_ready()
 
-    starts = agent.notes("start")
+    starts = agent.records("start")
     assert [note["hook"] for note in starts] == ["drain", "save", "note", "resume"]
-    assert len(agent.notes("end")) == 4
+    assert len(agent.records("end")) == 4
     happened = sim.event(event)
     first, last = starts[0]["given"], starts[-1]["given"]
     assert 800 <= int(first.pop("SECONDS_LEFT")) <= 901  # of 900, on a machine with far too much to do
@@ -73,7 +73,7 @@ def test_a_platform_reboot_is_drained_approved_started_and_recovered_once(sim: S
     assert agent.log("hook output", hook="drain", line="drain works")
 
     assert approved_ids(sim.requests()) == [event]
-    saved = next(note for note in agent.notes("end") if note["hook"] == "save")
+    saved = next(note for note in agent.records("end") if note["hook"] == "save")
     assert sim.approvals(event)[0].monotonic >= saved["monotonic"]  # the clock of Windows is a coarse one
     assert [kind for (kind,) in agent.journal("kind")] == [
         "agent_started",
@@ -92,7 +92,7 @@ def test_before_a_spot_eviction_the_work_is_saved_and_then_it_is_approved(sim: S
     event = sim.schedule("Preempt", notice_seconds=30, start_delay_seconds=0.2, lasts_seconds=None)
     sim.wait_approved(event)
     assert sim.approvals(event)[0].monotonic >= agent.wait_hook("save")["monotonic"]
-    assert 10 <= int(agent.notes("start")[0]["given"]["SECONDS_LEFT"]) <= 31
+    assert 10 <= int(agent.records("start")[0]["given"]["SECONDS_LEFT"]) <= 31
     agent.wait_log("started", event_id=event)
 
 
@@ -113,7 +113,7 @@ def test_a_drain_that_is_not_done_in_time_ends_before_the_event_begins(sim: Simu
     assert agent.ran() == ["drain", "resume"]
 
 
-def test_an_event_first_seen_started_runs_only_what_is_for_its_start(sim: Simulator, agent: Agent) -> None:
+def test_an_event_first_seen_started_runs_only_its_start_hooks(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[{**DRAIN, "on_start": ["alert"]}], hooks=agent.hooks("drain", "resume", "alert"))
     agent.start()
     event = sim.schedule("Redeploy", begins_started=True, lasts_seconds=None)
@@ -138,7 +138,7 @@ def test_an_event_that_starts_while_the_drain_runs_ends_the_drain(sim: Simulator
     sim.end(event)
     agent.wait_log("closed", event_id=event)
     assert agent.ran() == ["drain", "resume"]
-    assert [note["hook"] for note in agent.notes("end")] == ["resume"]
+    assert [note["hook"] for note in agent.records("end")] == ["resume"]
     assert approved_ids(sim.requests()) == []
 
 
@@ -153,7 +153,7 @@ def test_an_event_that_goes_on_under_another_id_stays_the_same_event(sim: Simula
     assert agent.ran() == ["drain", "resume"]
 
 
-def test_a_started_phase_that_no_poll_has_seen_ends_in_recovery(sim: Simulator, agent: Agent) -> None:
+def test_an_unseen_start_ends_in_recovery(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Freeze", shows_started=False)
@@ -182,8 +182,8 @@ def test_when_nothing_is_pending_at_the_start_on_clear_runs(agent: Agent) -> Non
     agent.start()
     agent.wait_log("on_clear hook ended", hook="greet", outcome="succeeded")
     assert agent.ran() == ["uncordon", "greet"]
-    assert agent.notes("start")[0]["given"] == {"STAGE": "on_clear", "VM": "vm-1"}
-    assert agent.notes("start")[0]["event"] is None
+    assert agent.records("start")[0]["given"] == {"STAGE": "on_clear", "VM": "vm-1"}
+    assert agent.records("start")[0]["event"] is None
     assert ("on_clear", "nothing is pending: uncordon, greet") in agent.journal("kind", "text")
 
 
@@ -227,7 +227,7 @@ def test_readyz_answers_503_from_preparation_to_the_end_of_the_recovery(sim: Sim
 # --- Operators
 
 
-def test_an_operator_approves_an_event_that_waits_for_that(sim: Simulator, agent: Agent) -> None:
+def test_an_operator_approves_an_event_that_waits_for_approval(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
@@ -267,7 +267,7 @@ def test_an_operator_may_give_the_beginning_of_an_id(sim: Simulator, agent: Agen
     assert approved_ids(sim.requests()) == [two]
 
 
-def test_without_a_running_agent_an_operators_word_is_withdrawn(sim: Simulator, agent: Agent) -> None:
+def test_without_a_running_agent_an_operator_action_is_withdrawn(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
@@ -304,7 +304,7 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     assert agent.ran() == ["drain"]
 
 
-def test_an_operator_has_an_event_of_days_ahead_handled_now(sim: Simulator, agent: Agent) -> None:
+def test_an_operator_starts_an_event_days_ahead_now(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[{**DRAIN, "lead": "15m"}], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Redeploy", notice_seconds=5 * 86400, lasts_seconds=None)
@@ -316,7 +316,7 @@ def test_an_operator_has_an_event_of_days_ahead_handled_now(sim: Simulator, agen
     assert agent.ran() == ["drain"]
 
 
-def test_what_cannot_be_approved_is_refused_with_the_reason(sim: Simulator, agent: Agent) -> None:
+def test_an_approval_that_is_impossible_is_rejected_with_the_reason(sim: Simulator, agent: Agent) -> None:
     watch = {"name": "watch", "when": {"affects": "others"}}
     agent.write_policy(rules=[BY_HAND, watch], hooks=agent.hooks("drain", "resume"))
     agent.start()
@@ -337,7 +337,7 @@ def test_what_cannot_be_approved_is_refused_with_the_reason(sim: Simulator, agen
 
 
 @needs_posix
-def test_a_good_policy_takes_effect_at_once_also_for_what_is_pending(sim: Simulator, agent: Agent) -> None:
+def test_a_valid_policy_takes_effect_at_once_for_pending_events(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
@@ -354,7 +354,7 @@ def test_a_good_policy_takes_effect_at_once_also_for_what_is_pending(sim: Simula
 
 
 @needs_posix
-def test_a_bad_policy_is_refused_and_the_old_one_stays_in_force(sim: Simulator, agent: Agent) -> None:
+def test_an_invalid_policy_is_rejected_and_the_old_one_stays_active(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     agent.config.write_text("rules:\n  - name: bad\n    approve: yes\n    prepar: [drain]\n", encoding="utf-8")
@@ -368,7 +368,7 @@ def test_a_bad_policy_is_refused_and_the_old_one_stays_in_force(sim: Simulator, 
     assert agent.metric("config_last_reload_successful") == 0
     sim.wait_approved(sim.schedule("Reboot", lasts_seconds=None))
     assert agent.ran() == ["drain"]
-    entry = ("reload_refused", refused["reason"])
+    entry = ("reload_rejected", refused["reason"])
     agent.wait_until(lambda: entry in agent.journal("kind", "text"), "the refusal was in the journal")
     agent.write_policy(rules=[USER])
     agent.reload()
@@ -403,7 +403,7 @@ def test_without_a_policy_file_of_that_name_the_command_says_so(agent: Agent) ->
 
 
 @needs_posix
-def test_it_stops_in_its_time_though_a_hook_does_not_and_runs_that_again(sim: Simulator, agent: Agent) -> None:
+def test_a_stop_with_a_hung_hook_is_in_time_and_the_hook_runs_again(sim: Simulator, agent: Agent) -> None:
     drain = agent.hook("drain", until="drained", ignores_sigterm=True)
     agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": drain})
     agent.start()
@@ -411,23 +411,23 @@ def test_it_stops_in_its_time_though_a_hook_does_not_and_runs_that_again(sim: Si
     agent.wait_hook("drain", "start")
     assert agent.stop() < 30.0  # the hook would never end; test_inbox.py has the exact limit
     (stopping,) = agent.log("stopping, once these hooks have ended: drain", level="info")
-    assert stopping["patience_seconds"] == 5.0
-    assert agent.notes("end") == []
+    assert stopping["timeout_seconds"] == 5.0
+    assert agent.records("end") == []
     agent.start()
     agent.wait_hook("drain", "start", count=2)
     agent.let_go("drained")
     sim.wait_approved(event)
-    assert [note["pid"] for note in agent.notes("end")] == [agent.notes("start")[1]["pid"]]
+    assert [note["pid"] for note in agent.records("end")] == [agent.records("start")[1]["pid"]]
 
 
 @needs_posix
-def test_a_hook_that_ends_soon_after_the_agent_was_told_to_stop_has_its_say(sim: Simulator, agent: Agent) -> None:
+def test_a_hook_that_ends_soon_after_the_stop_signal_still_counts(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", seconds=1.0)})
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_hook("drain", "start")
     agent.stop()
-    assert len(agent.notes("end")) == 1
+    assert len(agent.records("end")) == 1
     assert approved_ids(sim.requests()) == []
     agent.start()
     sim.wait_approved(event)
@@ -473,7 +473,7 @@ def test_after_the_reboot_it_prepared_for_the_machine_is_recovered_once(
     assert len(sim.approvals(event)) == 1
 
 
-def test_of_two_agents_with_one_state_directory_the_second_names_the_first_and_ends(
+def test_a_second_agent_on_a_state_directory_names_the_first_and_exits(
     agent: Agent, make_agent: MakeAgent
 ) -> None:
     second = make_agent(agent.endpoint, "second")

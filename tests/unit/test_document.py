@@ -141,18 +141,18 @@ def test_a_duration_that_is_no_number_of_seconds_is_unknown(value: object, expec
 
 
 @pytest.mark.parametrize("word", ["Freeze", "freeze", "FREEZE", " Freeze "])
-def test_known_words_are_known_in_any_case(word: str) -> None:
+def test_known_values_match_in_any_case(word: str) -> None:
     assert parse(EventType=word).type == "Freeze"
 
 
-def test_unknown_words_and_unknown_keys_pass() -> None:
+def test_unknown_values_and_unknown_keys_pass() -> None:
     event = parse(EventType="Hibernate", EventStatus="Paused", EventSource="Robot", Extra={"a": [1]})
 
     assert (event.type, event.status, event.source) == ("Hibernate", "Paused", "Robot")
 
 
 @pytest.mark.parametrize("nothing", [None, ..., "", "  ", [], {}, {"a": 1}])
-def test_a_field_that_says_nothing_is_empty(nothing: object) -> None:
+def test_a_field_without_a_value_is_empty(nothing: object) -> None:
     names = ("EventStatus", "EventType", "ResourceType", "Resources", "Description", "EventSource")
 
     assert parse(**dict.fromkeys(names, nothing)) == ScheduledEvent(
@@ -172,7 +172,7 @@ def test_texts_are_one_printable_line_of_bounded_length() -> None:
     assert event.resources == ("vm 1", "v" * 4096, "7")
 
 
-def test_a_single_resource_may_stand_without_its_list() -> None:
+def test_a_single_resource_may_come_without_a_list() -> None:
     assert parse(Resources="vm_1").resources == ("vm_1",)
 
 
@@ -190,7 +190,7 @@ LACKS = {
 
 
 @pytest.mark.parametrize("version", LACKS)
-def test_every_api_version_is_read_and_what_it_lacks_is_not_known(version: str) -> None:
+def test_every_api_version_is_read_and_missing_fields_are_unknown(version: str) -> None:
     lacks = LACKS[version]
     name = "_vm_1" if version == "2017-03-01" else "vm_1"
 
@@ -248,7 +248,7 @@ def test_whole_names_decide_whom_an_event_affects(
         ([], None),
     ],
 )
-def test_the_place_in_resources_is_told_by_the_whole_name(resources: list[str], expected: int | None) -> None:
+def test_resources_match_the_whole_name(resources: list[str], expected: int | None) -> None:
     assert parse(Resources=resources).position(["vm_1", ""]) == expected
 
 
@@ -265,15 +265,15 @@ def test_ids_are_compared_without_case_and_kept_as_received() -> None:
     "received",
     [" a", "a ", "a\n", "a\x00b", "a\u202eb", "\x1b[31ma", "x" * 129, "x" * 4096, "a~0123456789ab"],
 )
-def test_an_id_that_cannot_be_shown_as_it_came_is_kept_and_shown_with_a_mark(received: str) -> None:
+def test_an_id_with_unprintable_characters_is_kept_and_shown_with_a_mark(received: str) -> None:
     event = parse(EventId=received)
 
-    assert (event.approval_id, event.approval_fault) == (received, "")
+    assert (event.approval_id, event.approval_error) == (received, "")
     assert re.fullmatch(r"[ -~]{1,115}~[0-9a-f]{12}", event.id)
     assert (event.received_id, event.key) == (received, event.id)
 
 
-def test_ids_that_differ_only_in_what_is_not_shown_are_two_events() -> None:
+def test_ids_that_differ_only_in_hidden_characters_are_two_events() -> None:
     ids = ["a", " a", "a\n", "a\r", "x" * 200, "x" * 200 + "y", "x" * 5000, "x" * 5000 + "y"]
 
     events = parse_document(body(*[{**FULL, "EventId": event_id} for event_id in ids])).events
@@ -297,7 +297,7 @@ def test_an_id_that_cannot_be_kept_exactly_is_not_sent_back(received: object, sh
     event = parse(EventId=received)
 
     assert event.id.partition("~")[0] == shown
-    assert (event.approval_id, event.approval_fault) == ("", fault)
+    assert (event.approval_id, event.approval_error) == ("", fault)
 
 
 def test_one_id_listed_twice_is_one_event_with_the_resources_of_both() -> None:
@@ -347,7 +347,7 @@ def test_an_id_that_is_both_a_text_and_a_number_is_ambiguous() -> None:
     assert event.is_ambiguous
 
 
-def test_events_without_an_id_are_told_apart_by_type_and_resources() -> None:
+def test_events_without_an_id_are_distinguished_by_type_and_resources() -> None:
     first, second = parse_document(
         body({"EventType": "Freeze"}, {"EventType": "Reboot", "Resources": ["b"]})
     ).events
@@ -355,7 +355,7 @@ def test_events_without_an_id_are_told_apart_by_type_and_resources() -> None:
     assert (first.key, second.key) == ("no-id-freeze", "no-id-reboot-b")
 
 
-def test_events_without_an_id_whose_keys_fall_together_stay_under_one_key() -> None:
+def test_events_without_an_id_and_with_equal_keys_share_one_key() -> None:
     document = parse_document(
         body(
             {"EventType": "Freeze", "Resources": ["a-b"]},
@@ -395,7 +395,7 @@ def test_the_incarnation_is_kept_as_text_whatever_it_is(value: object, expected:
         (b'{"Events": [[{}]]}', "Events[0]: expected an object; got a list"),
     ],
 )
-def test_what_is_not_a_whole_document_is_told_and_never_read_as_no_events(text: bytes, message: str) -> None:
+def test_an_incomplete_document_is_an_error_and_never_read_as_no_events(text: bytes, message: str) -> None:
     assert message_of(text) == message
 
 
@@ -408,7 +408,7 @@ def test_what_is_not_a_whole_document_is_told_and_never_read_as_no_events(text: 
         (b'{"DocumentIncarnation":1,"DocumentIncarnation":1,"Events":[]}', "DocumentIncarnation"),
     ],
 )
-def test_a_document_in_which_an_object_has_a_key_twice_is_refused(text: bytes, key: str) -> None:
+def test_a_document_with_a_duplicate_key_is_rejected(text: bytes, key: str) -> None:
     assert message_of(text) == f"an object has the key '{key}' twice"
 
 
@@ -522,7 +522,7 @@ def test_a_new_event_is_seen() -> None:
     assert compare({}, make_document(make_event())) == [Seen(make_event())]
 
 
-def test_an_event_that_did_not_change_is_no_news() -> None:
+def test_an_unchanged_event_is_no_change() -> None:
     assert compare({"a": make_event()}, make_document(make_event())) == []
 
 
@@ -585,7 +585,7 @@ def test_an_event_that_starts_under_a_new_id_is_the_old_one_renamed() -> None:
         {"description": "other"},
     ],
 )
-def test_an_event_that_differs_is_not_taken_for_one_that_vanished(change: dict[str, Any]) -> None:
+def test_an_event_that_differs_does_not_match_a_missing_one(change: dict[str, Any]) -> None:
     new = make_event("B", **{"status": "Started", **change})
 
     assert compare({"a": make_event("A")}, make_document(new)) == [Seen(new), Missing("a")]
@@ -598,7 +598,7 @@ def test_an_event_that_gets_a_new_id_after_its_start_is_the_same_one() -> None:
     assert compare(known, make_document(started)) == [Seen(started, renamed_from="a")]
 
 
-def test_of_two_events_alike_the_one_yet_to_start_has_started() -> None:
+def test_a_rename_prefers_the_scheduled_twin() -> None:
     known = {"a": make_event("A", status="Started"), "b": make_event("B"), "c": make_event("C", status="Started")}
     started = make_event("D", status="Started")
 
@@ -611,7 +611,7 @@ def test_an_event_still_in_the_document_is_not_renamed() -> None:
     assert compare({"a": make_event("A")}, make_document(make_event("A"), started)) == [Seen(started)]
 
 
-def test_two_events_that_start_under_new_ids_take_one_old_id_each() -> None:
+def test_two_events_that_start_under_new_ids_match_one_old_id_each() -> None:
     known = {"a": make_event("A"), "b": make_event("B")}
     first, second = make_event("C", status="Started"), make_event("D", status="Started")
 

@@ -63,7 +63,7 @@ class Life:
     type: str
     resources: tuple[str, ...]
     status: str
-    is_doubtful: bool
+    is_history_unknown: bool
     current_id: str = ""
     is_missing: bool = False
     """The last answer that was decided on lacked it."""
@@ -234,7 +234,7 @@ class Judge:
                 continue
             life.is_missing = True
             if life.lacked_since is not None and answered - life.lacked_since >= _POLLS_APART:
-                if life.is_doubtful and life.was_started:
+                if life.is_history_unknown and life.was_started:
                     # For all that is known it was prepared for, by the agent that had lost its state.
                     self._begin(life, is_certain=self.has_name and not life.may_be_begun)
                 life.is_gone = True
@@ -494,8 +494,8 @@ class Judge:
         self._excuse(notice for notice in self._notices if notice.target not in names)
 
     @staticmethod
-    def _excuse(notices: Iterable[Notice]) -> None:
-        for notice in notices:
+    def _excuse(notifications: Iterable[Notice]) -> None:
+        for notice in notifications:
             notice.is_settled = True
 
     def finished(self, *, is_ready: bool, pending: Iterable[str]) -> None:
@@ -514,7 +514,7 @@ class Judge:
         if life is None or rule is None or not rule.prepare or VM not in life.resources or self._policies > 1:
             return
         is_held = bool(life.words - {"", "approve"})
-        is_ours = not (life.was_started or is_held or life.is_doubtful or life.read_at is None)
+        is_ours = not (life.was_started or is_held or life.is_history_unknown or life.read_at is None)
         if is_ours and not self._is_early_by_clock(life, rule):
             self._expect(life.may_be_begun, f"(10) {name} starts and is not prepared for")
 
@@ -687,7 +687,7 @@ class Judge:
             return False
         if "approve" in life.words:
             return True
-        if rule is None or rule.approve in ("manual", "never") or life.is_doubtful:
+        if rule is None or rule.approve in ("manual", "never") or life.is_history_unknown:
             return False
         if not self._may_speak(life, rule):
             return False

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import DRAIN, needs_root, see_through
+from fault_injection import DRAIN, needs_root, see_through
 from harness import Agent, Simulator
 
 if sys.platform == "win32":
@@ -49,7 +49,7 @@ def answer(questions: socket.socket) -> None:
     questions.sendto(question[:2] + b"\x81\x83" + question[4:6] + bytes(6) + question[12:], asker)
 
 
-def test_an_endpoint_that_is_an_address_needs_no_name_service(
+def test_an_endpoint_with_an_ip_address_needs_no_dns(
     sim: Simulator, agent: Agent, questions: socket.socket
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
@@ -61,9 +61,7 @@ def test_an_endpoint_that_is_an_address_needs_no_name_service(
         questions.recv(4096)  # no query has come
 
 
-def test_while_the_poller_waits_for_a_name_nothing_else_does(
-    sim: Simulator, agent: Agent, questions: socket.socket
-) -> None:
+def test_a_slow_name_lookup_delays_only_the_poller(sim: Simulator, agent: Agent, questions: socket.socket) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     agent.write_policy(rules=[DRAIN], hooks=hooks)
     agent.start()
@@ -98,7 +96,7 @@ def test_while_the_poller_waits_for_a_name_nothing_else_does(
     sim.wait_approved(event)
 
 
-def test_an_agent_that_starts_without_a_name_service_says_so_and_stops_when_told(
+def test_an_agent_that_starts_without_dns_reports_it_and_stops_on_request(
     sim: Simulator, agent: Agent, questions: socket.socket
 ) -> None:
     port = sim.endpoint().rpartition(":")[2]

@@ -23,37 +23,37 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
-from judge import VM, BrokenError, Judge, News
 from msgspec.structs import replace
+from oracle import VM, BrokenError, Judge, News
 
 from scheduled_events_agent.daemon.inbox import Command, Inbox
 from scheduled_events_agent.engine import (
     Engine,
-    HookEnded,
+    HookCommand,
+    HookDone,
     HookKey,
-    HookStart,
-    Machine,
-    NoticeEnded,
-    Paused,
+    Host,
+    MachinePaused,
+    NotificationDone,
     RunOnClear,
-    key_of,
-    without_run,
+    hook_key,
+    not_run_result,
 )
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, EventTypeName, parse_document
-from scheduled_events_agent.notifications import Happening
+from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, RuleAffects, When
-from scheduled_events_agent.policy.settings import AgentSettings, NoticeWord, NotifyTarget, Settings
-from scheduled_events_agent.simulator.azure import Azure, EventType, HappeningKind, Plan, SimulatedEvent
+from scheduled_events_agent.policy.settings import AgentSettings, NotificationKind, NotifyTarget, Settings
+from scheduled_events_agent.simulator.azure import Azure, EventType, LogEntryKind, Plan, SimulatedEvent
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.store import (
     NO_CHANGES,
     CommitResult,
-    FactName,
+    MetaKey,
+    OutboxItem,
     RememberedChanges,
     RequestAnswer,
     Store,
-    StoredNotice,
     StoreError,
 )
 from scheduled_events_agent.telemetry import log
@@ -62,10 +62,10 @@ from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
     HookOutcome,
-    NoteKind,
     OperatorAction,
+    RecordKind,
     RunHook,
-    Step,
+    Transition,
     Workflow,
     is_ready,
 )
@@ -86,7 +86,7 @@ _QUIET_SECONDS = 60.0
 _VERSION, _PREVIEW = "2020-07-01", "2024-07-09"
 _TYPES: tuple[EventType, ...] = ("Freeze", "Reboot", "Redeploy")
 _TARGETS = ("chat", "pager")
-_NEWS: dict[NoteKind, NoticeWord] = {
+_NEWS: dict[RecordKind, NotificationKind] = {
     "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
@@ -111,21 +111,21 @@ class CrashingStore(Store):
 
     def commit(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[Transition],
         at: datetime,
         answers: Mapping[int, RequestAnswer] | None = None,
-        notices: Sequence[tuple[str, str]] = (),
+        notifications: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
     ) -> CommitResult:
         if self.world is not None:
             self.world.commits(steps, at)
-        result = super().commit(steps, at, answers, notices, remembered)
+        result = super().commit(steps, at, answers, notifications, remembered)
         if self.world is not None:
             self.world.committed(steps)
         return result
 
-    def save_facts(self, facts: dict[FactName, str]) -> None:
-        super().save_facts(facts)
+    def set_meta(self, facts: dict[MetaKey, str]) -> None:
+        super().set_meta(facts)
         if self.world is not None and facts.get("state_lost") == "":
             self.world.forget_loss()
 
@@ -152,7 +152,7 @@ class CrashingStore(Store):
             world.is_cut_after_commit = True
 
 
-class World(Machine):
+class World(Host):
     """One run. ``story`` tells what happened, a line for each thing."""
 
     def __init__(self, seed: int, directory: Path, troubles: frozenset[Trouble] | None = None) -> None:
@@ -192,13 +192,13 @@ class World(Machine):
         self._poll_at = -1.0
         self._wake_at = -1.0
         self._metrics = _metrics()
-        dropped = self._metrics.notices_dropped
+        dropped = self._metrics.notifications_dropped
         self._dropped = {name: dropped.labels(name, "removed") for name in _TARGETS}
         self._drops = self._count_drops()
         self._executor = Executor(self)
         self._store: CrashingStore | None = None
         self._document: Any = None
-        self._results: list[tuple[HookEnded, bool]] = []
+        self._results: list[tuple[HookDone, bool]] = []
         """What the agent has taken and not yet on disk, and whether the hook was required then."""
         self._answers: list[ApprovalAnswered] = []
         self._names: dict[str, str] = {}
@@ -321,9 +321,9 @@ class World(Machine):
     def _finish(self) -> None:
         if self.engine is None:
             raise BrokenError("the agent is not started again")
-        self.judge.finished(is_ready=is_ready(self.engine.board), pending=self.engine.board)
-        faults = self._metrics.faults._value.get()
-        if self._store is not None and self._store.notices.waiting():
+        self.judge.finished(is_ready=is_ready(self.engine.workflows), pending=self.engine.workflows)
+        faults = self._metrics.bugs._value.get()
+        if self._store is not None and self._store.outbox.waiting():
             raise BrokenError("(12) notices that have ended stay in the state file")
         if faults:
             raise BrokenError(f"the engine has met {faults:.0f} bugs of its own")
@@ -398,21 +398,21 @@ class World(Machine):
         """See to it that what Azure does is noticed, by the machine and by the next poll."""
         self._azure.advance(self._epoch())
         told = len(self._azure.history)
-        for happening in self._azure.history[self._azure_told :]:
-            if happening.kind == "polled":
+        for notification in self._azure.history[self._azure_told :]:
+            if notification.kind == "polled":
                 continue
-            event = happening.event
-            what = _describe(event) if event else happening.text
-            self.tell(f"Azure: {happening.kind} {what}")
+            event = notification.event
+            what = _describe(event) if event else notification.text
+            self.tell(f"Azure: {notification.kind} {what}")
             if event is not None:
-                self._notice(happening.kind, event)
+                self._notice(notification.kind, event)
         if told > self._azure_told:
             self._azure_told = told
             self._poll_soon()
             if self._azure.next_due < float("inf"):
                 self.after(max(0.0, self._azure.next_due - self._epoch()) + 1e-6, lambda: None)
 
-    def _notice(self, kind: HappeningKind, event: SimulatedEvent) -> None:
+    def _notice(self, kind: LogEntryKind, event: SimulatedEvent) -> None:
         """Do to the machine what Azure's change of the event brings about."""
         if kind in ("started", "gone"):
             since = self._scheduled_since.pop(event.ids[0], None)
@@ -476,7 +476,7 @@ class World(Machine):
         def thaw() -> None:
             self.tell("the machine goes on")
             self._is_frozen = False
-            self._deliver(Paused(seconds))
+            self._deliver(MachinePaused(seconds))
             self._poll_soon()
 
         self.after(seconds, thaw)
@@ -514,14 +514,14 @@ class World(Machine):
         store = cast("CrashingStore", CrashingStore.open(directory, self.now()))
         store.world = self
         self._store = store
-        if store.set_aside is not None:
+        if store.quarantined_path is not None:
             self.tell("the state file was damaged and is quarantined")
             self.judge.lost()
             self._words = {}
             self._is_state_lost = True
             self._was_ready = None
         # The power may have gone while the agent wrote that it has decided.
-        self._is_state_lost &= bool(store.load_fact("state_lost"))
+        self._is_state_lost &= bool(store.get_meta("state_lost"))
         self._body, self._succeeded_at, self._document_at = ("", b""), None, None
         self._mail, self._document, self._results, self._answers = Mail(self), None, [], []
         self._executor = Executor(self)
@@ -551,7 +551,7 @@ class World(Machine):
             self.tell(f"it cannot start: {error}")
             self._crash("it ends")
             return
-        if self._was_ready is not None and is_ready(self.engine.board) != self._was_ready:
+        if self._was_ready is not None and is_ready(self.engine.workflows) != self._was_ready:
             raise BrokenError("(9) a restart has made the VM ready, or not ready")
         self._see_readiness()
         self._executor.reconfigure(self._settings.notify)
@@ -584,12 +584,12 @@ class World(Machine):
         for ended, _ in self._results:
             self._forget(ended)
         for item in self._mail.items:
-            if isinstance(item, HookEnded):
+            if isinstance(item, HookDone):
                 self._forget(item)
         self._executor.close()
         self._end_life(may_restart=may_restart)
 
-    def _forget(self, ended: HookEnded) -> None:
+    def _forget(self, ended: HookDone) -> None:
         if isinstance(ended.effect, RunHook):
             self.judge.forgotten(self._event_of(ended.effect), ended.effect.stage, ended.effect.hook)
 
@@ -640,13 +640,13 @@ class World(Machine):
         self._is_stopping = True
         assert self._inbox is not None
         try:
-            if self._inbox.take(0.0):
+            if self._inbox.drain(0.0):
                 raise BrokenError("(9) the agent does not hear that it is to stop")
             # Work that a failing hook leaves undone is done again: the hook may have been made to fail.
             for ended in [ended for ended in self._results if ended[0].result.outcome != "succeeded"]:
                 self._results.remove(ended)
                 self._forget(ended[0])
-            self._inbox.finish(self.chance("stops").choice((0.0, 5.0, 60.0)))
+            self._inbox.shutdown(self.chance("stops").choice((0.0, 5.0, 60.0)))
             self._judge_stop()
             assert self._store is not None
             self._store.close()
@@ -655,7 +655,7 @@ class World(Machine):
         except (StoreError, PowerCut):
             self.is_cut_after_commit = False
         for item in [*(ended for ended, _ in self._results), *self._mail.items]:
-            if isinstance(item, HookEnded):
+            if isinstance(item, HookDone):
                 self._forget(item)
         self._executor.close()
         self._end_life(may_restart=may_restart)
@@ -771,7 +771,7 @@ class World(Machine):
             else:
                 self._wake_soon(0.0)
             self._succeeded_at = self.now()
-        if self.engine.board or self._azure.next_due < float("inf") or self._is_deaf:
+        if self.engine.workflows or self._azure.next_due < float("inf") or self._is_deaf:
             self._poll_at = later = self._at + _QUIET_SECONDS
             self.after(_QUIET_SECONDS, lambda: self._poll(later))
 
@@ -798,13 +798,13 @@ class World(Machine):
         assert self._inbox is not None
         document_at = self._document_at
         try:
-            self._inbox.take(0.0)
-            is_done = engine.run_cycle(document_at)
+            self._inbox.drain(0.0)
+            succeeded = engine.run_cycle(document_at)
             self.judge.turned(may_be_late=not self.judge.has_name)
             self._see_readiness()
             self._see_drops()
-            if is_done:
-                engine.tidy()
+            if succeeded:
+                engine.maintain()
             if self.is_cut_after_commit:
                 raise PowerCut
         except PowerCut:
@@ -816,7 +816,7 @@ class World(Machine):
         if engine.snapshot.needs_answer:
             self._poll_soon()
         wake_at = engine.wake_at
-        if not is_done:
+        if not succeeded:
             if self._document is not None:
                 self._judge_comparison(self._document)
             self._wake_soon(1.0)
@@ -829,18 +829,18 @@ class World(Machine):
     def _see_readiness(self) -> None:
         """Give the judge the answer of the page /readyz."""
         assert self.engine is not None
-        for workflow in self.engine.board.values():
+        for workflow in self.engine.workflows.values():
             if workflow.is_prepared_for:
                 self.judge.unready(self._azure.event(workflow.event.id).ids[0])
-        self.judge.ready(is_ready=is_ready(self.engine.board))
+        self.judge.ready(is_ready=is_ready(self.engine.workflows))
 
     def note_taken(self, item: Any) -> None:
         match item:
-            case HookEnded(effect=RunOnClear()):
+            case HookDone(effect=RunOnClear()):
                 self.judge.on_clear_runs -= 1
-            case HookEnded(result=result) if self._is_stopping and result.outcome != "succeeded":
+            case HookDone(result=result) if self._is_stopping and result.outcome != "succeeded":
                 self._forget(item)
-            case HookEnded(effect=RunHook() as effect, result=result):
+            case HookDone(effect=RunHook() as effect, result=result):
                 if result.outcome not in ("succeeded", "canceled") and self._is_going_down:
                     self.judge.not_run(self._event_of(effect), effect.stage, effect.hook)
                 else:
@@ -850,22 +850,22 @@ class World(Machine):
                 self._answers.append(item)
             case Identity():
                 self.judge.has_name = True
-            case Paused() | Command() | NoticeEnded():
+            case MachinePaused() | Command() | NotificationDone():
                 pass
             case _:
                 self._document = item
                 self.judge.heard(self._azure.event(event.id).ids[0] for event in item.events)
 
-    def commits(self, steps: Sequence[Step], at: datetime) -> None:
+    def commits(self, steps: Sequence[Transition], at: datetime) -> None:
         """The agent is about to write these."""
         self.judge.writes_news(
             ((step.workflow.id, _NEWS[note.kind], at), step.workflow.event.type, step.workflow.event.resources)
             for step in steps
-            for note in step.notes
+            for note in step.records
             if note.kind in _NEWS
         )
 
-    def committed(self, steps: Sequence[Step]) -> None:
+    def committed(self, steps: Sequence[Transition]) -> None:
         """The decisions of the agent are on disk, and none of them is carried out yet."""
         self.judge.has_written_news()
         for step in steps:
@@ -874,7 +874,7 @@ class World(Machine):
             self._judge_document(self._document)
             self._document = None
         for step in steps:
-            if any(note.kind == "expired" for note in step.notes):
+            if any(note.kind == "expired" for note in step.records):
                 self.judge.expired(self._names[step.workflow.id])
         for ended, is_required in self._results:
             self._known(ended, is_required=is_required)
@@ -913,7 +913,7 @@ class World(Machine):
             has_recommendations=document.has_recommendations,
         )
 
-    def _known(self, ended: HookEnded, *, is_required: bool) -> None:
+    def _known(self, ended: HookDone, *, is_required: bool) -> None:
         if isinstance(ended.effect, RunHook):
             name, stage, hook = self._event_of(ended.effect), ended.effect.stage, ended.effect.hook
             outcome = ended.result.outcome
@@ -931,7 +931,7 @@ class World(Machine):
 
     # --- what the agent does (called by its executor)
 
-    def hook_starts(self, effect: HookStart, environment: dict[str, str]) -> None:
+    def hook_starts(self, effect: HookCommand, environment: dict[str, str]) -> None:
         name = effect.hook
         if isinstance(effect, RunOnClear):
             self.tell(f"on_clear hook {name} starts")
@@ -943,16 +943,16 @@ class World(Machine):
         self.tell(f"{event}: {effect.stage} hook {name} starts")
         self.judge.started(event, effect.stage, name)
 
-    def hook_waits(self, effect: HookStart, behind: RunHook) -> None:
+    def hook_waits(self, effect: HookCommand, behind: RunHook) -> None:
         if isinstance(effect, RunHook) and effect.stage == "prepare":
             first = (self._event_of(behind), behind.stage)
             self.judge.waits(self._event_of(effect), effect.hook, behind=first)
 
-    def hook_is_told_to_end(self, effect: HookStart) -> None:
+    def hook_is_told_to_end(self, effect: HookCommand) -> None:
         if isinstance(effect, RunHook):
             self.judge.told_to_end(self._event_of(effect), effect.stage)
 
-    def hook_ends(self, effect: HookStart, outcome: HookOutcome) -> None:
+    def hook_ends(self, effect: HookCommand, outcome: HookOutcome) -> None:
         if isinstance(effect, RunHook):
             self.tell(f"{self._event_of(effect)}: {effect.stage} hook {effect.hook} ends: {outcome}")
             self.judge.ended(self._event_of(effect), effect.stage, effect.hook, outcome)
@@ -992,19 +992,19 @@ class World(Machine):
 
         self.after(arrives_after, arrive)
 
-    def give(self, life: int, ended: HookEnded) -> None:
+    def give(self, life: int, ended: HookDone) -> None:
         """The end of a hook, into the inbox of the agent that started it."""
         if life == self._life:
             self._deliver(ended)
 
-    def next_notice(self, target: str, after_id: int) -> StoredNotice | None:
+    def next_notice(self, target: str, after_id: int) -> OutboxItem | None:
         assert self._store is not None
-        return self._store.notices.load_next(target, after_id)
+        return self._store.outbox.load_next(target, after_id)
 
-    def notify(self, target: str, notice: StoredNotice, answer: Callable[[bool], None]) -> None:
+    def notify(self, target: str, notice: OutboxItem, answer: Callable[[bool], None]) -> None:
         """A notification is sent, and may meet a fault. ``answer``: whether it is settled."""
-        happening = msgspec.json.decode(notice.body, type=Happening)
-        news: News = (happening.workflow_id, happening.what, happening.at)
+        notification = msgspec.json.decode(notice.body, type=Notification)
+        news: News = (notification.workflow_id, notification.kind, notification.at)
         chance, fate, life = self.chance("receivers"), "", self._life
         if self.has("bad receivers"):
             fate = chance.choice(("", "", "refused", "not sent", "server error", "answer lost"))
@@ -1020,9 +1020,9 @@ class World(Machine):
 
         self.after(arrives_after, arrive)
 
-    def end_notice(self, notice_id: int, target: str) -> None:
+    def end_notice(self, notification_id: int, target: str) -> None:
         # The agent deletes several in one cycle: that saves the simulation cycles, and leaves time for a crash.
-        self._mail.items.append(NoticeEnded(notice_id, target))
+        self._mail.items.append(NotificationDone(notification_id, target))
         self._wake_soon(5.0)
 
     def _count_drops(self) -> dict[str, float]:
@@ -1115,7 +1115,7 @@ class World(Machine):
             return
         if self.chance("reloads").random() < 0.3:
             self.tell("a bad policy is refused")
-            self.engine.refuse_settings("it is bad")
+            self.engine.reject_settings("it is bad")
         else:
             self.tell("another policy is put in force")
             self._see_drops()
@@ -1126,10 +1126,10 @@ class World(Machine):
         self._wake_soon(0.0)
 
     def _speak(self) -> None:
-        if self.engine is None or not self.engine.board or self._store is None or self.is_disk_full:
+        if self.engine is None or not self.engine.workflows or self._store is None or self.is_disk_full:
             return
         chance = self.chance("operator")
-        workflow: Workflow = chance.choice([*self.engine.board.values()])
+        workflow: Workflow = chance.choice([*self.engine.workflows.values()])
         actions: tuple[OperatorAction, ...] = ("approve", "hold", "release")
         if (workflow.recover if workflow.is_over else workflow.prepare).state == "failed":
             actions = (*actions, "retry", "retry", "resolve")
@@ -1138,18 +1138,18 @@ class World(Machine):
     def _retry_failed(self) -> None:
         """In a fair world an operator sees what was not recovered, and has it tried again."""
         if self.engine is not None and self._store is not None:
-            for workflow in self.engine.board.values():
+            for workflow in self.engine.workflows.values():
                 if workflow.phase == "recovery_failed":
                     self._say(workflow, "retry")
                     break
-        if self.engine is None or self.engine.board or self._azure.next_due < float("inf"):
+        if self.engine is None or self.engine.workflows or self._azure.next_due < float("inf"):
             self.after(_QUIET_SECONDS, self._retry_failed)
 
     def _say(self, workflow: Workflow, action: OperatorAction) -> None:
         assert self._store is not None
         name = self._azure.event(workflow.event.id).ids[0]
         self.tell(f"an operator says of {name}: {action}")
-        store = Store.join(self._store.path.parent)
+        store = Store.open_client(self._store.path.parent)
         try:
             number = store.add_request(workflow.id, action, "kim", self.now())
         finally:
@@ -1208,12 +1208,12 @@ class Executor:
     def __init__(self, world: World) -> None:
         self._world = world
         self._life = world.life
-        self._runs: dict[HookKey, HookStart] = {}
+        self._runs: dict[HookKey, HookCommand] = {}
         self._unanswered: set[str] = set()
         self._live: set[HookKey] = set()
         self._numbers: dict[HookKey, int] = {}
         self._count = itertools.count()
-        self._senders: dict[str, Sender] = {}
+        self._notifier: dict[str, Sender] = {}
         self._once: dict[str, HookKey] = {}
         """By the hook's name: the run that goes on, of those that must not overlap."""
         self._waiting: dict[HookKey, Callable[[], None]] = {}
@@ -1223,15 +1223,15 @@ class Executor:
 
     def reconfigure(self, targets: Sequence[NotifyTarget]) -> None:
         """These targets are notified."""
-        old, names = self._senders, [target.name for target in targets]
-        self._senders = {name: old[name] if name in old else Sender(self._world, name) for name in names}
+        old, names = self._notifier, [target.name for target in targets]
+        self._notifier = {name: old[name] if name in old else Sender(self._world, name) for name in names}
         for name in old.keys() - set(names):
             old[name].has_ended = True
         self.notify(is_urgent=True)
 
     def start_hook(
         self,
-        effect: HookStart,
+        effect: HookCommand,
         hook: Hook | None,
         *,
         environment: dict[str, str],
@@ -1240,7 +1240,7 @@ class Executor:
         event_id: str = "",
     ) -> None:
         del stdin, event_id
-        world, key = self._world, key_of(effect)
+        world, key = self._world, hook_key(effect)
         world.hook_starts(effect, environment)
         self._runs[key] = effect
         self._live.add(key)
@@ -1255,9 +1255,9 @@ class Executor:
             self._once[effect.hook] = key
         begin()
 
-    def _expect_turn(self, effect: HookStart, number: int) -> None:
+    def _expect_turn(self, effect: HookCommand, number: int) -> None:
         """A second after it has begun to wait."""
-        key = key_of(effect)
+        key = hook_key(effect)
         if self._numbers[key] != number or key not in self._waiting or self._life != self._world.life:
             return
         if effect.hook in self._once:
@@ -1274,8 +1274,8 @@ class Executor:
             key = self._once[name] = min(waiting, key=lambda key: self._runs[key].rank)
             self._waiting.pop(key)()
 
-    def _begin(self, effect: HookStart, hook: Hook, number: int, deadline: float | None) -> None:
-        world, key = self._world, key_of(effect)
+    def _begin(self, effect: HookCommand, hook: Hook, number: int, deadline: float | None) -> None:
+        world, key = self._world, hook_key(effect)
         limit = hook.timeout if deadline is None else min(hook.timeout, max(0.0, deadline - world.monotonic()))
         chance = world.chance(f"hook {effect.hook}")
         seconds = chance.choice((0.01, 1.0, 10.0))
@@ -1312,10 +1312,10 @@ class Executor:
     def is_running(self, key: HookKey) -> bool:
         return key in self._runs
 
-    def forget_hook(self, effect: HookStart) -> None:
-        self._runs.pop(key_of(effect), None)
+    def hook_received(self, effect: HookCommand) -> None:
+        self._runs.pop(hook_key(effect), None)
 
-    def report(self, message: HookEnded) -> None:
+    def report(self, message: HookDone) -> None:
         self._world.give(self._life, message)
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
@@ -1324,10 +1324,10 @@ class Executor:
         self._world.post(approvals)
 
     def notify(self, *, is_urgent: bool) -> None:
-        for sender in self._senders.values():
+        for sender in self._notifier.values():
             sender.wake(is_urgent=is_urgent)
 
-    def forget_approval(self, workflow_id: str) -> None:
+    def approval_received(self, workflow_id: str) -> None:
         self._unanswered.discard(workflow_id)
 
     def is_busy(self) -> bool:
@@ -1360,7 +1360,7 @@ class Executor:
         if self._once.get(effect.hook) == key:
             self._take_turns(effect.hook)
         self._world.hook_ends(effect, outcome)
-        self._world.give(self._life, HookEnded(effect, without_run(effect.hook, outcome, outcome)))
+        self._world.give(self._life, HookDone(effect, not_run_result(effect.hook, outcome, outcome)))
 
 
 class Sender:
@@ -1395,7 +1395,7 @@ class Sender:
         self._is_sending = True
         self._world.notify(self._target, notice, lambda is_settled: self._take(notice, is_settled=is_settled))
 
-    def _take(self, notice: StoredNotice, *, is_settled: bool) -> None:
+    def _take(self, notice: OutboxItem, *, is_settled: bool) -> None:
         self._is_sending = False
         if self._life != self._world.life or self._world.engine is None:
             return

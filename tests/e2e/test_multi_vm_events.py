@@ -13,7 +13,7 @@ PROGRAM = """
 import importlib, sys
 from scheduled_events_agent.cli import main
 decide = importlib.import_module("scheduled_events_agent.policy.decide")
-decide.SPEAKING_ORDER_SECONDS = float(sys.argv[1])
+decide.APPROVAL_STAGGER_SECONDS = float(sys.argv[1])
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -35,7 +35,7 @@ def test_two_servers_in_one_event_say_when_they_are_drained(both: Simulator, mak
     event = both.schedule("Reboot", vms=VMS, notice_seconds=86400)
     begins_at = both.event(event).not_before_at - timedelta(seconds=60 + 30 + 5)
     for agent in agents:
-        waits = agent.wait_phase(event, "waiting")["waits_for"]
+        waits = agent.wait_phase(event, "waiting")["wait_message"]
         assert waits.startswith(
             f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ} (it names other VMs too and shared is hold"
         )
@@ -45,7 +45,7 @@ def test_two_servers_in_one_event_say_when_they_are_drained(both: Simulator, mak
 
 
 @pytest.mark.nightly  # the whole notice
-def test_two_servers_in_one_event_are_not_drained_for_the_whole_notice(
+def test_two_servers_in_one_event_do_not_drain_for_the_whole_lead_time(
     both: Simulator, make_agent: MakeAgent
 ) -> None:
     limit, drain, reserve = 4 + 2 * SLOWNESS, 1.0, 1.0

@@ -11,9 +11,9 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from container import Container
+from hanging import hanging_thread, outer_pid, wait_killed
 from ports import free_port
 from service import Service
-from stuck import hanging_thread, outer_pid, wait_killed
 
 from scheduled_events_agent.simulator import Simulator
 
@@ -92,7 +92,7 @@ class WebServer(Service):
             connection.close()
 
     def wait_notes(self, *notes: str) -> None:
-        self.machine.wait_for(lambda: self.notes() == list(notes), f"the hooks had noted {notes}")
+        self.machine.wait_for(lambda: self.records() == list(notes), f"the hooks had noted {notes}")
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(
     web.wait_log("this VM is known")
     before = len(sim.requests())
     sim.wait_until(lambda: len(sim.requests()) > before + 4, "it polled, and the event was still there")
-    assert web.notes() == [f"drain for Reboot {event}"]  # it has begun, but is not over
+    assert web.records() == [f"drain for Reboot {event}"]  # it has begun, but is not over
     sim.end(event)
     web.machine.wait_for(lambda: web.health() == 200, "it was back in service")
     web.wait_notes(f"drain for Reboot {event}", "resume, completed")
@@ -133,7 +133,7 @@ def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(
     web.machine.wait_for(lambda: web.health() == 200, "it was up again")
     web.wait_log("agent started", pending=0)
     web.wait_log("this VM is known")
-    assert web.notes() == [f"drain for Reboot {event}", "resume, completed"]
+    assert web.records() == [f"drain for Reboot {event}", "resume, completed"]
 
     story = [
         entry["message"] + (f" {entry['hook']}" if "hook" in entry else "")
@@ -166,7 +166,7 @@ def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(
     ]
 
 
-def test_killed_in_the_middle_of_the_recovery_it_recovers_after_all(web: WebServer, sim: Simulator) -> None:
+def test_an_agent_killed_during_recovery_completes_it(web: WebServer, sim: Simulator) -> None:
     event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
     web.wait_log("started")
     web.machine.write("/root/wait", "")

@@ -25,7 +25,7 @@ from scheduled_events_agent import __version__
 from scheduled_events_agent.http.errors import TooLargeError
 from scheduled_events_agent.http.transport import BoundedTransport, proxy_for
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.notifications import SAMPLE, BodyError, NoticeError, deliver, doubts, render
+from scheduled_events_agent.notifications import SAMPLE, FormatError, NotificationError, deliver, render, warnings
 from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
 from scheduled_events_agent.status import SuggestedCommand
 
@@ -46,8 +46,8 @@ def receiver() -> Iterator[Receiver]:
         yield one
 
 
-def failure(target: NotifyTarget) -> NoticeError:
-    with pytest.raises(NoticeError) as caught:
+def failure(target: NotifyTarget) -> NotificationError:
+    with pytest.raises(NotificationError) as caught:
         deliver(target, SAMPLE)
     error = caught.value
     told = [str(error), error.answer, repr(error), repr(error.__cause__)]
@@ -58,7 +58,9 @@ def failure(target: NotifyTarget) -> NoticeError:
 # --- the request
 
 
-def test_a_notice_is_posted_with_the_headers_of_its_target(service: respx.MockRouter, tmp_path: Path) -> None:
+def test_a_notification_is_posted_with_the_headers_of_its_target(
+    service: respx.MockRouter, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.write_text("Bearer secret-token\n")
     route = service.post(URL).respond(202, text="thanks for Bearer secret-token at " + URL)
@@ -118,10 +120,10 @@ def test_no_text_of_the_library_gets_into_an_error(service: respx.MockRouter, fa
         ({"to": "https://example.com:secret/"}, "to: expected a URL such as https://example.com/hook"),
         ({"proxy": "https://secret:3128"}, "proxy: expected http://HOST:PORT"),
         ({"ca_file": "/nowhere/ca.pem"}, f"ca_file: {Path('/nowhere/ca.pem')}: cannot be read: "),
-        ({"body": "/nowhere/body.json"}, f"body: {Path('/nowhere/body.json')}: cannot be read: "),
+        ({"format": "/nowhere/body.json"}, f"format: {Path('/nowhere/body.json')}: cannot be read: "),
     ],
 )
-def test_what_cannot_be_set_up_is_told_without_the_secret(changes: dict[str, Any], message: str) -> None:
+def test_an_unusable_target_is_reported_without_the_secret(changes: dict[str, Any], message: str) -> None:
     error = failure(msgspec.structs.replace(TARGET, **changes))
     assert error.kind == "setup"
     assert str(error).startswith(message)
@@ -134,13 +136,15 @@ def test_a_token_of_two_lines_is_no_header(tmp_path: Path) -> None:
     assert str(error) == f"headers.Authorization: {file} is not one line of plain text"
 
 
-def test_check_tells_what_is_wrong_with_a_target_on_this_machine(tmp_path: Path) -> None:
+def test_check_reports_problems_of_a_target_on_this_machine(tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     body.write_text('{"a": 1,\n "b": ${b}}')
-    targets = [TARGET, replace(TARGET, body=str(body))]
-    fields = "id, what, title, reason, time, vm, vm_id, rule, mode, outcome, event_id, type, status, source, "
+    targets = [TARGET, replace(TARGET, format=str(body))]
+    fields = "id, kind, title, reason, time, vm, vm_id, rule, mode, outcome, event_id, type, status, source, "
     fields += "description, resources, not_before, deadline, commands, seconds_left, duration_seconds"
-    assert [*doubts(targets)] == [("notify[1]", f"body: {body}:2: there is no field ${{b}}; known are: {fields}")]
+    assert [*warnings(targets)] == [
+        ("notify[1]", f"format: {body}:2: there is no field ${{b}}; known are: {fields}")
+    ]
 
 
 # --- real sockets
@@ -173,7 +177,7 @@ def test_the_status_decides_however_long_the_answer_is(receiver: Receiver, way: 
     ("status", "kind"), [("400", "rejected"), ("403", "denied"), ("307", "redirect"), ("503", "server_error")]
 )
 @pytest.mark.parametrize("rest", ["without end", "and stalls"])
-def test_the_status_decides_however_long_the_answer_of_a_failure_is(
+def test_the_status_decides_for_any_length_of_an_error_response(
     receiver: Receiver, status: str, kind: str, rest: str
 ) -> None:
     receiver.behave = lambda: f"{status} {rest}"
@@ -286,15 +290,17 @@ def test_tls_is_verified_also_through_a_proxy(tmp_path: Path) -> None:
         target = NotifyTarget(name="ops", to=f"https://localhost:{server.port}/secret")
         error = failure(target)
         assert (error.kind, str(error)) == ("tls", "its certificate is not trusted: self-signed certificate")
-        trusting = replace(target, ca_file=str(tmp_path / "cert.pem"))
-        assert deliver(trusting, SAMPLE).status == 202
-        assert deliver(replace(trusting, proxy=f"http://user:word@127.0.0.1:{tunnel.port}"), SAMPLE).status == 202
+        tls_context = replace(target, ca_file=str(tmp_path / "cert.pem"))
+        assert deliver(tls_context, SAMPLE).status == 202
+        assert (
+            deliver(replace(tls_context, proxy=f"http://user:word@127.0.0.1:{tunnel.port}"), SAMPLE).status == 202
+        )
         assert tunnel.heads[0].startswith(f"CONNECT localhost:{server.port} HTTP/1.1\r\n")
         assert "Proxy-Authorization: Basic dXNlcjp3b3Jk" in tunnel.heads[0]
-        other_name = replace(trusting, to=f"https://127.0.0.1:{server.port}/secret")
+        other_name = replace(tls_context, to=f"https://127.0.0.1:{server.port}/secret")
         assert failure(other_name).kind == "tls"
         tunnel.refuses = True
-        error = failure(replace(trusting, proxy=f"http://127.0.0.1:{tunnel.port}"))
+        error = failure(replace(tls_context, proxy=f"http://127.0.0.1:{tunnel.port}"))
         assert (error.kind, str(error)) == ("proxy", "the proxy answers 407")
 
 
@@ -388,9 +394,9 @@ class Tunnel(Listener):
 EVIL = ScheduledEvent(id='E"1', type="Reboot", status="Scheduled", description='a "quote" <!channel> \\ & ${vm}')
 
 
-def body_of(kind: str, **changes: Any) -> Any:
-    content_type, body = render(kind, replace(SAMPLE, **changes), "key")
-    assert content_type == ("application/cloudevents+json" if kind == "cloudevents" else "application/json")
+def body_of(form: str, **changes: Any) -> Any:
+    content_type, body = render(form, replace(SAMPLE, **changes), "key")
+    assert content_type == ("application/cloudevents+json" if form == "cloudevents" else "application/json")
     return json.loads(body)
 
 
@@ -420,7 +426,7 @@ def test_an_event_without_an_id_is_no_subject() -> None:
 
 
 ASKED: dict[str, Any] = {
-    "what": "held",
+    "kind": "held",
     "reason": "held, Azure starts it at NotBefore: preparation failed",
     "addition": "Azure starts it at NotBefore: preparation failed",
     "deadline": SAMPLE.event.not_before,
@@ -433,7 +439,7 @@ ASKED: dict[str, Any] = {
 }
 
 
-def test_what_an_operator_can_type_is_in_every_body(tmp_path: Path) -> None:
+def test_operator_commands_are_in_every_format(tmp_path: Path) -> None:
     retry, approve = (one.command for one in ASKED["commands"])
     lines = body_of("slack", **ASKED)["text"].splitlines()
     assert lines[-2:] == [
@@ -463,16 +469,16 @@ def test_what_an_operator_can_type_is_in_every_body(tmp_path: Path) -> None:
 
 
 def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
-    body = body_of("slack", what="held", event=EVIL)
+    body = body_of("slack", kind="held", event=EVIL)
     assert list(body) == ["text"]
     assert body["text"].startswith("*The Reboot of vm-1 is held*\n")
     assert "&lt;!channel&gt; \\ &amp; ${vm}" in body["text"]
-    lines = body_of("slack", what="recovered", outcome="completed", addition="")["text"].splitlines()
+    lines = body_of("slack", kind="recovered", outcome="completed", addition="")["text"].splitlines()
     assert lines[:2] == ["*The Freeze of vm-1 is over: completed*", f"Event: {SAMPLE.event.id}"]
 
 
 def test_teams_gets_an_adaptive_card() -> None:
-    body = body_of("teams", what="started", addition="approved")
+    body = body_of("teams", kind="started", addition="approved")
     (attachment,) = body["attachments"]
     card = attachment["content"]
     assert body["type"] == "message"
@@ -481,7 +487,7 @@ def test_teams_gets_an_adaptive_card() -> None:
     assert card["body"][0]["text"] == "The Freeze of vm-1 has started"
     assert card["body"][1]["text"] == "approved"
     assert {"title": "Event", "value": SAMPLE.event.id} in card["body"][2]["facts"]
-    card = body_of("teams", what="prepared", addition="")["attachments"][0]["content"]
+    card = body_of("teams", kind="prepared", addition="")["attachments"][0]["content"]
     assert [block["type"] for block in card["body"]] == ["TextBlock", "FactSet"]
 
 
@@ -493,26 +499,26 @@ def test_teams_gets_an_adaptive_card() -> None:
         ("started", "resolve", "info"), ("recovered", "resolve", "info"),
     ],
 )  # fmt: skip
-def test_pagerduty_gets_an_incident_for_what_comes_before_the_start_and_one_for_the_rest(
+def test_pagerduty_gets_separate_incidents_for_before_and_after_the_start(
     what: Any, action: str, severity: str
 ) -> None:
     for has_started, key in ((False, "test"), (True, "test" if what == "started" else "test/recovery")):
-        body = body_of("pagerduty", what=what, outcome="completed", has_started=has_started)
+        body = body_of("pagerduty", kind=what, outcome="completed", has_started=has_started)
         assert (body["routing_key"], body["dedup_key"], body["event_action"]) == ("key", key, action)
         assert body["payload"]["severity"] == severity
         assert body["payload"]["source"] == "vm-1"
 
 
-def test_a_long_key_still_tells_the_two_incidents_apart() -> None:
+def test_a_long_key_keeps_the_two_incidents_apart() -> None:
     for has_started, end in ((False, "x"), (True, "/recovery")):
-        key = body_of("pagerduty", what="seen", workflow_id="x" * 400, has_started=has_started)["dedup_key"]
+        key = body_of("pagerduty", kind="seen", workflow_id="x" * 400, has_started=has_started)["dedup_key"]
         assert len(key) == 255
         assert key.endswith(end)
 
 
 def test_the_key_of_pagerduty_is_in_the_body_and_in_no_header(service: respx.MockRouter) -> None:
     route = service.post(URL).respond(202)
-    deliver(replace(TARGET, body="pagerduty", headers={"X-Routing-Key": "k" * 32}), SAMPLE)
+    deliver(replace(TARGET, format="pagerduty", headers={"X-Routing-Key": "k" * 32}), SAMPLE)
     sent = route.calls.last.request
     assert "x-routing-key" not in sent.headers
     assert json.loads(sent.content)["routing_key"] == "k" * 32
@@ -523,7 +529,7 @@ def test_a_template_gets_values_and_no_code(tmp_path: Path) -> None:
     file.write_text(
         '{"text": "${title}: ${description}",\n "id": "${event_id}", "left": ${seconds_left}, "$": "$"}'
     )
-    assert body_of(str(file), what="seen", event=EVIL, seconds_left=None) == {
+    assert body_of(str(file), kind="seen", event=EVIL, seconds_left=None) == {
         "text": f"Azure announces a Reboot of vm-1: {EVIL.description}",
         "id": EVIL.id,
         "left": None,
@@ -534,7 +540,7 @@ def test_a_template_gets_values_and_no_code(tmp_path: Path) -> None:
 def test_a_template_may_name_every_field(tmp_path: Path) -> None:
     known = {
         "id": "n-1",
-        "what": "seen",
+        "kind": "seen",
         "title": "Azure announces a Freeze of vm-1",
         "reason": 'an operator sends a "test"',
         "time": "2026-01-01T12:00:00+00:00",
@@ -561,7 +567,7 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
     file.write_text("{" + ", ".join(places) + "}")
     given: dict[str, Any] = {
         "id": "n-1",
-        "what": "seen",
+        "kind": "seen",
         "vm_id": "5d1c",
         "rule": "impactful",
         "outcome": "completed",
@@ -572,21 +578,21 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
     assert body_of(str(file), **given) == known
     assert body_of(str(file), **given | {"rule": None}) == known | {"rule": ""}
     file.write_text('{"a": ${none}}')
-    with pytest.raises(BodyError, match=f"known are: {', '.join([*known][:19])}"):  # none is missing above
+    with pytest.raises(FormatError, match=f"known are: {', '.join([*known][:19])}"):  # none is missing above
         render(str(file), SAMPLE)
 
 
 @pytest.mark.parametrize(
     ("template", "fault"),
     [
-        ('{"a": "${titel}"}', "1: there is no field ${titel}; known are: id, what, title"),
+        ('{"a": "${titel}"}', "1: there is no field ${titel}; known are: id, kind, title"),
         ('{\n"a": ${title}}', "2: not JSON once its placeholders are filled in: Expecting value"),
         ('{"a": "${vm.__class__}"}', "1: there is no field ${vm.__class__}"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_told_with_its_line(tmp_path: Path, template: str, fault: str) -> None:
+def test_an_unusable_template_is_reported_with_its_line(tmp_path: Path, template: str, fault: str) -> None:
     file = tmp_path / "body.json"
     file.write_text(template)
-    with pytest.raises(BodyError) as caught:
+    with pytest.raises(FormatError) as caught:
         render(str(file), SAMPLE)
     assert str(caught.value).startswith(f"{file}:{fault}")

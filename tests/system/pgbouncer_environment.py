@@ -1,4 +1,4 @@
-"""A real PgBouncer in front of the servers of database_stage.py, as on another machine; the policy for both."""
+"""A real PgBouncer in front of the servers of database_environment.py, as on another machine; the policy for both."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import apt
-from database_stage import USER, Servers, Writer, wait_until
+from database_environment import USER, Servers, Writer, wait_until
 from examples import example
 from harness import CHECKOUT, PATIENCE
 from ports import free_port
