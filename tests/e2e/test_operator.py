@@ -138,7 +138,7 @@ def test_a_failed_recovery_keeps_the_vm_out_of_service_until_solved(sim: Simulat
         said = ask(agent, word, event, "--json")
         answer = msgspec.json.decode(said.stdout, type=OperatorResult)
         assert (said.returncode, answer.command, answer.event_id) == (0, word, event)
-        return answer.succeeded, answer.answer
+        return answer.succeeded, answer.message
 
     agent.write_policy(
         rules=[DRAIN | {"approve": "manual"}],
@@ -171,16 +171,16 @@ def test_an_event_that_azure_has_accepted_is_not_reported_as_held(sim: Simulator
     said = ask(agent, "approve", event, "--json")
     told = msgspec.json.decode(said.stdout, type=OperatorResult)
     assert (said.returncode, told.succeeded, told.command, told.event_id) == (0, True, "approve", event)
-    assert told.answer.startswith("approved: ")
+    assert told.message.startswith("approved: ")
     assert told.workflow_id == agent.pending()[event]["id"]
     agent.wait_phase(event, "approved")
     said = ask(agent, "hold", event, "--json")
     told = msgspec.json.decode(said.stdout, type=OperatorResult)
-    assert (said.returncode, told.succeeded, told.answer[:9]) == (1, False, "rejected:")
+    assert (said.returncode, told.succeeded, told.message[:9]) == (1, False, "rejected:")
     said = ask(agent, "hold", "no-such-id", "--json")
     told = msgspec.json.decode(said.stdout, type=OperatorResult)
     assert (said.returncode, told.succeeded, told.event_id) == (1, False, "")
-    assert told.answer.startswith('no pending event id begins with "no-such-id"')
+    assert told.message.startswith('no pending event id begins with "no-such-id"')
     said = agent.say("hold", event)
     assert (said.returncode, said.stdout) == (
         1,

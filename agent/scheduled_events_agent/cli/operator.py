@@ -198,7 +198,7 @@ def _request(arguments: argparse.Namespace) -> int:
             event_id=asked.event_id,
             workflow_id=asked.workflow_id,
             succeeded=asked.answer.succeeded,
-            answer=asked.answer.message,
+            message=asked.answer.message,
         )
         print_json(result)
     else:

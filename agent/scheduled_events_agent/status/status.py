@@ -263,4 +263,4 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     event_id: str
     workflow_id: str
     succeeded: bool
-    answer: str
+    message: str
