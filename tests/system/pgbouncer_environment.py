@@ -1,4 +1,4 @@
-"""A real PgBouncer in front of the servers of database_environment.py, as on another machine; the policy for both."""
+"""A real PgBouncer in front of the servers of database_environment.py, and the policy for both."""
 
 import os
 import shutil

@@ -15,7 +15,7 @@ from scheduled_events_agent.cli.doctor import Diagnosis
 from scheduled_events_agent.cli.explain import Explanations
 from scheduled_events_agent.cli.fleet import FleetRelease, FleetStatus
 from scheduled_events_agent.cli.notify import NotifyTest
-from scheduled_events_agent.cli.service_status import ServiceStatus
+from scheduled_events_agent.cli.service import ServiceStatus
 from scheduled_events_agent.cli.simulate import (
     ScenarioCheck,
     ScenarioList,

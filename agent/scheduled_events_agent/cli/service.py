@@ -1,13 +1,37 @@
 """``service``: install, remove and control the agent as a Windows service; and the service itself."""
 
 import argparse
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json
 from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.host.windows.service_process import Service, host_service
+from scheduled_events_agent.status import SCHEMA_VERSION
 
 # Windows gives a service 30 seconds to answer: heavy modules are imported after that, or by their own command.
+
+_STATE_IS_GOOD = ("running", "start pending")
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The output of ``service status --json``. Fields are None if the service is not installed."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    state: str = "not installed"
+    pid: int | None = None
+    exit_code: int | None = None
+    start: str | None = None
+    account: str | None = None
+    command: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +98,16 @@ def _stop(_arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from scheduled_events_agent.cli.service_status import print_status  # noqa: PLC0415 - see above
-
-    return print_status(as_json=arguments.json)
+    facts = windows_service.query()
+    values = asdict(facts) if facts else {}
+    status = ServiceStatus(at=datetime.now(UTC), **values)
+    if arguments.json:
+        print_json(status)
+    else:
+        shown = values or {"state": status.state}
+        rows = [(Cell(name.replace("_", " ")), Cell(str(value))) for name, value in shown.items()]
+        print(*Terminal.of(sys.stdout).table(rows), sep="\n")
+    return 0 if status.state in _STATE_IS_GOOD else 1
 
 
 def _reload(_arguments: argparse.Namespace) -> int:
@@ -89,10 +120,51 @@ def _reload(_arguments: argparse.Namespace) -> int:
 
 
 def _host(arguments: argparse.Namespace) -> int:
-    def work(service: Service, left: str) -> int:
-        from scheduled_events_agent.cli.service_host import run_agent  # noqa: PLC0415 - see above
+    host_service(partial(_run_agent, arguments))
+    return 0
 
-        return run_agent(arguments.config, arguments.state_dir, service, left)
 
-    host_service(work)
+def _run_agent(arguments: argparse.Namespace, service: Service, left: str) -> int:
+    """Run the daemon; returns the service's exit code. Each failure is in the log then.
+
+    ``left``: the stacks that an earlier agent process wrote when it crashed or hung.
+    """
+    from scheduled_events_agent.cli.run import SWITCH_SECONDS, open_daemon  # noqa: PLC0415 - see above
+    from scheduled_events_agent.host.windows.event_log import EventLog, directory_fault, open_log_file  # noqa: PLC0415 - see above
+    from scheduled_events_agent.host.windows.files import log_dir  # noqa: PLC0415 - see above
+    from scheduled_events_agent.host.windows.service_manager import STOP_TIMEOUT  # noqa: PLC0415 - see above
+    from scheduled_events_agent.telemetry.log import get_logger, set_up  # noqa: PLC0415 - see above
+    from scheduled_events_agent.telemetry.log_ids import LogId  # noqa: PLC0415 - see above
+
+    sys.setswitchinterval(SWITCH_SECONDS)
+    events = EventLog()
+    set_up_log = partial(set_up, stream=open_log_file(log_dir()), on_entry=events.report)
+    set_up_log("info", "auto")
+    log = get_logger()
+    if fault := directory_fault(log_dir()):
+        log.warning("the log file is not written", log_id=LogId.LOG_FILE_REFUSED, reason=fault)
+    if left:
+        log.error("the previous agent process crashed or hung", log_id=LogId.AGENT_FAILED, crash_log=left)
+    try:
+        with open_daemon(
+            config=arguments.config,
+            state_dir=arguments.state_dir,
+            is_observing=False,
+            stop_timeout=STOP_TIMEOUT,
+            set_up_log=set_up_log,
+            service=service,
+        ) as daemon:
+            service.attach(daemon.stop, daemon.reload)
+            daemon.run()
+    except AgentError as error:
+        is_refused = error.kind in ("config", "usage")
+        text = "the policy file is rejected; the agent does not start" if is_refused else "the agent failed"
+        log_id = LogId.POLICY_REFUSED if is_refused else LogId.AGENT_FAILED
+        log.error(text, log_id=log_id, reason=str(error))
+        return 2 if is_refused else 1
+    except BaseException:
+        log.exception("the agent failed", log_id=LogId.AGENT_FAILED)
+        return 1
+    finally:
+        events.close()
     return 0
