@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def dotted_name_of(path: Path) -> str:
     return name_of(path).removesuffix(".py").replace("/", ".")
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -122,6 +124,7 @@ def at_start(tree: ast.Module) -> Iterator[ast.AST]:
             todo.extend(ast.iter_child_nodes(node))
 
 
+@cache
 def imports(path: Path, *, only_at_start: bool = False) -> set[str]:
     """Full names of all that the file imports; ``from a import b`` gives a and a.b."""
     tree = parse(path)
