@@ -30,7 +30,7 @@ def examine(service: Service) -> tuple[int, dict[str, list[list[str]]]]:
     assert done.stderr == ""
     checks: dict[str, list[list[str]]] = {}
     for one in json.loads(done.stdout)["checks"]:
-        checks.setdefault(one["check"], []).append([one["state"], one["message"], one["hint"]])
+        checks.setdefault(one["check"], []).append([one["severity"], one["message"], one["hint"]])
     return done.returncode, checks
 
 
@@ -41,12 +41,12 @@ def test_the_packaged_service_passes(service: Service) -> None:
     assert checks["service"] == [["ok", "installed, enabled, active (running), runs as root", ""]]
     assert checks["agent"][0][1].startswith(f"runs (pid {service.pid()}), ")
     assert checks["state"] == [["ok", f"{STATE} is there, for root alone, and writable", ""]]
-    assert checks["others"] == [["ok", "no other agent that approves events was found", ""]]
-    assert set(checks) == {*re.findall(r"^(?:\||-) `(\w+)`", PAGE, re.MULTILINE)}
+    assert checks["other-agents"] == [["ok", "no other agent that approves events was found", ""]]
+    assert set(checks) == {*re.findall(r"^(?:\||-) `([a-z-]+)`", PAGE, re.MULTILINE)}
 
 
 def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: Service) -> None:
-    assert examine(service)[1]["files"] == [["ok", FILES_ARE_SAFE, ""]]
+    assert examine(service)[1]["permissions"] == [["ok", FILES_ARE_SAFE, ""]]
     module = service.machine.run("find", "/usr/lib/scheduled-events-agent", "-name", "engine").stdout.strip()
     told = "can be changed by {}, and the agent acts on what it finds there: {}"
     advice = "install the agent where only root or administrators can write: who changes its code is one of them"
@@ -57,12 +57,12 @@ def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: 
         service.machine.run(*command)
         code, checks = examine(service)
         assert code == 1
-        assert checks["files"] == [["error", f"{module} {told.format(who, way_out)}", advice]]
+        assert checks["permissions"] == [["error", f"{module} {told.format(who, way_out)}", advice]]
         service.machine.run("sh", "-c", f"chown root {module}; chmod go-w {module}")
     service.machine.run("chmod", "o+w", "/usr/bin/python3.11")
-    assert examine(service)[1]["files"][0][1].startswith("/usr/bin/python3.11 can be changed by every account, ")
+    assert examine(service)[1]["permissions"][0][1].startswith("/usr/bin/python3.11 can be changed by every account, ")
     make_strict(service.machine)
-    assert examine(service)[1]["files"] == [
+    assert examine(service)[1]["permissions"] == [
         ["ok", "no other account can change the policy or the files that it names", ""]
     ]
 
@@ -180,7 +180,7 @@ def test_a_state_directory_in_memory_and_a_pacemaker_that_acts_are_failures(serv
     assert checks["disk"][0][:2] == ["error", "/run/somewhere is in memory (tmpfs), and gone after a reboot"]
     assert checks["agent"][0][0] == "warning"  # the service runs with another one
     assert checks["agent"][0][1].startswith("the service runs (pid ")
-    (agent, (state, finding, _)) = checks["others"]
+    (agent, (state, finding, _)) = checks["other-agents"]
     assert agent[:2] == ["warning", f"another agent acts on this machine, process {service.pid()}: {OF_SERVICE}"]
     assert state == "error"
     assert finding.startswith(
@@ -203,6 +203,6 @@ def test_an_ordinary_account_learns_which_checks_it_may_not_run(service: Service
     assert done.returncode == 0
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     skipped = {check: finding for state, check, finding in lines if state == "skipped"}
-    checks = ("hooks", "secrets", "files", "state", "disk", "agent")
+    checks = ("hooks", "secrets", "permissions", "state", "disk", "agent")
     assert skipped == dict.fromkeys(checks, "cannot be checked by nobody: run as root")
     assert "no other agent that approves events was found" in done.stdout

@@ -181,10 +181,10 @@ def test_an_agent_that_pip_installed_becomes_a_service_by_five_commands(
     machine.reboot()
     assert is_approved(sim)
     told = "no other account can change the policy, the files that it names, or the agent's own code"
-    assert doctor(machine, "files") == [("ok", told)]
+    assert doctor(machine, "permissions") == [("ok", told)]
     machine.run("chown", "-R", "nobody", f"{home}/lib")
-    ((state, finding),) = doctor(machine, "files")
-    assert state == "failure"
+    ((state, finding),) = doctor(machine, "permissions")
+    assert state == "error"
     uid = machine.run("id", "-u", "nobody").stdout.strip()
     assert f" can be changed by its owner, uid {uid}, and the agent acts on what it finds there: " in finding
 
@@ -193,7 +193,7 @@ def doctor(machine: Container, check: str) -> list[tuple[str, str]]:
     """Verdicts and findings of a check."""
     done = machine.run("/usr/local/bin/scheduled-events-agent", "doctor", "--json", check=False)
     found = [one for one in json.loads(done.stdout)["checks"] if one["check"] == check]
-    return [(one["state"], one["finding"]) for one in found]
+    return [(one["severity"], one["message"]) for one in found]
 
 
 def test_without_a_policy_the_agent_uses_the_default_one(supplied: Container) -> None:

@@ -102,7 +102,7 @@ def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(
     machine.wait_for(lambda: service.records() == ["drain", "resume"], "it was resumed")
     done = machine.run(NAME, "doctor", "--json", check=False)
     found = json.loads(done.stdout)["checks"]
-    assert [one for one in found if one["state"] == "failure"] == []
+    assert [one for one in found if one["severity"] == "error"] == []
     assert machine.run("systemctl", "is-failed", UNIT, check=False).stdout == "active\n"
 
 
@@ -134,7 +134,7 @@ def test_polkit_keeps_the_strict_account_from_root_hooks_and_doctor_reports_it(
     event = sim.schedule("Reboot", notice_seconds=600)
     service.wait_log("hook finished", event_id=event, reason="hook drain: exit code 1 (failed)")
     done = service.machine.run(NAME, "doctor", "--json", check=False)
-    (told,) = [one["finding"] for one in json.loads(done.stdout)["checks"] if one["check"] == "hooks"]
+    (told,) = [one["message"] for one in json.loads(done.stdout)["checks"] if one["check"] == "hooks"]
     fault = "polkit 0.105 does not read polkit.rules; 0.106 and newer do"
     assert told == f"hooks.drain.run: run-as-root cannot start the hook: {fault}"
 
