@@ -729,7 +729,7 @@ def test_the_page_truncates_long_lists_and_reports_it(tab: Tab) -> None:
         "… 950 more are pending; /status has them all",
         ", and 89 more",
         "… (4,096 characters)",
-        "… there are earlier entries",
+        "… there are earlier records",
         "…" + "a" * 1999 + "z",
     ):
         assert told in text

@@ -6,8 +6,8 @@
   const REFRESH_MS = 2000, HIDDEN_REFRESH_MS = 10000, TIMEOUT_MS = 4000, TICK_MS = 250, COPIED_MS = 2000;
   const LOST_MS = 6000, HIDDEN_LOST_MS = 20000;
   const CLOCK_ANSWERS = 10;
-  const MOST = {events: 50, resources: 12, names: 40, entries: 40, characters: 600, inName: 80, ofOutput: 2000};
-  const TONES = {act: "bad", fix: "busy"};
+  const MOST = {events: 50, resources: 12, names: 40, records: 40, characters: 600, inName: 80, ofOutput: 2000};
+  const LEVELS = {act: "bad", fix: "busy"};
   const BUSY_PHASES = ["preparing", "started", "recovering"];
   const STARTS_AT_DEADLINE = ["prepare_failed", "approval_needed", "approval_failing"];
   const SIGNS = {good: "✓", busy: "▸", bad: "✕"};
@@ -57,8 +57,8 @@
   };
   const code = (text) => el("code", {}, words(text));
   const mark = (sign) => (sign ? [el("span", {"aria-hidden": "true"}, sign), " "] : "");
-  const chip = (word, tone, sign = SIGNS[tone]) =>
-    el("span", {class: `chip ${tone}`}, mark(sign), words(word, MOST.inName));
+  const chip = (word, level, sign = SIGNS[level]) =>
+    el("span", {class: `chip ${level}`}, mark(sign), words(word, MOST.inName));
   const more = (count, what, tag = "p") =>
     count > 0 ? el(tag, {class: "quiet"}, `… ${count.toLocaleString("en")} more ${what}`) : "";
   const list = (facts) =>
@@ -109,26 +109,26 @@
   const phaseOf = ({phase}) => (phase === "waiting" ? "pending" : phase.replaceAll("_", " "));
 
   // Without anything that needs a person: busy while an event of this VM is pending.
-  const toneOf = () => (status.pending.some(({decision}) => ["self", "shared"].includes(decision.affects)) ? "busy" : "good");
+  const levelOf = () => (status.pending.some(({decision}) => ["self", "shared"].includes(decision.affects)) ? "busy" : "good");
 
   // The state of the agent, for the title, the icon and the first chip.
   const state = () => {
     const {attention: [first], summaries: [summary]} = status;
-    const tone = toneOf();
+    const level = levelOf();
     if (first) {
       const word = first.kind.replaceAll("_", " ").replace("vm ", "VM ");
-      return {sign: signOf(first), tone: TONES[first.severity], word, title: `: ${word}`};
+      return {sign: signOf(first), level: LEVELS[first.severity], word, title: `: ${word}`};
     }
-    if (summary && tone !== "good") {
+    if (summary && level !== "good") {
       const word = phaseOf(status.pending.find(({id}) => id === summary.workflow_id));
-      return {sign: SIGNS[tone], tone, word, title: `: ${word}`};
+      return {sign: SIGNS[level], level, word, title: `: ${word}`};
     }
-    return {sign: SIGNS[tone], tone, word: status.ready ? "ready" : "not ready", title: ""};
+    return {sign: SIGNS[level], level, word: status.ready ? "ready" : "not ready", title: ""};
   };
 
   const top = () => {
-    const {sign, tone, word} = state();
-    const chips = isLost ? [] : [chip(word, tone, sign), status.mode === "observe" ? chip("only observes", "", "○") : ""];
+    const {sign, level, word} = state();
+    const chips = isLost ? [] : [chip(word, level, sign), status.mode === "observe" ? chip("only observes", "", "○") : ""];
     return el("header", {}, el("h1", {}, words(vmName())), el("p", {class: "chips"}, chips),
       el("p", {class: "now"}, time(timeNow(), stamp(timeNow()).slice(11), {"data-now": "yes", role: "timer"})));
   };
@@ -174,8 +174,8 @@
   const headline = () => {
     if (isLost || status.attention.length) return "";
     const polled = status.last_poll_at ? ["Last successful poll ", since(status.last_poll_at), " ago"] : "No successful poll yet";
-    return el("div", {class: `headline ${toneOf()}`},
-      el("p", {role: "status"}, mark(SIGNS[toneOf()]), words(status.headline)),
+    return el("div", {class: `headline ${levelOf()}`},
+      el("p", {role: "status"}, mark(SIGNS[levelOf()]), words(status.headline)),
       el("p", {class: "polled"}, status.ready ? "" : "/readyz answers 503. ", polled));
   };
 
@@ -236,14 +236,14 @@
 
   // --- events
 
-  // The last events. (Journal entries about the agent alone name no workflow.)
+  // The last events. (Journal records about the agent alone name no workflow.)
   const events = () => (histories || []).filter((history) => history.workflow);
 
   const countdown = (workflow) => {
     const {status: state, not_before: at, type} = workflow.event;
     const count = (big, small) => el("p", {class: "count"}, el("b", {}, big), el("small", {}, small));
     if (workflow.is_over) return count("over", "at Azure");
-    if (type === "SpotRebalanceRecommendation") return count("a warning", "an eviction may follow");
+    if (type === "SpotRebalanceRecommendation") return count("a warning", "an eviction may poll");
     if (state === "Started") return count("started", "by Azure");
     if (!at || Date.parse(at) <= now()) return count("any moment", "it may start");
     return count(until(at), `until it may start, ${clock(at)}`);
@@ -260,15 +260,15 @@
     const stages = Object.entries(STAGES).map(([stage, title]) => {
       const all = summary.hooks.filter((step) => step.stage === stage);
       const steps = all.slice(0, MOST.names).map((step) => {
-        const [tone, sign, meaning] = STEPS[step.state];
-        return el("li", {class: tone}, el("span", {"aria-hidden": "true"}, sign), " ", words(step.hook, MOST.inName), " ",
+        const [level, sign, meaning] = STEPS[step.state];
+        return el("li", {class: level}, el("span", {"aria-hidden": "true"}, sign), " ", words(step.hook, MOST.inName), " ",
           el("span", {class: "quiet"}, meaning));
       });
       return steps.length ? el("div", {class: "stage"}, el("span", {class: "quiet"}, title),
         el("ol", {class: "steps"}, steps, more(all.length - MOST.names, "hooks", "li"))) : "";
     });
-    const failures = [workflow.prepare, workflow.on_start, workflow.recover].filter((progress) => progress.failure)
-      .map((progress) => el("p", {class: "bad"}, words(progress.failure)));
+    const failures = [workflow.prepare, workflow.on_start, workflow.recover].filter((stage) => stage.failure)
+      .map((stage) => el("p", {class: "bad"}, words(stage.failure)));
     const parts = [...stages, ...failures].filter((part) => part !== "");
     return parts.length ? parts : "";
   };
@@ -295,7 +295,7 @@
     ]);
   };
 
-  const available_actions = (summary) => {
+  const availableActions = (summary) => {
     const shown = new Set(status.attention.flatMap((one) => one.commands.map(({command}) => command)));
     const others = summary.commands.filter((command) => !shown.has(command));
     return others.length ? el("p", {class: "hint"}, "To overrule: ",
@@ -305,21 +305,21 @@
   const card = (summary, workflow, history, isFirst) => {
     const name = `e-${key(workflow.id)}`, {event} = workflow;
     const needs = status.attention.find((one) => one.workflow_id === workflow.id);
-    const phaseTone = BUSY_PHASES.includes(workflow.phase) ? "busy" : "";
-    const tone = needs ? TONES[needs.severity] : phaseTone;
-    return el("article", {id: `c-${key(workflow.id)}`, class: `card ${tone}`, "aria-labelledby": name},
+    const phaseLevel = BUSY_PHASES.includes(workflow.phase) ? "busy" : "";
+    const level = needs ? LEVELS[needs.severity] : phaseLevel;
+    return el("article", {id: `c-${key(workflow.id)}`, class: `card ${level}`, "aria-labelledby": name},
       el("div", {class: "lead"},
         el("div", {}, el("h3", {id: name}, words(event.type) || "An event without a type"),
-          chip(phaseOf(workflow), tone, needs ? signOf(needs) : SIGNS[tone])),
+          chip(phaseOf(workflow), level, needs ? signOf(needs) : SIGNS[level])),
         countdown(workflow)),
       list([
         ["Now", words(summary.activity)],
         ["Approval", approval(workflow, summary)],
         ["Hooks", hooks(workflow, summary)],
         ["Affects", resources(workflow)],
-        ["Azure says", event.description ? el("q", {}, words(event.description)) : ""],
+        ["Description", event.description ? el("q", {}, words(event.description)) : ""],
       ]),
-      available_actions(summary),
+      availableActions(summary),
       history ? el("details", {id: `t-${key(workflow.id)}`, open: isFirst && "open"},
         el("summary", {}, "Timeline (UTC)"), timeline(history)) : "",
       el("details", {id: `m-${key(workflow.id)}`}, el("summary", {}, "More"), about(workflow)));
@@ -337,26 +337,26 @@
 
   // --- history
 
-  const entry = (one, dayBefore) => {
+  const record = (one, dayBefore) => {
     const isBad = BAD_OUTCOMES.includes(one.outcome) || BAD_KINDS.includes(one.kind);
-    const tone = isBad ? "bad" : one.outcome === "succeeded" || one.kind === "approved" ? "good" : "";
+    const level = isBad ? "bad" : one.outcome === "succeeded" || one.kind === "approved" ? "good" : "";
     const day = one.at.slice(0, 10);
     const output = one.detail.length > MOST.ofOutput ? `…${one.detail.slice(-MOST.ofOutput)}` : one.detail;
-    return el("li", {class: tone},
+    return el("li", {class: level},
       time(one.at, [day === dayBefore ? "" : [day, el("br", {})], one.at.slice(11, 19)]),
       el("div", {}, words(one.text), output ? el("pre", {}, output) : ""));
   };
 
-  // The entries, oldest first; of many, the last ones.
+  // The records, oldest first; of many, the last ones.
   const timeline = (history) => {
-    const entries = history.records.slice(-MOST.records);
+    const records = history.records.slice(-MOST.records);
     const days = [history.workflow.first_seen_at, ...records.map((one) => one.at)].map((at) => at.slice(0, 10));
-    const isHidden = entries.some((one) => one.kind === "hook_finished" && !one.detail);
+    const isHidden = records.some((one) => one.kind === "hook_finished" && !one.detail);
     const command = `${status.command_prefix}scheduled-events-agent history --event ${history.workflow.event.id} ${status.command_options.state}`;
     return [
       el("ol", {class: "timeline"},
-        history.records.length > entries.length ? el("li", {class: "quiet"}, "… there are earlier entries") : "",
-        entries.map((one, i) => entry(one, days[i]))),
+        history.records.length > records.length ? el("li", {class: "quiet"}, "… there are earlier records") : "",
+        records.map((one, i) => record(one, days[i]))),
       isHidden ? el("p", {class: "hint"}, "With what the hooks wrote: ", code(command.trim())) : "",
     ];
   };
@@ -366,8 +366,8 @@
     const open = new Set(status.pending.map((workflow) => workflow.id));
     const over = events().filter((history) => !open.has(history.workflow.id)).reverse();
     const items = over.map((history, i) => {
-      const {workflow, entries} = history, first = workflow.first_seen_at;
-      const took = entries.length ? `, ${span(Date.parse(entries.at(-1).at) - Date.parse(first))} long` : "";
+      const {workflow, records} = history, first = workflow.first_seen_at;
+      const took = records.length ? `, ${span(Date.parse(records.at(-1).at) - Date.parse(first))} long` : "";
       return el("details", {id: `t-${key(workflow.id)}`, open: !status.pending.length && !i && "open"},
         el("summary", {}, el("b", {}, words(workflow.event.type) || "event"), " ",
           chip(workflow.outcome || workflow.phase, workflow.recover.failure ? "bad" : ""), " ",
@@ -437,17 +437,17 @@
       el("div", {id: `part-${i}`, class: isStale(i) && "stale"}, part)));
     for (const node of page.querySelectorAll(".stale .good")) node.classList.remove("good");
     sync(main, page);
-    const {sign, tone, title} = isLost ? {sign: "✕", tone: "bad"} : state();
+    const {sign, level, title} = isLost ? {sign: "✕", level: "bad"} : state();
     const name = status ? vmName() : location.hostname;
     document.title = cut(isLost ? `✕ no answer: ${name}` : `${sign} ${name}${title}`, 120);
-    const picture = `<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16' fill='${COLORS[tone]}'>`
+    const picture = `<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16' fill='${COLORS[level]}'>`
       + `${ICONS[sign]} fill='none' stroke='#fff' stroke-width='2'/></svg>`;
     const icon = document.querySelector("link[rel=icon]"), href = `data:image/svg+xml,${encodeURIComponent(picture)}`;
     if (icon.href !== href) icon.href = href;
   };
 
   // Without an answer for so long, with a request that failed since, the agent is gone or hangs.
-  const judge = () => {
+  const checkLost = () => {
     const limit = document.hidden ? HIDDEN_LOST_MS : LOST_MS;
     if (isLost || !hasFailed || performance.now() - answered < limit) return;
     isLost = true;
@@ -473,7 +473,7 @@
     }, COPIED_MS);
   };
 
-  const follow = (path, take, fail) => {
+  const poll = (path, take, fail) => {
     let timer = 0, isAsking = false;
     const ask = async () => {
       if (isAsking) return;
@@ -499,7 +499,7 @@
     ask();
   };
 
-  follow("status", (found) => {
+  poll("status", (found) => {
     if (status && status.version !== found.version) location.reload();  // the agent was upgraded, and this page too
     status = found;
     answered = performance.now();
@@ -511,9 +511,9 @@
     tick();
   }, () => {
     hasFailed = true;
-    judge();
+    checkLost();
   });
-  follow("history", (found) => {
+  poll("history", (found) => {
     histories = found.histories;
     unread = "";
     draw();
@@ -536,7 +536,7 @@
     for (const one of opened) one.open = false;
   });
   setInterval(() => {
-    judge();
+    checkLost();
     tick();
   }, TICK_MS);
 })();
