@@ -370,6 +370,19 @@ def test_check_without_files_looks_at_the_policy_alone(
     ]
 
 
+def test_check_names_file_and_line_of_an_unknown_field_of_a_template(run: Run, tmp_path: Path) -> None:
+    template = tmp_path / "message.json"
+    template.write_text('{"text": "${title}",\n "kind": "${what}"}')
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"notify:\n  - name: ops\n    to: https://example.com/hook\n    format: '{template}'\n")
+
+    _, out, _ = run("check", "--json", str(path))
+
+    place = f"{path}:2: notify[0]: format: {template}:2"
+    warnings = json.loads(out)["warnings"]
+    assert f"{place}: there is no field ${{what}}; known are: id, kind, title" in "\n".join(warnings)
+
+
 def test_strict_check_treats_a_warning_as_an_error(run: Run, tmp_path: Path) -> None:
     policy = tmp_path / "p.yaml"
     policy.write_text("hooks: {a: {run: [x]}, b: {run: [x]}}\n")

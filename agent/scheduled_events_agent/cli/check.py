@@ -1,4 +1,4 @@
-"""``check``: checks the policy file, and shows its rules in words."""
+"""``check``: checks the policy file, and shows what its rules do."""
 
 import argparse
 import sys
@@ -48,7 +48,7 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``check``."""
-    parser.description = "Checks the policy file and shows its rules in words. Exit code 0: valid; 2: not valid."
+    parser.description = "Checks the policy file and shows what its rules do. Exit code 0: valid; 2: not valid."
     parser.add_argument("file", nargs="?", metavar="FILE", help="the policy file; the same as --config FILE")
     add_config_option(parser)
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors: exit code 2")

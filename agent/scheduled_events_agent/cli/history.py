@@ -43,27 +43,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``history``."""
     parser.description = (
         "Shows the journal: for each event a timeline from first sight to recovery, with the ends of hooks and "
-        "the last of their output. Between them are the notes about the agent, unless an event is chosen."
+        "the last of their output. Between them are the records about the agent, unless an event is chosen."
     )
     parser.add_argument("--event", metavar="ID", help="only this event: its id, or a beginning that fits only one")
     parser.add_argument(
         "--since",
         metavar="WHEN",
         type=_since,
-        help="only what was noted since then: 2d, 1h30m or a time such as 2022-04-11T22:12:00Z",
+        help="only what was recorded since then: 2d, 1h30m or a time such as 2022-04-11T22:12:00Z",
     )
     parser.add_argument(
         "--limit",
         metavar="N",
         type=_count,
         default=_DEFAULT_LIMIT,
-        help=f"the latest N events, and as many notes of the agent (default: {_DEFAULT_LIMIT}; 0: all)",
+        help=f"the latest N events, and as many records about the agent (default: {_DEFAULT_LIMIT}; 0: all)",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON: histories, oldest first, each {workflow, entries}, with workflow null for a note of the "
-        "agent",
+        help="print JSON: histories, oldest first, each {workflow, records}, with workflow null for records "
+        "about the agent",
     )
     add_state_options(parser)
     parser.set_defaults(handler=_run)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``run``."""
     parser.description = (
         "Runs the agent in the foreground: polls, decides, prepares, approves, recovers. SIGTERM or Ctrl-C stops "
-        "it: hooks that run have until three seconds before the stop time-out to end by themselves, are then "
+        "it: hooks that run have until three seconds before the stop timeout to end by themselves, are then "
         "terminated, and run again at the next start; a second signal ends the waiting. SIGHUP reads the policy "
         "file again."
     )

@@ -152,7 +152,7 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on: Annotated[
         tuple[NotificationKind, ...] | None,
         Meta(
-            description=f"Which notifications to send. Default: {', '.join(_TOLD)}; with body pagerduty "
+            description=f"Which notifications to send. Default: {', '.join(_TOLD)}; with format pagerduty "
             f"{', '.join(_TOLD_TO_PAGERDUTY)}.",
             extra=ONE_OR_MANY,
         ),
