@@ -226,8 +226,8 @@ def stage(architecture: str, root: Path, version: str | None = None) -> Staged:
 
 def source_epoch() -> int:
     """The time that files get: $SOURCE_DATE_EPOCH, else that of the last commit."""
-    if told := os.environ.get("SOURCE_DATE_EPOCH"):
-        return int(told)
+    if epoch := os.environ.get("SOURCE_DATE_EPOCH"):
+        return int(epoch)
     try:
         return int(run(["git", "-C", str(SOURCES), "log", "-1", "--format=%ct"]))
     except (OSError, BuildError) as error:
@@ -306,8 +306,8 @@ def _place_agent(root: Path, version: str) -> None:
     for source in sorted((SOURCES / "agent/scheduled_events_agent").rglob("*")):
         if source.is_file() and "__pycache__" not in source.parts and source.name != "py.typed":
             write(root / HOME / source.relative_to(SOURCES / "agent"), source.read_bytes())
-    told = root / HOME / "scheduled_events_agent/__init__.py"
-    edit(told, f'__version__ = "{source_version()}"', f'__version__ = "{version}"')
+    package = root / HOME / "scheduled_events_agent/__init__.py"
+    edit(package, f'__version__ = "{source_version()}"', f'__version__ = "{version}"')
 
 
 def _place_files(root: Path) -> None:
@@ -493,7 +493,7 @@ def _tools() -> Path:
 def renew() -> None:
     """Write requirements.txt and tools.txt again, with the newest versions that pyproject.toml allows."""
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
-    needed = [*(wish for wish in project["dependencies"] if "win32" not in wish), *IMPORTED_BY_HTTPX]
+    needed = [*(one for one in project["dependencies"] if "win32" not in one), *IMPORTED_BY_HTTPX]
     with tempfile.TemporaryDirectory() as directory:
         every = [_targets(architecture, python) for architecture in ARCHITECTURES for python in PYTHONS]
         for targets in every:

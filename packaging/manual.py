@@ -19,7 +19,7 @@ _LEFT_ADJUSTED = ".ad l"  # long words, such as lists of choices, would tear hol
 _POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at the start and at each reload. All
 of it may be left out. Durations are written 30s, 5m, 1h30m or 2d.
 
-scheduled-events-agent check tells what is wrong with a file, with the line; explain tells what it means for an
+scheduled-events-agent check shows what is wrong with a file, with the line; explain shows what it means for an
 event. policy.md in /usr/share/doc/scheduled-events-agent has examples, and what a hook gets."""
 
 
@@ -79,8 +79,8 @@ def _sections(path: str, value: dict[str, Any], types: dict[str, Any]) -> Iterat
 def _keys(properties: dict[str, Any]) -> Iterator[str]:
     for key, value in properties.items():
         yield from (".TP", rf"\fB{_text(key)}\fR {_kind(value)}".rstrip())
-        told = value.get("default", "")
-        words = ", ".join(map(str, told)) if isinstance(told, list) else str(told).lower()
+        default = value.get("default", "")
+        words = ", ".join(map(str, default)) if isinstance(default, list) else str(default).lower()
         yield _text(value.get("description", "") + (f" Default: {words}." if words and "{" not in words else ""))
 
 

@@ -27,7 +27,7 @@
 # an administrator has started it since, and its next stop is theirs.
 #
 #   set_mark                  sets it; with a third line, if $mark_text is set
-#   keep_mark                 sets it anew after a start, and when the hook fails after all: neither that start nor those
+#   keep_mark                 sets it again after a start, and when the hook fails after all: neither that start nor those
 #                             of Restart= are an administrator's
 #   stop_marked               stops $unit, and sets the mark before and after
 #   holds                     succeeds if there is a mark that holds
@@ -109,13 +109,13 @@ else:
 
 # Of a unit that does not exist, ActiveState is inactive.
 unit_state() {
-    told=$(systemctl show --property=LoadState,ActiveState "${unit:?}") || told=
-    case $told in
+    properties=$(systemctl show --property=LoadState,ActiveState "${unit:?}") || properties=
+    case $properties in
         *LoadState=not-found* | *LoadState=bad-setting* | *LoadState=error*)
             fail "systemd does not know $unit: set ${unit_variable:?}"
             ;;
-        *ActiveState=*) printf '%s\n' "$told" | sed -n 's/^ActiveState=//p' ;;
-        *) fail "systemctl does not tell the state of $unit: see ${unit_variable:?}" ;;
+        *ActiveState=*) printf '%s\n' "$properties" | sed -n 's/^ActiveState=//p' ;;
+        *) fail "systemctl does not report the state of $unit: see ${unit_variable:?}" ;;
     esac
 }
 ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }

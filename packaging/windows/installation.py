@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the exit code says so, and the file why
         from scheduled_events_agent import AgentError  # noqa: PLC0415 - not before what was left of another version is gone
 
-        told = str(error) if isinstance(error, (AgentError, _RefusedError)) else traceback.format_exc()
+        message = str(error) if isinstance(error, (AgentError, _RefusedError)) else traceback.format_exc()
         with _LOG.open("a", encoding="utf-8") as log:
-            log.write(f"installation.py {action}: {told.rstrip()}\n")
+            log.write(f"installation.py {action}: {message.rstrip()}\n")
         return 1
     return 0
 

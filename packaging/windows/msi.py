@@ -328,7 +328,7 @@ def renew() -> None:
     """Write requirements.txt again, with the newest versions that pyproject.toml allows."""
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
     # pip judges conditions by the system that it runs on.
-    needed = [wish.partition(";")[0].strip() for wish in project["dependencies"] if "== 'linux'" not in wish]
+    needed = [one.partition(";")[0].strip() for one in project["dependencies"] if "== 'linux'" not in one]
     needed += IMPORTED_BY_HTTPX
     with tempfile.TemporaryDirectory() as directory:
         pip("download", *_target(), "--dest", directory, *needed, hashes=False)
