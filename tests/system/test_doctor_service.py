@@ -60,7 +60,9 @@ def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: 
         assert checks["permissions"] == [["error", f"{module} {told.format(who, way_out)}", advice]]
         service.machine.run("sh", "-c", f"chown root {module}; chmod go-w {module}")
     service.machine.run("chmod", "o+w", "/usr/bin/python3.11")
-    assert examine(service)[1]["permissions"][0][1].startswith("/usr/bin/python3.11 can be changed by every account, ")
+    assert examine(service)[1]["permissions"][0][1].startswith(
+        "/usr/bin/python3.11 can be changed by every account, "
+    )
     make_strict(service.machine)
     assert examine(service)[1]["permissions"] == [
         ["ok", "no other account can change the policy or the files that it names", ""]
