@@ -118,7 +118,7 @@ def test_a_hook_that_ends_without_free_descriptors_keeps_its_result(sim: Simulat
 
 
 @pytest.fixture
-def nobody(agent: Agent) -> Agent:
+def unprivileged(agent: Agent) -> Agent:
     """The agent, run by an account that has no other process: root's are not counted."""
     uid = str(next(UIDS))
     # Root's permission is needed only to read the interpreter and this checkout, wherever they are.
@@ -137,23 +137,23 @@ def processes(agent: Agent) -> int:
 
 @needs_root
 def test_a_hook_without_a_process_or_thread_has_failed_and_its_event_is_held(
-    sim: Simulator, nobody: Agent
+    sim: Simulator, unprivileged: Agent
 ) -> None:
-    nobody.write_policy(rules=[DRAIN], hooks=nobody.hooks("drain", "resume"))
-    nobody.start()
+    unprivileged.write_policy(rules=[DRAIN], hooks=unprivileged.hooks("drain", "resume"))
+    unprivileged.start()
     reasons = set()
     for spare in range(20):
         sim.wait_polls(2)
-        with limited(nobody, "nproc", processes(nobody) + spare):
+        with limited(unprivileged, "nproc", processes(unprivileged) + spare):
             event = sim.schedule("Reboot", lasts_seconds=None)
-            reason = nobody.wait_log("hook finished", event_id=event, hook="drain")["reason"]
+            reason = unprivileged.wait_log("hook finished", event_id=event, hook="drain")["reason"]
             if "succeeded" in reason:
                 break
             reasons.add(reason)
-            nobody.wait_log("held", event_id=event)
+            unprivileged.wait_log("held", event_id=event)
         assert sim.approvals() == ()
         sim.cancel(event)
-        nobody.wait_log("closed", event_id=event)
+        unprivileged.wait_log("closed", event_id=event)
     # Each of what a hook needs has been the one that was missing.
     why = "can't start new thread"
     assert {reason.partition(": ")[2].removesuffix(" (not_started)") for reason in reasons} == {
@@ -163,25 +163,25 @@ def test_a_hook_without_a_process_or_thread_has_failed_and_its_event_is_held(
         f"cannot be watched: {why}",
     }
     sim.wait_approved(event)
-    assert nobody.log("a bug in the agent") == []
+    assert unprivileged.log("a bug in the agent") == []
 
 
 @needs_root
-def test_an_approval_without_a_thread_is_sent_once_there_is_one(sim: Simulator, nobody: Agent) -> None:
-    nobody.write_policy(rules=[AT_ONCE])
-    nobody.start()
+def test_an_approval_without_a_thread_is_sent_once_there_is_one(sim: Simulator, unprivileged: Agent) -> None:
+    unprivileged.write_policy(rules=[AT_ONCE])
+    unprivileged.start()
     sim.wait_polls(2)
-    with limited(nobody, "nproc", 1):
+    with limited(unprivileged, "nproc", 1):
         event = sim.schedule("Reboot", lasts_seconds=None)
-        failed = nobody.wait_log("approval failed", event_id=event)
+        failed = unprivileged.wait_log("approval failed", event_id=event)
         assert failed["reason"] == "approval failed (no_thread), next try in 1s: can't start new thread"
-        assert nobody.get("/healthz", timeout=3.0)[0] == 200  # what makes pages is there already
+        assert unprivileged.get("/healthz", timeout=3.0)[0] == 200  # what makes pages is there already
         sim.wait_polls(4)
         assert sim.approvals() == ()
     sim.wait_approved(event)
-    nobody.wait_log("approved", event_id=event)
+    unprivileged.wait_log("approved", event_id=event)
     assert len(sim.approvals(event)) == 1
-    assert nobody.metric("approvals_total", outcome="no_thread") >= 1
+    assert unprivileged.metric("approvals_total", outcome="no_thread") >= 1
 
 
 def test_without_memory_for_a_thread_it_goes_on_and_catches_up_later(sim: Simulator, agent: Agent) -> None:

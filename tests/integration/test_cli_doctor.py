@@ -25,7 +25,6 @@ from scheduled_events_agent import __version__, cli, host
 from scheduled_events_agent.cli import doctor, operator, terminal
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.host.conflicts import STOP_ONE, OwnService
-from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
@@ -420,10 +419,11 @@ def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpo
     assert found.message.endswith(f"p.yaml:4: hooks.drain.run: {absent} does not exist")
 
 
-def test_a_hook_for_the_other_system_is_a_failure() -> None:
+def test_a_hook_for_the_other_system_is_a_failure(examine: Examine, endpoint: Endpoint) -> None:
     program = "/absent/drain" if sys.platform == "win32" else "C:\\absent\\drain.ps1"
-    fault = doctor._access_fault(Hook(run=(program,)), None)
-    assert fault == f"run: {program} is a path of another system"
+    found = examine(endpoint.url, HOOKS.format(f"{{run: ['{program}']}}")).one("hooks")
+    assert found.severity == "error"
+    assert found.message.endswith(f"run: {program} is a path of another system")
 
 
 @needs_root

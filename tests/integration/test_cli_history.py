@@ -120,7 +120,7 @@ def test_history_interleaves_agent_records_by_time(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (["--since", HALF_A_DAY_LATER], ["602D9444-BBBB"]),
         (["--since", f"{DAY}T11:00:00Z"], ["602D9444-AAAA", "602D9444-BBBB"]),
@@ -130,9 +130,9 @@ def test_history_interleaves_agent_records_by_time(run: Run) -> None:
         (["--event", "602D9444-AAAA"], ["602D9444-AAAA"]),
     ],
 )
-def test_events_are_chosen(run: Run, options: list[str], told: list[str]) -> None:
+def test_events_are_chosen(run: Run, options: list[str], expected: list[str]) -> None:
     array = json.loads(run(*options, "--json")[1])["histories"]
-    assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == told
+    assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == expected
     has_notes = "--event" not in options and HALF_A_DAY_LATER not in options
     assert any(item["workflow"] is None for item in array) is has_notes
 

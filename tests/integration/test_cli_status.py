@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from state_file import refuse_writes
 
 from scheduled_events_agent import __version__, cli, host
 from scheduled_events_agent.cli import operator, terminal
@@ -613,7 +614,7 @@ def test_a_request_that_cannot_be_withdrawn_is_not_reported_as_withdrawn(
     store = Store.open_client(state_dir)
     monkeypatch.setattr(
         "scheduled_events_agent.cli.operator.time.sleep",
-        lambda _: store._connection.execute("PRAGMA query_only = 1"),
+        lambda _: refuse_writes(store),
     )
     try:
         with pytest.raises(StoreError) as caught:

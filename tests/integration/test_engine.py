@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -16,6 +15,7 @@ import msgspec
 import pytest
 import structlog
 from msgspec.structs import replace
+from state_file import do_not_wait_for_locks, locked, query, refuse_writes
 
 from scheduled_events_agent.engine import (
     Engine,
@@ -34,7 +34,7 @@ from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
 from scheduled_events_agent.status.messages import to_view
-from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, CommitResult, RequestAnswer, Store
+from scheduled_events_agent.store import MAX_ENTRIES, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.telemetry.log import set_up
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, OperatorAction, RunHook, advance
@@ -93,8 +93,7 @@ def executor() -> Approvals:
 def engine(tmp_path: Path, executor: Approvals) -> Iterator[Engine]:
     """One that has an event before it which waits for an operator."""
     store = Store.open(tmp_path, datetime.now(UTC))
-    # A lock is found at once, and not waited for.
-    store._connection.execute("PRAGMA busy_timeout = 0")
+    do_not_wait_for_locks(store)
     engine = Engine(
         Settings(rules=(Rule(name="hand", approve="manual"),)), store, Metrics(tuple), cast("Executor", executor)
     )
@@ -113,15 +112,6 @@ def operator(engine: Engine, tmp_path: Path) -> Iterator[Store]:
     store = Store.open_client(tmp_path)
     yield store
     store.close()
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """The state file owned by another user."""
-    with contextlib.closing(sqlite3.connect(directory / FILE_NAME, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        yield
-        other.execute("ROLLBACK")
 
 
 def ask_for_approval(engine: Engine, operator: Store) -> int:
@@ -204,7 +194,7 @@ def test_an_answered_request_is_applied_even_if_the_disk_fails(
 
     def perform_on_a_full_disk(*arguments: object) -> None:
         perform(*arguments)  # type: ignore[arg-type]
-        engine._store._connection.execute("PRAGMA query_only = 1")
+        refuse_writes(engine._store)
 
     monkeypatch.setattr(engine, "_perform", perform_on_a_full_disk)
     engine.run_cycle(datetime.now(UTC))
@@ -642,7 +632,7 @@ def test_an_ever_changing_document_floods_neither_log_nor_journal(
             jump = (-1) ** poll * 3600.0 if name == "clock" else 0.0
             assert engine.run_cycle(machine.wait(1.0, jump=jump))
             engine.maintain()
-        ((entries, longest),) = store._connection.execute("SELECT count(*), max(length(text)) FROM journal")
+        ((entries, longest),) = query(store, "SELECT count(*), max(length(text)) FROM journal")
     finally:
         store.close()
         structlog.reset_defaults()
@@ -795,7 +785,7 @@ def test_what_the_log_tells_of_is_published_by_then(tmp_path: Path) -> None:
         published[str(entry["message"])] = f"{snapshot.settings.agent.mode}; {phases}; {snapshot.store_failure}"
 
     with contextlib.closing(Store.open(tmp_path, datetime.now(UTC))) as store:
-        store._connection.execute("PRAGMA busy_timeout = 0")
+        do_not_wait_for_locks(store)
         rules = (Rule(name="hand", approve="manual"),)
         engine = Engine(Settings(rules=rules), store, Metrics(tuple), cast("Executor", Approvals()))
         engines.append(engine)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import structlog
+from metric_values import value_of
 from msgspec.structs import replace
 
 from scheduled_events_agent.daemon import poller as module
@@ -111,7 +112,7 @@ class Run:
         self.log = [line for line in log if line["log_level"] != "debug"]
 
     def polls(self, outcome: str) -> float:
-        return cast("float", self.metrics.polls.labels(outcome)._value.get())
+        return value_of(self.metrics.polls.labels(outcome))
 
     def messages(self, *names: str) -> list[tuple[object, ...]]:
         return [tuple(line[name] for name in names if name in line) for line in self.log]

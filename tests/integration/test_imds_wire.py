@@ -66,7 +66,7 @@ class Peer:
 
     def drip(self, data: bytes) -> None:
         for index in range(len(data)):
-            if self._server.is_over.wait(0.005):
+            if self.wait_for_end(0.005):
                 return
             self.send(data[index : index + 1])
 
@@ -74,8 +74,12 @@ class Peer:
         while not self._server.is_over.is_set():
             self.send(data)
 
+    def wait_for_end(self, seconds: float | None = None) -> bool:
+        """Whether the test is over."""
+        return self._server.is_over.wait(seconds)
+
     def stall(self) -> None:
-        self._server.is_over.wait()
+        self.wait_for_end()
 
     def half_close(self) -> None:
         self._connection.shutdown(socket.SHUT_WR)
@@ -578,7 +582,7 @@ def test_the_limit_is_for_the_whole_exchange_and_drops_do_not_stretch_it(serve: 
 def test_only_the_first_response_may_take_longer(serve: Serve) -> None:
     def play(peer: Peer) -> None:
         while peer.request():
-            if not peer._server.is_over.wait(1.5):
+            if not peer.wait_for_end(1.5):
                 peer.send(answer())
 
     server = serve(play)
@@ -592,7 +596,7 @@ def test_only_the_first_response_may_take_longer(serve: Serve) -> None:
 def test_an_empty_first_answer_does_not_use_up_the_longer_limit(serve: Serve) -> None:
     def late(peer: Peer) -> None:
         peer.request()
-        if not peer._server.is_over.wait(0.25):
+        if not peer.wait_for_end(0.25):
             peer.send(answer())
 
     client = client_of(serve(once(answer(b"")), late), request_timeout=0.1, first_request_timeout=200.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import structlog
+from metric_values import value_of
 from msgspec.structs import replace
 from receiver import WAYS_TO_FAIL, Receiver, wait_until
 
@@ -59,7 +60,7 @@ class Run:
         return found
 
     def dropped(self, reason: str, target: str = "ops") -> float:
-        return float(self.metrics.notifications_dropped.labels(target, reason)._value.get())
+        return value_of(self.metrics.notifications_dropped.labels(target, reason))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from state_file import query
 
 from benchmarks.soak import LIMITS, judge
 from scheduled_events_agent.store import Store
@@ -61,7 +62,7 @@ def test_a_journal_pruned_as_fast_as_it_grows_reuses_its_pages(tmp_path: Path) -
             for entry in range(10):
                 store.record("note", "x" * (500 + 150 * entry), BEGAN + timedelta(days=day))
             store.prune(BEGAN + timedelta(days=day - 10))
-            pages.append(store._connection.execute("PRAGMA page_count").fetchone()[0])
+            pages.append(query(store, "PRAGMA page_count")[0][0])
         assert len(store.load_journal()) == 110
     finally:
         store.close()

@@ -12,6 +12,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from metric_values import value_of
+from state_file import do_not_wait_for_locks, leave_pages, locked
 from test_daemon import running
 
 from scheduled_events_agent.daemon import daemon as daemon_module
@@ -33,17 +35,8 @@ EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("v
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     with contextlib.closing(Store.open(tmp_path, NOW)) as store:
-        store._connection.execute("PRAGMA busy_timeout = 0")  # a lock is found at once, and not waited for
+        do_not_wait_for_locks(store)
         yield store
-
-
-@contextlib.contextmanager
-def locked(store: Store) -> Iterator[None]:
-    """The write lock in another program's hands."""
-    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        yield
-        other.execute("ROLLBACK")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +60,9 @@ def test_an_error_of_sqlite_has_the_kind_of_its_cause(code: int, kind: str) -> N
 
 
 def test_a_locked_file_and_a_full_disk_are_distinguished(store: Store) -> None:
-    with locked(store), pytest.raises(StoreError) as of_lock:
+    with locked(store.path.parent), pytest.raises(StoreError) as of_lock:
         store.record("note", "one", NOW)
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    leave_pages(store, 0)
     with pytest.raises(StoreError) as of_room:
         store.record_all([("note", "x" * 8000, NOW)] * 2000)
     assert (of_lock.value.kind, of_room.value.kind) == ("locked", "full")
@@ -88,16 +80,16 @@ def test_a_lock_loses_no_notification_and_begins_nothing(store: Store) -> None:
     engine.start()
     engine.receive(Identity(name="vm-1", vm_id="id-1"))
     engine.receive(Document(incarnation="1", events=(EVENT,)))
-    with locked(store):
+    with locked(store.path.parent):
         assert not engine.run_cycle(NOW)
         assert not engine.run_cycle(NOW)
     executor.start_hook.assert_not_called()
     assert store.outbox.waiting() == {}
-    assert metrics.store_errors.labels("locked")._value.get() == 2
+    assert value_of(metrics.store_errors.labels("locked")) == 2
     assert engine.run_cycle(NOW)
     executor.start_hook.assert_called_once()
     assert store.outbox.waiting()["ops"].count == 2
-    assert metrics.notifications_dropped.labels("ops", "no_room")._value.get() == 0
+    assert value_of(metrics.notifications_dropped.labels("ops", "no_room")) == 0
 
 
 def test_after_a_failure_the_next_try_waits_for_nothing_else(
@@ -108,20 +100,18 @@ def test_after_a_failure_the_next_try_waits_for_nothing_else(
     monkeypatch.setattr(daemon_module, "_COMMIT_RETRY_SECONDS", 0.01)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_until(lambda: daemon._reporter.reported is not None, "it has said that it is ready", 60.0)
-        daemon._store._connection.execute("PRAGMA busy_timeout = 0")
-        with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+        do_not_wait_for_locks(daemon._store)
+        with locked(tmp_path):
             event = azure.schedule("Reboot")
-            locked = daemon._metrics.store_errors.labels("locked")
-            azure.wait_until(lambda: locked._value.get() >= 5, "it has tried five times", 50.0)
-            other.execute("ROLLBACK")
+            errors = daemon._metrics.store_errors.labels("locked")
+            azure.wait_until(lambda: value_of(errors) >= 5, "it has tried five times", 50.0)
         azure.wait_approved(event, timeout_seconds=60.0)
 
 
 def test_records_about_the_agent_are_kept_until_the_lock_ends(store: Store) -> None:
     engine = Engine(Settings(), store, Metrics(tuple), mock.create_autospec(Executor, instance=True))
     engine.start()
-    with locked(store):
+    with locked(store.path.parent):
         engine.change_settings(Settings(rules=(Rule(name="new", approve="never"),)))
         engine.reject_settings("line 3 is wrong")
     assert engine.needs_early_cycle  # so it does not wait for an event
@@ -133,7 +123,7 @@ def test_records_about_the_agent_are_kept_until_the_lock_ends(store: Store) -> N
 
 def test_of_very_many_records_the_latest_are_kept(store: Store) -> None:
     teller = EventReporter(store, Metrics(tuple), CommandOptions())
-    with locked(store):
+    with locked(store.path.parent):
         for number in range(150):
             teller.record("note", str(number), NOW)
     teller.flush()

@@ -18,7 +18,9 @@ from unittest import mock
 
 import pytest
 import structlog
+from metric_values import value_of
 from msgspec.structs import replace
+from state_file import change, free_disk, leave_pages, query
 
 from scheduled_events_agent import host
 from scheduled_events_agent.engine import Engine, Executor, Host, NotificationDone
@@ -117,15 +119,15 @@ def test_a_commit_survives_a_killed_process(tmp_path: Path) -> None:
 import os, sys
 from datetime import UTC, datetime
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 from test_store import make_step
 from scheduled_events_agent.store import Store
 Store.open(Path(sys.argv[1]), datetime.now(UTC)).commit([make_step("one", "seen")], datetime.now(UTC))
 print("committed", flush=True)
 os.kill(os.getpid(), 9)
 """
-    arguments = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(arguments, env=paths, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "committed\n", done.stderr
     store = Store.open(tmp_path, NOW)
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
@@ -190,22 +192,14 @@ def test_a_journal_entry_says_when_which_event_stage_and_hook(store: Store) -> N
 
 def test_a_commit_that_fails_in_the_middle_leaves_nothing_behind(store: Store) -> None:
     store.commit([make_step("one", "seen")], NOW)
-    # A full disk, as SQLite sees it.
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    leave_pages(store, 0)
     with pytest.raises(StoreError) as caught:
         store.commit([make_step("two", "seen"), make_step("three", "x" * 100_000)], NOW)
     assert str(caught.value) == f"cannot write {store.path}: database or disk is full"
     assert caught.value.kind == "full"
-    store._connection.execute("PRAGMA max_page_count = 1000000")
+    free_disk(store)
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert [entry.text for entry in store.load_journal()] == ["seen"]
-
-
-def leave_pages(store: Store, count: int) -> None:
-    """Let the file grow by so many pages at most, as on a full disk."""
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages + count}")
 
 
 def test_notifications_are_dropped_if_only_the_transition_has_space(store: Store) -> None:
@@ -256,9 +250,9 @@ def test_on_a_full_disk_an_event_is_committed_and_lost_notifications_are_counted
     executor.start_hook.assert_called_once()
     notify.assert_not_called()
     assert store.outbox.waiting() == {}
-    assert {metrics.notifications_dropped.labels(name, "no_room")._value.get() for name in names} == {1}
+    assert {value_of(metrics.notifications_dropped.labels(name, "no_room")) for name in names} == {1}
     assert set(engine.outbox.losses) == set(names)
-    store._connection.execute("PRAGMA max_page_count = 1000000")
+    free_disk(store)
     assert engine.run_cycle(NOW)
     lost = [entry.text for entry in store.load_records(kind="notification_lost")]
     assert lost == [f"{name}: seen of ONE: the disk is full" for name in names]
@@ -331,11 +325,10 @@ def test_notifications_are_committed_with_their_transition_or_not_at_all(store: 
 
 
 def test_after_a_failed_commit_the_next_one_works(store: Store) -> None:
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    leave_pages(store, 0)
     with pytest.raises(StoreError):
         store.commit([make_step("one", "x" * 100_000)], NOW)
-    store._connection.execute("PRAGMA max_page_count = 1000000")
+    free_disk(store)
     store.commit([make_step("one", "x" * 100_000)], NOW)
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
 
@@ -362,7 +355,7 @@ def test_a_reader_never_sees_half_a_commit(store: Store, second: Store) -> None:
 
 
 def test_commits_are_synced_to_the_disk(store: Store) -> None:
-    assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert query(store, "PRAGMA journal_mode") == [("wal",)]
     assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
 
 
@@ -398,7 +391,7 @@ def test_pruning_forgets_what_ended_long_ago_and_nothing_that_is_open(store: Sto
     store.prune(NOW - timedelta(days=90))
     assert [workflow.id for workflow in store.load_workflows()] == ["open"]
     assert [entry.text for entry in store.load_journal()] == ["old and open", "recent"]
-    assert store._connection.execute("SELECT count(*) FROM request").fetchone() == (0,)
+    assert query(store, "SELECT * FROM request") == []
 
 
 def test_discarded_workflows_are_closed_with_the_reason_in_the_journal(store: Store) -> None:
@@ -463,10 +456,11 @@ def test_opening_the_file_reads_nothing_of_closed_workflows(
 ) -> None:
     store = Store.open(tmp_path, NOW)
     store.commit([make_step("old", "seen", phase="closed"), make_step("open", "seen")], NOW)
-    store._connection.execute(
+    change(
+        store,
         "INSERT INTO workflow SELECT id || value, event_id, 0, updated_at, body FROM workflow,"
         " (WITH RECURSIVE numbers(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM numbers WHERE value < 20000)"
-        " SELECT value FROM numbers) WHERE id = 'old'"
+        " SELECT value FROM numbers) WHERE id = 'old'",
     )
     store.close()
     work = count_work(monkeypatch)
@@ -523,7 +517,7 @@ def test_a_small_reserve_is_filled_up_and_a_large_one_left_alone(store: Store) -
     assert store._connection.total_changes == changes
     for _ in range(30):
         store.record("note", "x" * 8000, NOW)
-        store._connection.execute("INSERT INTO meta VALUES (hex(randomblob(8)), hex(randomblob(50000)))")
+        change(store, "INSERT INTO meta VALUES (hex(randomblob(8)), hex(randomblob(50000)))")
     assert store.reserve_bytes() < store_file.RESERVE_BYTES * 3 // 4
     assert store.ensure_reserve() == ""
     assert store.reserve_bytes() >= store_file.RESERVE_BYTES
@@ -547,7 +541,7 @@ def test_maintenance_without_its_directory_reports_that_and_continues(tmp_path: 
     with structlog.testing.capture_logs() as logs:
         upkeep.maintain(time.monotonic() + 1.0)
     store.close()
-    assert metrics.store_errors.labels("write")._value.get() == 1
+    assert value_of(metrics.store_errors.labels("write")) == 1
     assert [log["reason"] for log in logs] == [
         f"cannot look at the disk of {store.path}: No such file or directory"
     ]
@@ -626,13 +620,13 @@ def test_a_file_of_an_older_schema_is_migrated_and_keeps_its_data(
     for _ in range(2):  # the second time there is nothing to do
         store = Store.open(tmp_path, NOW)
         assert store.load_workflows() == [make_workflow("one")]
-        assert store._connection.execute("SELECT host, text FROM journal").fetchall() == [("here", "seen")]
-        assert store._connection.execute("PRAGMA user_version").fetchone() == (1 + len(migrations),)
+        assert query(store, "SELECT host, text FROM journal") == [("here", "seen")]
+        assert query(store, "PRAGMA user_version") == [(1 + len(migrations),)]
         store.close()
     new = tmp_path / "new"
     new.mkdir()
     with contextlib.closing(Store.open(new, NOW)) as store:
-        assert store._connection.execute("SELECT host FROM journal").fetchall() == []
+        assert query(store, "SELECT host FROM journal") == []
 
 
 def test_a_migration_that_fails_in_the_middle_leaves_the_file_unchanged(
@@ -640,7 +634,7 @@ def test_a_migration_that_fails_in_the_middle_leaves_the_file_unchanged(
 ) -> None:
     store = Store.open(tmp_path, NOW)
     store.commit([make_step("one")], NOW)
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    ((pages,),) = query(store, "PRAGMA page_count")
     store.close()
     filling = "CREATE TABLE more (text TEXT); INSERT INTO more VALUES (zeroblob(100000));"
     limited = f"COMMIT; PRAGMA max_page_count = {pages}; BEGIN IMMEDIATE; {filling}"
@@ -684,7 +678,7 @@ def test_a_client_of_an_older_file_does_not_change_it(tmp_path: Path, monkeypatc
         "restart the agent, which brings it up to date"
     )
     store = Store.open(tmp_path, NOW)
-    assert store._connection.execute("SELECT * FROM more").fetchall() == []
+    assert query(store, "SELECT * FROM more") == []
     store.close()
 
 

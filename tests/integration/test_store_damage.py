@@ -46,7 +46,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     store = Store.open(place, NOW)
     for step in STEPS:
         store.commit([step], NOW)
-    store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with closing(sqlite3.connect(store.path)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     content = (place / FILE_NAME).read_bytes()
     store.close()
     return content

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import structlog
+from metric_values import value_of
 
 from scheduled_events_agent import host
 from scheduled_events_agent.engine import Engine, Executor
@@ -217,14 +218,14 @@ def test_an_engine_begins_nothing_until_the_file_is_in_its_place(
         assert not engine.run_cycle(NOW)
     executor.start_hook.assert_not_called()
     assert "Read-only file system" in engine.store_failure
-    assert metrics.store_errors.labels("removed")._value.get() == 2
+    assert value_of(metrics.store_errors.labels("removed")) == 2
     with structlog.testing.capture_logs() as logs:
         assert engine.run_cycle(NOW)
         assert engine.run_cycle(NOW)
     engine.maintain()
     executor.start_hook.assert_called_once()
     assert engine.store_failure == ""
-    assert metrics.store_errors.labels("removed")._value.get() == 3
+    assert value_of(metrics.store_errors.labels("removed")) == 3
     assert [log["reason"] for log in logs if log["log_level"] == "error"] == [f"{directory} was removed"]
     records = [entry.text for entry in store.load_records(kind="state_recreated")]
     assert records == [f"{directory} was removed; created again, nothing is lost"]

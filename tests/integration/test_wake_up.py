@@ -99,15 +99,14 @@ def test_a_sleeping_agent_handles_operator_requests_at_once(tmp_path: Path) -> N
     rules = (Rule(name="hand", approve="manual"),)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules) as daemon:
         event = azure.schedule("Reboot", notice_seconds=NEVER)
-        azure.wait_until(lambda: daemon._engine.workflows, "the event is known", PATIENCE)
-        wait_asleep(daemon, azure)
-        (workflow_id,) = daemon._engine.workflows
         with closing(Store.open_client(tmp_path)) as store:
+            (workflow,) = azure.wait_until(store.load_workflows, "the event is known", PATIENCE)
+            wait_asleep(daemon, azure)
             answer = operator.wait_for_answer(store, store.add_status_request(datetime.now(UTC)))
             assert answer is not None
             assert "vm-1" in answer.message
             assert operator.wait_for_answer(
-                store, store.add_request(workflow_id, "approve", "kim", datetime.now(UTC))
+                store, store.add_request(workflow.id, "approve", "kim", datetime.now(UTC))
             )
         azure.wait_approved(event, timeout_seconds=PATIENCE)
 
@@ -150,10 +149,10 @@ def test_the_status_line_of_a_running_hook_starts_as_the_package_expects(tmp_pat
 
 def test_an_event_is_begun_when_its_time_comes_although_no_document_says_so(tmp_path: Path) -> None:
     rules = (Rule(name="late", approve="immediately", lead=NEVER),)
-    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules) as daemon:
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules):
         event = azure.schedule("Reboot", notice_seconds=NEVER + 4.0)
-        azure.wait_until(lambda: daemon._engine.workflows, "the event is known", PATIENCE)
         assert azure.wait_approved(event, timeout_seconds=PATIENCE).approved_at
-        (workflow,) = daemon._engine.workflows.values()
+        with closing(Store.open_client(tmp_path)) as store:
+            (workflow,) = store.load_workflows()
         assert workflow.event.not_before is not None
         assert datetime.now(UTC) >= workflow.event.not_before - timedelta(seconds=NEVER)

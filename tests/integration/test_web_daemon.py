@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from pathlib import Path
@@ -285,9 +286,10 @@ def test_a_hung_disk_keeps_the_status_and_the_last_known_history(
 def test_the_history_of_ninety_busy_days_is_read_quickly(tmp_path: Path) -> None:
     """4,000 events with 60,000 entries, which is 45 a day; most of the time goes into reading the last twenty."""
     with Simulator(vms=("vm-1",)) as azure:
-        with running(tmp_path, azure.endpoint()) as daemon:
+        with running(tmp_path, azure.endpoint()):
             azure.wait_approved(azure.schedule("Reboot", notice_seconds=600))
-            (one,) = daemon._engine.workflows.values()
+            with closing(Store.open_client(tmp_path)) as store:
+                (one,) = store.load_workflows()
         database = sqlite3.connect(tmp_path / "state.db")
         begin = datetime.now(UTC) - timedelta(days=90)
         at = [

@@ -79,7 +79,7 @@ class FleetWorld:
         self.stops_at = inf
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self.metrics = _metrics()
+        self.metrics = new_metrics()
         self.settings = self._a_policy()
         self.store = MemoryStore(lambda: self.at, has_ages=has_ages)
         self.network = Network(self)
@@ -539,9 +539,9 @@ class Network:
 _METRICS: list[Metrics] = []
 
 
-def _metrics() -> Metrics:
+def new_metrics() -> Metrics:
     """One for all worlds of this process."""
     if not _METRICS:
-        _METRICS.append(alone._metrics())
+        _METRICS.append(alone.new_metrics())
         _METRICS[0].add_fleet()
     return _METRICS[0]

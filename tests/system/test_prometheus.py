@@ -88,10 +88,10 @@ class Timeline:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._scrapes: list[Series] = []
+        self.scrapes: list[Series] = []
         self._moment: Moment | None = None
         self._began = 0
-        self._expected: list[tuple[int, tuple[str, ...]]] = []
+        self.expected: list[tuple[int, tuple[str, ...]]] = []
 
     def hold(self, moment: Moment | None, minutes: float, *alerts: str, is_polling: bool = True) -> None:
         """Go on with this moment (None: nothing is heard of the agent), at whose end just these alerts fire.
@@ -99,7 +99,7 @@ class Timeline:
         It may go on from one call to the next. Times of the clock stay what they were, except that of the last
         poll where the agent goes on polling.
         """
-        now = len(self._scrapes) * SCRAPE_SECONDS
+        now = len(self.scrapes) * SCRAPE_SECONDS
         if moment is not self._moment:
             self._moment, self._began = moment, now
         taken_at, series = (moment.at, moment.series) if moment else (0.0, {})
@@ -109,12 +109,12 @@ class Timeline:
                 is_fresh = is_polling and "_last_successful_poll_" in name
                 scraped_at = at if is_fresh else self._began
                 scrape[name] = value + (scraped_at - taken_at if "_timestamp_seconds" in name else 0.0)
-            self._scrapes.append(scrape)
-        self._expected.append(((len(self._scrapes) - 1) * SCRAPE_SECONDS, alerts))
+            self.scrapes.append(scrape)
+        self.expected.append(((len(self.scrapes) - 1) * SCRAPE_SECONDS, alerts))
 
     def to_test(self) -> dict[str, Any]:
         """As a group of promtool's tests."""
-        names = list(dict.fromkeys(name for scrape in self._scrapes for name in scrape))
+        names = list(dict.fromkeys(name for scrape in self.scrapes for name in scrape))
         tests = [
             {
                 "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
@@ -123,7 +123,7 @@ class Timeline:
                     {"labels": f'{{alertname="ScheduledEvents{name}"}}', "value": 1} for name in alerts
                 ],
             }
-            for seconds, alerts in self._expected
+            for seconds, alerts in self.expected
         ]
         inputs = [{"series": name, "values": " ".join(self._values(name))} for name in names]
         return {
@@ -135,7 +135,7 @@ class Timeline:
 
     def _values(self, name: str) -> Iterator[str]:
         was_there = False
-        for scrape in self._scrapes:
+        for scrape in self.scrapes:
             if name in scrape:
                 yield f"{scrape[name]:.3f}"
             else:
@@ -606,8 +606,8 @@ def live_with_a_bug(directory: Path) -> list[Timeline]:
 def nobody() -> Timeline:
     """Prometheus has no target at all."""
     timeline = Timeline("no target")
-    timeline._scrapes = [{"another": 1.0}] * 80
-    timeline._expected = [(9 * 60, ()), (11 * 60, ("AgentAbsent",))]
+    timeline.scrapes = [{"another": 1.0}] * 80
+    timeline.expected = [(9 * 60, ()), (11 * 60, ("AgentAbsent",))]
     return timeline
 
 
@@ -765,7 +765,7 @@ def test_alerts_fire_on_metrics_of_troubled_agents_only(programs: Path, tmp_path
     with ThreadPoolExecutor(len(LIVES)) as pool:
         lives = [pool.submit(live, tmp_path / live.__name__) for live in LIVES]
         timelines = [timeline for life in lives for timeline in life.result()] + [nobody()]
-    fired = {name for timeline in timelines for _, alerts in timeline._expected for name in alerts}
+    fired = {name for timeline in timelines for _, alerts in timeline.expected for name in alerts}
     known = {rule["alert"].removeprefix("ScheduledEvents") for rule in rules_of(PACKAGE) if "alert" in rule}
     assert fired == known
     tests = {

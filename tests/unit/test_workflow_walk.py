@@ -326,10 +326,10 @@ class World:
             story=(*self.story, choice), now=self.now + timedelta(seconds=1),
             news=frozenset(),
         )  # fmt: skip
-        world._do(choice.split())
+        world.do(choice.split())
         return world
 
-    def _do(self, words: list[str]) -> None:  # noqa: C901  # a flat list of cases
+    def do(self, words: list[str]) -> None:  # noqa: C901  # a flat list of cases
         match words:
             case [event, "appears", status]:
                 self.truth[event] = status
