@@ -226,15 +226,15 @@ def test_doctor_says_whether_the_table_can_be_used(
         return dict(found)
 
     records = connect(FleetSettings(table=url), "web", azure.endpoint(), partition="doctor")
-    assert checked(", group: web")["state"] == "ok"
+    assert checked(", group: web")["severity"] == "ok"
     assert records.list() == []
-    assert checked("")["advice"] == "give all VMs that act together the same fleet.group"
+    assert checked("")["hint"] == "give all VMs that act together the same fleet.group"
     file = tmp_path / "sas"
     for permissions in ("r", "rad"):
         file.write_text(azurite.sas(url.rpartition("/")[2], permissions=permissions))
         refused = checked(f", group: web, credential: {{sas_file: {file}}}")
-        assert refused["state"] == "failure"
-        assert "the shared access signature in" in refused["finding"]
+        assert refused["severity"] == "error"
+        assert "the shared access signature in" in refused["message"]
     assert records.list() == []
 
 

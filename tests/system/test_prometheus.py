@@ -55,12 +55,12 @@ WITH_BUG = """
 import sys
 from scheduled_events_agent.workflow import signals
 from scheduled_events_agent.cli import main
-admit = signals._admit
+admit = signals._create
 def faulty(event, context):
     if event.type == "Freeze":
         raise RuntimeError("a bug")
     return admit(event, context)
-signals._admit = faulty
+signals._create = faulty
 sys.exit(main(sys.argv[1:]))
 """
 
