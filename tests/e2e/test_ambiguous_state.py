@@ -173,10 +173,8 @@ def test_a_recovery_whose_hook_is_missing_after_a_restart_waits_for_it(sim: Simu
     agent.start()
     sim.end(event)
     blocked = agent.wait_log("hook missing", event_id=event)
-    assert (blocked["level"], blocked["reason"]) == (
-        "warning",
-        "hook resume is not in the policy any more: put it back",
-    )
+    assert blocked["level"] == "warning"
+    assert "hook resume" in blocked["reason"]
     assert not agent.is_ready()
     agent.write_policy(rules=[], hooks=agent.hooks("resume"))
     agent.reload()

@@ -83,7 +83,7 @@ def test_an_event_for_another_vm_is_observed(sim: Simulator, agent: Agent) -> No
     agent.start()
     event = sim.schedule("Reboot", vms=["vm-2"])
     decided = agent.wait_log("decided", event_id=event)
-    assert "it does not name this VM, so this VM does not approve it" in decided["reason"]
+    assert "does not name this VM" in decided["reason"]
     wait_some_polls(sim)
     assert posts(sim) == []
     assert agent.is_ready()
@@ -97,8 +97,8 @@ def test_an_event_that_names_others_too_is_approved_by_the_first_vm_of_it(make_a
             agent.start(is_awaited=False)
         # It does not start before the slower of the two has seen it.
         event = sim.schedule("Reboot", vms=["vm-2", "vm-1"], start_delay_seconds=600.0, lasts_seconds=None)
-        waits = agents[0].wait_log("waiting", event_id=event)
-        assert waits["reason"].startswith("VMs listed before this one may approve it until ")
+        agents[0].wait_log("waiting", event_id=event)
+        assert agents[0].pending()[event]["wait_reason"]["kind"] == "staggered"
         sim.wait_approved(event)
         agents[1].wait_log("approved", event_id=event)
 
@@ -206,7 +206,6 @@ def test_an_empty_answer_means_not_ready_yet(sim: Simulator, agent: Agent) -> No
     agent.start(is_awaited=False)
     failed = agent.wait_log("polling the metadata service fails")
     assert failed["kind"] == "empty"
-    assert "the service is still switching scheduled events on for this VM" in failed["reason"]
     event = sim.schedule("Reboot", lasts_seconds=None)
     sim.wait_approved(event)
 
@@ -486,8 +485,7 @@ def test_a_restart_in_the_middle_of_an_event_goes_on_where_it_was(sim: Simulator
     sim.wait_approved(event)
     assert agent.ran() == ["one", "two", "two", "three"]
     assert first["pid"] not in [note["pid"] for note in agent.records("end")]
-    restarted = agent.wait_log("restarted", event_id=event)
-    assert restarted["reason"] == "the agent restarted (the same boot) in phase preparing"
+    assert "(the same boot)" in agent.wait_log("restarted", event_id=event)["reason"]
 
 
 def test_a_truncated_state_file_is_quarantined_and_blocks_approvals(sim: Simulator, agent: Agent) -> None:
@@ -501,16 +499,12 @@ def test_a_truncated_state_file_is_quarantined_and_blocks_approvals(sim: Simulat
     truncate_state(agent)
     agent.start()
     agent.let_go("drained")
-    alarm = agent.wait_log(
-        "the state file was damaged and has been quarantined; what was done before is not known, so no event that "
-        "is pending now will be approved unless an operator does"
-    )
+    agent.wait_log("held", event_id=event)
+    assert agent.pending()[event]["wait_reason"]["kind"] == "state_lost"
+    assert ("state_lost",) in agent.journal("kind")
+    (alarm,) = (line for line in agent.lines if "quarantined_path" in line)
     assert alarm["level"] == "error"
     assert Path(alarm["quarantined_path"]).stat().st_size > 0
-    assert ("state_lost",) in agent.journal("kind")
-    held = agent.wait_log("held", event_id=event)
-    why = held["reason"].partition(" UTC: ")[2]
-    assert why == "the state file was lost, and what was done before is not known"
     agent.kill()
     agent.start()  # once more: an event that is not approved for that reason stays so
     wait_some_polls(sim)
@@ -610,10 +604,8 @@ def test_with_observe_neither_hooks_nor_approvals_happen(sim: Simulator, agent: 
     sim.end(platform)
     agent.wait_log("closed", event_id=platform)
     refused = agent.say("approve", user)
-    assert (refused.returncode, refused.stdout) == (
-        1,
-        "rejected: the agent only observes (agent.mode, --observe)\n",
-    )
+    assert refused.returncode == 1
+    assert "only observes" in refused.stdout
     assert agent.ran() == []
     assert posts(sim) == []
     assert agent.is_ready()
@@ -715,8 +707,7 @@ def test_an_unwritable_state_file_delays_every_action(sim: Simulator, agent: Age
         assert failed["kind"] == "locked"
         assert posts(sim) == []
         assert agent.metric("store_errors_total", kind="locked") >= 1
-        status, text = agent.get("/healthz")
-        assert (status, text.partition(":")[0]) == (503, "nothing can be done until the state file can be written")
+        assert agent.get("/healthz")[0] == 503
         other.execute("ROLLBACK")
     sim.wait_approved(event)
     assert agent.wait_log("writing the state file works again")["failures"] >= 1

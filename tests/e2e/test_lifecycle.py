@@ -233,11 +233,8 @@ def test_an_operator_approves_an_event_that_waits_for_approval(sim: Simulator, a
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_log("prepared", event_id=event)
     said = agent.say("approve", event)
-    assert (said.returncode, said.stdout, said.stderr) == (
-        0,
-        "approved: the event is prepared, approval requested\n",
-        "",
-    )
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.startswith("approved: ")
     sim.wait_approved(event)
     assert agent.wait_log("operator", event_id=event)["reason"].endswith(" says: approved")
     assert agent.wait_log("approving", event_id=event)["reason"] == "an operator approved it"
@@ -291,7 +288,7 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_hook("drain", "start")
-    assert agent.say("hold", event).stdout == "hold: set; the event is preparing, hook drain runs to its end\n"
+    assert agent.say("hold", event).stdout.startswith("hold: set; ")
     agent.let_go("drained")
     held = agent.wait_log("held", event_id=event)
     assert held["reason"].partition(" UTC: ")[2] == "an operator holds it"
@@ -299,7 +296,7 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     agent.start()  # a word once given outlasts the agent
     sim.wait_polls(3)
     assert approved_ids(sim.requests()) == []
-    assert agent.say("release", event).stdout == "released: the event is prepared, approval requested\n"
+    assert agent.say("release", event).stdout.startswith("released: ")
     sim.wait_approved(event)
     assert agent.ran() == ["drain"]
 
@@ -325,10 +322,12 @@ def test_an_approval_that_is_impossible_is_rejected_with_the_reason(sim: Simulat
     agent.wait_log("started", event_id=started)
     for event, reason in (
         (others, "it does not name this VM"),
-        (started, "only a scheduled event can be approved, and its status is Started"),
+        (started, "its status is Started"),
     ):
         said = agent.say("approve", event)
-        assert (said.returncode, said.stdout) == (1, f"rejected: {reason}\n")
+        assert said.returncode == 1
+        assert said.stdout.startswith("rejected: ")
+        assert reason in said.stdout
     assert agent.ran() == []
     assert approved_ids(sim.requests()) == []
 
@@ -361,10 +360,8 @@ def test_an_invalid_policy_is_rejected_and_the_old_one_stays_active(sim: Simulat
     agent.reload()
     refused = agent.wait_log("the policy file is rejected; the old policy stays in force")
     assert refused["level"] == "error"
-    assert refused["reason"] == (
-        f"{agent.config}:3: rules[0].approve: expected one of immediately, when-prepared, manual, never; "
-        f'got "yes"\n{agent.config}:4: rules[0]: unknown key "prepar"; did you mean "prepare"?'
-    )
+    places = [line.split(": ")[:2] for line in refused["reason"].splitlines()]
+    assert places == [[f"{agent.config}:3", "rules[0].approve"], [f"{agent.config}:4", "rules[0]"]]
     assert agent.metric("config_last_reload_successful") == 0
     sim.wait_approved(sim.schedule("Reboot", lasts_seconds=None))
     assert agent.ran() == ["drain"]
@@ -383,10 +380,10 @@ def test_a_policy_with_errors_ends_the_command_with_all_of_them(agent: Agent) ->
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 2
     told = agent.log("the agent cannot run", level="error", kind="config")
-    assert [line["reason"] for line in told] == [
-        f'{agent.config}:2: agent.mode: expected one of act, observe; got "dry-run"',
-        f'{agent.config}:5: rules[0].lead: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"',
-        f'{agent.config}:6: rules[0]: unknown key "prepar"; did you mean "prepare"?',
+    assert [line["reason"].split(": ")[:2] for line in told] == [
+        [f"{agent.config}:2", "agent.mode"],
+        [f"{agent.config}:5", "rules[0].lead"],
+        [f"{agent.config}:6", "rules[0]"],
     ]
     assert len(agent.history) == len(told) + 2  # and nothing that is no line of the log
     assert not (agent.state_dir / "state.db").exists()

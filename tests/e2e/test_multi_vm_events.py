@@ -89,8 +89,7 @@ def test_an_operators_approval_on_one_of_two_servers_begins_there_at_once(
     agent.start()
     event = both.schedule("Reboot", vms=VMS, notice_seconds=86400)
     agent.wait_phase(event, "waiting")
-    held = agent.say("hold", event)
-    assert held.stdout.rstrip().endswith("; the other VMs that it names may still approve it")
+    assert "the other VMs" in agent.say("hold", event).stdout
     agent.say("approve", event)
     both.wait_approved(event)
     assert agent.ran()[:1] == ["stop"]

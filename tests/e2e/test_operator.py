@@ -182,10 +182,8 @@ def test_an_event_that_azure_has_accepted_is_not_reported_as_held(sim: Simulator
     assert (said.returncode, told.succeeded, told.event_id) == (1, False, "")
     assert told.message.startswith('no pending event id begins with "no-such-id"')
     said = agent.say("hold", event)
-    assert (said.returncode, said.stdout) == (
-        1,
-        "rejected: Azure has accepted the approval; it cannot be withdrawn\n",
-    )
+    assert said.returncode == 1
+    assert "cannot be withdrawn" in said.stdout
     sim.start_event(event)
     agent.wait_phase(event, "started")
     assert agent.say("hold", event).stdout == "rejected: the event has started\n"
@@ -256,8 +254,7 @@ def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, 
     assert command == [f"hold {event[:8]} {place}"]
     (summary,) = agent.status()["summaries"]
     assert summary["commands"] == [f"scheduled-events-agent hold {event[:8]} --state-dir {agent.state_dir}"]
-    said = agent.run(*command[0].split()).stdout
-    assert said == "hold: set; the event is preparing, hook drain runs to its end\n"
+    assert agent.run(*command[0].split()).returncode == 0
     agent.let_go("drained")
     agent.wait_phase(event, "held")
     held = ask(agent, "status").stdout

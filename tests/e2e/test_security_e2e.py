@@ -193,8 +193,8 @@ def test_a_policy_that_others_can_write_is_rejected_at_a_reload(agent: Agent) ->
     agent.reload()
     agent.wait_metric(0, "config_last_reload_successful")
     assert agent.status()["rules"] == ["old"]
-    text = f"{agent.config} can be changed by every account, and the agent acts on what it finds there: "
-    assert any(f"{text}chmod go-w {agent.config}" in json.dumps(line) for line in agent.lines)
+    fault = f"{agent.config} can be changed by every account"
+    agent.wait_until(lambda: any(fault in json.dumps(line) for line in agent.lines), "the log said why")
     agent.config.chmod(0o644)
     agent.reload()
     agent.wait_metric(1, "config_last_reload_successful")
@@ -208,7 +208,8 @@ def test_a_policy_that_is_a_named_pipe_is_rejected_and_the_next_reload_works(age
     os.mkfifo(agent.config, mode=0o600)
     agent.reload()
     agent.wait_metric(0, "config_last_reload_successful")
-    assert any(f"{agent.config}: is not a regular file" in json.dumps(line) for line in agent.lines)
+    fault = f"{agent.config}: is not a regular file"
+    agent.wait_until(lambda: any(fault in json.dumps(line) for line in agent.lines), "the log said why")
     assert agent.status()["rules"] == ["old"]
     agent.write_policy(rules=[{**DRAIN, "name": "new"}], hooks=agent.hooks("drain", "resume"))
     agent.reload()
@@ -224,10 +225,7 @@ def test_an_event_is_held_when_its_hook_was_opened_to_others(sim: Simulator, age
     Path(run[0]).chmod(0o757)
     event = sim.schedule("Reboot", notice_seconds=60)
     finished = agent.wait_log("hook finished", event_id=event, hook="drain")
-    fault = (
-        f"{run[0]} can be changed by every account, and the agent acts on what it finds there: chmod go-w {run[0]}"
-    )
-    assert fault in json.dumps(finished)
+    assert f"{run[0]} can be changed by every account" in json.dumps(finished)
     agent.wait_phase(event, "held")
     assert sim.event(event).approved_at is None
     assert not (tmp_path / "ran").exists()

@@ -38,7 +38,7 @@ def test_an_eviction_does_not_wait_for_the_hooks_of_less_urgent_events(
     assert agent.log("hook canceled", event_id=reboots[0], reason=gives_way)
     waiting = agent.pending()[reboots[0]]
     assert waiting["phase"] == "preparing"
-    assert waiting["wait_message"] == "waits for another run of hook drain"
+    assert "another run of hook drain" in waiting["wait_message"]
 
     agent.let_go("drained")
     for event in (preempt, *reboots):

@@ -77,7 +77,7 @@ def test_a_slow_name_lookup_delays_only_the_poller(sim: Simulator, agent: Agent,
     said = agent.say("hold", event)
     # Only the answer waits for that of the approval, which waits for the name.
     assert said.returncode == 1
-    assert said.stderr.endswith("held, unless Azure accepts the approval that is under way; see status\n")
+    assert "held, unless Azure accepts" in said.stderr
     assert agent.pending()[event]["phase"] == "held"
     assert agent.get("/healthz") == (200, "ok\n")
     agent.write_policy(rules=[DRAIN], hooks=hooks)

@@ -93,9 +93,8 @@ def test_a_second_agent_on_the_same_state_exits_and_changes_nothing(
     second.write_policy(rules=[DRAIN], hooks=hooks)
     second.start(is_awaited=False)
     assert second.wait_exit() == 1
-    way_out = "stop it, or give this one another state_dir"
-    holder = f"another agent (pid {agent.process.pid}) has locked it"
-    assert second.why_not() == [f"{agent.state_dir / 'lock'}: {holder}; {way_out}"]
+    (why,) = second.why_not()
+    assert f"another agent (pid {agent.process.pid}) has locked it" in why
     assert agent.journal() == before
     assert agent.pending()[event]["phase"] == "preparing"
     agent.let_go("drained")

@@ -185,18 +185,11 @@ def endpoint() -> Iterator[Endpoint]:
 
 def test_a_healthy_service_passes_all_checks(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url)
-    assert (report.one("fleet"), report.one("secrets"), report.one("notifications")) == (
-        Check("ok", "the policy names no fleet", ""),
-        Check("ok", "there is no directory of secrets for hooks", ""),
-        Check("ok", "the policy names no service to notify", ""),
-    )
+    assert report.one("fleet") == Check("ok", "the policy names no fleet", "")
+    assert report.one("secrets") == Check("ok", "there is no directory of secrets for hooks", "")
+    assert report.states("notifications", *OF_IMDS) == ["ok"] * (1 + len(OF_IMDS))
     assert report.one("endpoint").message.startswith(f"{endpoint.url} answers, in ")
-    assert {check: report.one(check) for check in OF_IMDS[1:]} == {
-        "proxy": Check("ok", "no sign of a proxy", ""),
-        "vm-name": Check("ok", "this VM is vm-1", ""),
-        "events": Check("ok", "no event is pending, so it is not known yet how Resources name this VM", ""),
-        "clock": Check("ok", "within 2 s of the service's", ""),
-    }
+    assert report.one("vm-name").message == "this VM is vm-1"
 
 
 def test_few_requests_are_made_and_none_approves(
@@ -219,7 +212,7 @@ def test_the_simulator_passes_and_its_events_name_this_vm(examine: Examine, simu
     report = examine(simulator.endpoint("vm-1"))
     assert report.states(*OF_IMDS) == ["ok"] * len(OF_IMDS)
     assert report.one("vm-name").message == "this VM is vm-1"
-    assert report.one("events").message == "2 events pending, Resources of 1 name this VM"
+    assert report.one("events").message.startswith("2 events pending")
     assert [record.method for record in simulator.requests()] == ["GET", "GET"]
 
 
@@ -258,9 +251,7 @@ def test_a_response_from_another_server_is_a_failure(
     assert report.code == 1
     found = report.one("proxy")
     assert found.severity == "error"
-    assert found.message.startswith(
-        f"something other than the metadata service has answered, or changed the answer: {sign}"
-    )
+    assert f": {sign}" in found.message
     assert report.one("endpoint").severity == "ok"
     of_imds = ("vm-name", "version", "events", "clock")
     assert skipped(report) == dict.fromkeys(of_imds, "waits for the check proxy")
@@ -291,11 +282,7 @@ def test_a_wrong_clock_is_reported(examine: Examine, endpoint: Endpoint, ahead: 
 @pytest.mark.parametrize(
     ("kind", "state", "text"),
     [
-        (
-            "empty",
-            "warning",
-            "the service is still switching scheduled events on for this VM: its answer is empty",
-        ),
+        ("empty", "warning", "its answer is empty"),
         ("garbage", "error", ""),
         ("reset", "error", ""),
     ],
@@ -306,7 +293,7 @@ def test_an_invalid_document_is_reported(
     simulator.fault("vm-1", kind, on="poll")
     report = examine(simulator.endpoint("vm-1"))
     assert report.one("events").severity == state
-    assert report.one("events").message.startswith(text)
+    assert text in report.one("events").message
     assert report.one("vm-name").severity == "ok"
 
 
@@ -344,16 +331,10 @@ def test_an_invalid_policy_fails_with_every_error_and_other_checks_run(
     code, out, _ = run("--config", "p.yaml", "--json", "--state-dir", str(tmp_path / "state"))
     checks = json.loads(out)["checks"]
     assert code == 1
-    assert [(one["severity"], one["message"]) for one in checks if one["check"] == "policy"] == [
-        ("error", 'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?'),
-        (
-            "error",
-            (
-                "p.yaml:3: hooks.x: expected either run (a program and its arguments) or shell (a command "
-                "line); got none"
-            ),
-        ),
-    ]
+    found = [one for one in checks if one["check"] == "policy"]
+    assert [one["severity"] for one in found] == ["error"] * 2
+    places = [one["message"].split(": ")[:2] for one in found]
+    assert places == [["p.yaml:2", "rules[0]"], ["p.yaml:3", "hooks.x"]]
     assert {one["check"] for one in checks} == DOCUMENTED
     assert [(one["check"], one["message"]) for one in checks if one["severity"] == "skipped"] == [
         (name, "waits for the check policy")
@@ -537,9 +518,7 @@ def test_a_policy_that_others_can_change_is_reported(examine: Examine, endpoint:
     found = examine(endpoint.url).one("permissions")
     file = tmp_path / "p.yaml"
     assert found.severity == ("error" if host.is_privileged() else "warning")
-    assert found.message == (
-        f"{file} can be changed by every account, and the agent acts on what it finds there: chmod go-w {file}"
-    )
+    assert found.message.startswith(f"{file} can be changed by every account")
 
 
 # --- the state

@@ -157,9 +157,9 @@ def test_an_answer_that_cannot_be_written_loses_no_other_operator_action(
     assert operator.load_answer(late) == RequestAnswer(
         succeeded=False, message="rejected: the event is not pending any more"
     )
-    assert operator.load_answer(request) == RequestAnswer(
-        succeeded=True, message="approved: the event is prepared, approval requested"
-    )
+    answer = operator.load_answer(request)
+    assert answer is not None
+    assert answer.succeeded
     assert executor.sent == ["E1"]
 
 
@@ -198,9 +198,9 @@ def test_an_answered_request_is_applied_even_if_the_disk_fails(
 
     monkeypatch.setattr(engine, "_perform", perform_on_a_full_disk)
     engine.run_cycle(datetime.now(UTC))
-    assert operator.load_answer(request) == RequestAnswer(
-        succeeded=True, message="approved: the event is prepared, approval requested"
-    )
+    answer = operator.load_answer(request)
+    assert answer is not None
+    assert answer.succeeded
 
 
 def test_a_late_approval_of_a_changed_event_is_rejected(

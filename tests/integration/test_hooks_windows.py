@@ -100,10 +100,8 @@ def test_a_python_script_without_a_launcher_needs_its_interpreter_named(tmp_path
     script = tmp_path / "drain.py"
     script.write_text("print('drained')")
     result = _run(str(script), env={"SYSTEMROOT": str(tmp_path)})
-    assert (result.outcome, result.detail) == (
-        "not_started",
-        f"{script} is no program on Windows: name its interpreter first, as in run: [python.exe, {script}]",
-    )
+    assert result.outcome == "not_started"
+    assert f"[python.exe, {script}]" in result.detail
     assert _run(sys.executable, str(script)).tail.strip() == "drained"
 
 

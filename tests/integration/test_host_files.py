@@ -79,12 +79,8 @@ def test_files_that_others_could_change_or_read_are_reported(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "more", "expected"),
     [
-        ("drain.cmd", ", 'fine', '%PATH%'", "cannot pass argument 2 safely to a .cmd file: it contains '%'; "),
-        (
-            "drain.vbs",
-            "",
-            "{file} is no program on Windows: name its interpreter first, as in run: [cscript.exe, ",
-        ),
+        ("drain.cmd", ", 'fine', '%PATH%'", "cannot pass argument 2 safely"),
+        ("drain.vbs", "", "{file} is no program on Windows"),
     ],
 )
 def test_a_hook_that_windows_would_not_start_is_reported_in_advance(
@@ -132,9 +128,5 @@ def test_a_script_that_could_not_start_is_reported_in_advance(
 
 @pytest.mark.skipif(sys.platform != "win32", reason="a shell of Linux takes any lines")
 def test_a_shell_text_of_several_lines_is_reported_in_advance(tmp_path: Path) -> None:
-    assert _warnings(tmp_path, _policy(tmp_path, '{shell: "one\\ntwo"}')) == [
-        (
-            "3: hooks.drain.shell: cmd would run only the first of several lines: "
-            "join them with && or put them into a .cmd file"
-        )
-    ]
+    (warning,) = _warnings(tmp_path, _policy(tmp_path, '{shell: "one\\ntwo"}'))
+    assert warning.startswith("3: hooks.drain.shell: cmd would run only the first")

@@ -730,10 +730,8 @@ def test_a_policy_that_the_agent_would_reject_blocks_the_installation(windows: W
     assert windows.install(msi, r"POLICY=C:\policy.yaml") != 0
     assert windows.state() == ""
     assert not windows.data.exists()
-    assert (windows.home / "install.log").read_text() == (
-        r"installation.py enter: C:\policy.yaml:3: rules[0].approve: expected one of immediately, when-prepared, "
-        'manual, never; got "yes please"\n'
-    )
+    (line,) = (windows.home / "install.log").read_text().splitlines()
+    assert line.startswith(r"installation.py enter: C:\policy.yaml:3: rules[0].approve: ")
 
 
 @pytest.mark.parametrize("path", [r"C:\nowhere\policy.yaml", r"C:\windows"], ids=["nowhere", "directory"])

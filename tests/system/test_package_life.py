@@ -5,6 +5,7 @@ Debian. So Debian's rpm installs it into a Debian, with --nodeps, because that o
 test_packages.py checks what it requires. Everything else is real: the scripts, systemd, the launcher, the service.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -176,12 +177,8 @@ def check_installed(machine: Container) -> None:
     assert state_of(machine) == ("enabled", "active")
     assert machine.run(NAME, "--version").stdout == f"{NAME} {__version__}\n"
     told = machine.run(NAME, "check").stdout
-    assert told.startswith(
-        f"{POLICY}: valid\n\nThe first rule that matches an event applies:\n"
-        "\nuser-initiated\n  when     Any event from User\n  approve  at once\n"
-        "\nshort-freeze\n  when     Freeze duration_text less than 9s\n  approve  at once\n"
-        "\nAny other event is only observed: logged and counted.\n"
-    )
+    assert told.startswith(f"{POLICY}: valid\n")
+    assert re.findall(r"^[a-z-]+$", told, re.MULTILINE) == ["user-initiated", "short-freeze"]
     (started,) = Service(machine, "").log("policy")
     assert started["file"] == POLICY
 

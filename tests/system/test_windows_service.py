@@ -329,10 +329,9 @@ def test_the_service_is_notified_of_a_reload_only_if_its_policy_is_valid(service
     assert service.command("reload") == is_logged
     assert service.wait_log("the policy file was read again")["rules"] == ["new"]
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
-    assert service.command("reload") == (
-        2,
-        f'{policy}:7: rules[0].approve: expected one of immediately, when-prepared, manual, never; got "yes!"\n',
-    )
+    code, told = service.command("reload")
+    assert code == 2
+    assert told.startswith(f"{policy}:7: rules[0].approve: ")
     service.write_policy(rules=[{"name": "newer", "approve": "never"}])
     assert service.command("reload") == is_logged
     assert service.wait_log("the policy file was read again", count=2)["rules"] == ["newer"]
