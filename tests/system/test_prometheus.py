@@ -50,16 +50,16 @@ FLEET_PANELS = {
     "Begun without a slot",
 }
 AT_ONCE = {"name": "at-once", "when": {"source": "User"}, "approve": "immediately"}
-# An agent with a bug in it: it cannot take in a Freeze.
+# An agent with a bug in it: it fails to create the workflow of a Freeze.
 WITH_BUG = """
 import sys
 from scheduled_events_agent.workflow import signals
 from scheduled_events_agent.cli import main
-admit = signals._create
+create = signals._create
 def faulty(event, context):
     if event.type == "Freeze":
         raise RuntimeError("a bug")
-    return admit(event, context)
+    return create(event, context)
 signals._create = faulty
 sys.exit(main(sys.argv[1:]))
 """
