@@ -117,7 +117,7 @@ def test_the_state_lists_vms_faults_events_and_history(simulator: Simulator, por
         (gone_id, "Gone", "canceled", []),
     ]
     assert told["events"][0]["plan"]["vms"] == ["vm-2"]
-    assert [(one["kind"], one["event"] and one["event"]["id"], one["vm"]) for one in told["happenings"]] == [
+    assert [(one["kind"], one["event"] and one["event"]["id"], one["vm"]) for one in told["history"]] == [
         ("polled", event_id, "vm-2"),
         ("fault", None, "vm-1"),
         ("gone", gone_id, ""),

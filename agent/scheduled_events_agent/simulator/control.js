@@ -93,12 +93,12 @@ function show(state) {
   byId("about").textContent = "DocumentIncarnation " + state.incarnation +
     (state.speed === 1 ? "" : ", " + state.speed + " times as fast");
   byId("vms").replaceChildren(...state.vms.map(vmCard));
-  const news = JSON.stringify([state.events, state.happenings]);
+  const news = JSON.stringify([state.events, state.history]);
   if (news === shown) return;  // what is in focus stays in focus
   shown = news;
   const cards = state.events.map(eventCard);
   byId("events").replaceChildren(...(cards.length ? cards : [element("p", "none", "soft")]));
-  byId("happenings").replaceChildren(...state.happenings.map((one) => element("li", [
+  byId("history").replaceChildren(...state.history.map((one) => element("li", [
     element("time", clock(one.at)), [one.kind, one.event && one.event.plan.type + " " + one.event.id, one.vm, one.text]
       .filter(Boolean).join("  "),
   ])));

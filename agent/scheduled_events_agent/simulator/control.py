@@ -185,7 +185,7 @@ def state_of(simulator: Simulator) -> dict[str, Any]:
             for vm in simulator.vms
         ],
         "events": [event for event in events if event.status != "Gone"] + gone[:_MAX_SHOWN],
-        "happenings": simulator.history()[: -_MAX_SHOWN - 1 : -1],
+        "history": simulator.history()[: -_MAX_SHOWN - 1 : -1],
         # Words that /schedule and /fault know, by key.
         "choices": {
             "type": get_args(EventType),
