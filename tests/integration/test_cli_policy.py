@@ -78,7 +78,7 @@ user-initiated
   approve  at once
 
 short-freeze
-  when     Freeze duration_text less than 9s
+  when     Freeze lasting less than 9s
   approve  at once
 
 impactful

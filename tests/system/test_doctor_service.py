@@ -42,7 +42,7 @@ def test_the_packaged_service_passes(service: Service) -> None:
     assert checks["agent"][0][1].startswith(f"runs (pid {service.pid()}), ")
     assert checks["state"] == [["ok", f"{STATE} is there, for root alone, and writable", ""]]
     assert checks["other-agents"] == [["ok", "no other agent that approves events was found", ""]]
-    assert set(checks) == {*re.findall(r"^(?:\||-) `([a-z-]+)`", PAGE, re.MULTILINE)}
+    assert set(checks) == {*re.findall(r"^(?:\||-) `([\w-]+)`", PAGE, re.MULTILINE)}
 
 
 def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: Service) -> None:

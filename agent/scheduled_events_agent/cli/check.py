@@ -241,7 +241,7 @@ def _when_in_words(when: When) -> str:
         parts.append(f"with a resource like {_either(when.resource)}")
     if when.description:
         parts.append(f"described as {_either(when.description)}")
-    for kind, words in (("duration", "duration_text"), ("notice", "announced")):
+    for kind, words in (("duration", "lasting"), ("notice", "announced")):
         below = getattr(when, f"{kind}_below")
         at_least = getattr(when, f"{kind}_at_least")
         limits = [f"at least {format_duration(at_least)}"] if at_least is not None else []
