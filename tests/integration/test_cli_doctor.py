@@ -489,7 +489,7 @@ def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
         policy = HOOKS.format(f"{{run: ['{program}', drain], serialize: true}}")
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
         assert examine(endpoint.url, policy).one("hooks").severity == "ok"
-        old = service_of("daemon")._replace(units_fault="polkit 0.105 does not read polkit.rules")
+        old = service_of("daemon")._replace(units_error="polkit 0.105 does not read polkit.rules")
         monkeypatch.setattr(processes, "own_service", lambda: old)
         assert examine(endpoint.url, policy).one("hooks").message == (
             "hooks.drain.run: run-as-root cannot start the hook: polkit 0.105 does not read polkit.rules"
@@ -580,7 +580,9 @@ def as_nobody() -> Iterator[None]:
 
 
 def service_of(account: str) -> OwnService:
-    return OwnService(is_enabled=True, state="active", is_running=True, pid=1, account=account, is_stale=False)
+    return OwnService(
+        is_enabled=True, state="active", is_running=True, pid=1, account=account, needs_daemon_reload=False
+    )
 
 
 @needs_root
@@ -593,7 +595,7 @@ def test_a_state_directory_of_a_wrong_account_is_a_failure(
         os.chown(state, 12345, 12345)
     finding = f"{state}: it belongs to uid 12345: if it is the agent's own, chown -R"
     assert examine(endpoint.url).one("state") == Check("warning", f"{finding} root {state}", AS_AGENT)
-    with contextlib.closing(host.hold_lock(state / "lock")):  # as in a container whose agent is not root
+    with contextlib.closing(host.acquire_lock(state / "lock")):  # as in a container whose agent is not root
         assert examine(endpoint.url).one("state") == Check(
             "ok", f"{state} is there, for the agent that runs with it", ""
         )
@@ -771,7 +773,7 @@ def test_an_agent_that_does_not_answer_is_a_warning(
     state = tmp_path / "state"
     host.create_private_dir(state)
     Store.open(state, datetime.now(UTC)).close()
-    with contextlib.closing(host.hold_lock(state / "lock")):
+    with contextlib.closing(host.acquire_lock(state / "lock")):
         report = examine(endpoint.url)
     assert report.one("agent") == Check(
         "warning", f"the agent (pid {os.getpid()}) does not answer", "see its log; if it stays, restart it"
@@ -780,14 +782,14 @@ def test_an_agent_that_does_not_answer_is_a_warning(
 
 def test_a_lock_is_reported_with_its_holder_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    assert host.lock_holder(path) is None
-    lock = host.hold_lock(path)
+    assert host.lock_owner(path) is None
+    lock = host.acquire_lock(path)
     try:
-        assert host.lock_holder(path) == str(os.getpid())
+        assert host.lock_owner(path) == str(os.getpid())
     finally:
         lock.close()
-    assert host.lock_holder(path) is None
-    host.hold_lock(path).close()
+    assert host.lock_owner(path) is None
+    host.acquire_lock(path).close()
 
 
 def test_only_another_agent_on_the_machine_is_a_warning(

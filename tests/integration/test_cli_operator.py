@@ -86,7 +86,7 @@ def test_a_hold_without_a_response_during_an_approval_is_reported_as_valid(
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
     held = replace(PENDING, operator_action="hold", approval=Approval(state="requested"))
     keep(state_dir, held)
-    with contextlib.closing(host.hold_lock(state_dir / "lock")):  # as an agent that runs has it
+    with contextlib.closing(host.acquire_lock(state_dir / "lock")):  # as an agent that runs has it
         told = "scheduled-events-agent: held, unless Azure accepts the approval that is under way; see status\n"
         assert run("hold", "bbbb") == (1, told)
         assert "has not answered within 0.1 s" in run("release", "bbbb")[1]

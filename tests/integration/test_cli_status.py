@@ -121,7 +121,7 @@ def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
                     store.answer_request(request.id, RequestAnswer(succeeded=True, message=answer.decode()))
         store.close()
 
-    lock = host.hold_lock(state_dir / "lock")
+    lock = host.acquire_lock(state_dir / "lock")
     thread = threading.Thread(target=answer_requests)
     thread.start()
     try:

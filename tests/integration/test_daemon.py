@@ -158,7 +158,7 @@ class Told(host.ServiceManager):
         super().__init__()
         self.words: list[str] = []
 
-    def tell(self, state: str, status: str) -> None:
+    def notify(self, state: str, status: str) -> None:
         del status
         self.words.append(state)
 

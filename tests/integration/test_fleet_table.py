@@ -623,7 +623,7 @@ def test_check_rejects_an_unreadable_signature(sas_file: Path, capsys: pytest.Ca
 def test_an_agent_that_starts_warns_of_an_exposed_signature(
     sas_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "exposure_fault", lambda path: f"{path.name} is open to all")
+    monkeypatch.setattr(host, "find_read_risk", lambda path: f"{path.name} is open to all")
     policy = sas_file.with_name("policy.yaml")
     credential = json.dumps({"sas_file": str(sas_file)})
     text = f"fleet: {{group: web, table: 'https://a.example/abc', max_events: 1, credential: {credential}}}\n"

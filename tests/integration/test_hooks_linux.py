@@ -43,7 +43,7 @@ def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert threading.active_count() == threads
     assert process.num_fds() == descriptors
     assert _left_over(_children() - children) == []
-    assert linux.marked_processes(_INSTANCE) == set()
+    assert linux.find_leftovers(_INSTANCE) == set()
     assert linux._trees == {}
 
 
@@ -61,7 +61,7 @@ def _left_over(pids: Iterable[int]) -> list[str]:
     deadline = time.monotonic() + 60.0
     while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
         assert all(_has_ended(pid) for pid in left), [_describe(pid) for pid in left]
-        linux.reap_orphans()
+        linux.reap_zombies()
         time.sleep(0.01)
     return [_describe(pid) for pid in left]
 
@@ -195,7 +195,7 @@ def test_one_hook_does_not_end_the_processes_of_another(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: results.append(run.run()))
     thread.start()
     assert seen.wait(60.0)
-    before = linux.marked_processes(_INSTANCE)
+    before = linux.find_leftovers(_INSTANCE)
     for _ in range(3):
         _shell("setsid -f sleep 60; sleep 60", timeout=0.05)
     assert len(before) >= 3
@@ -474,13 +474,13 @@ def test_hooks_left_running_by_a_killed_agent_are_ended_by_the_next() -> None:
         agent.kill()
         agent.wait()
         agent.stdout.close()
-    assert len(linux.marked_processes(_INSTANCE)) >= 6
+    assert len(linux.find_leftovers(_INSTANCE)) >= 6
     assert kill_orphans(_INSTANCE + "-one") >= 3
-    assert linux.marked_processes(_INSTANCE + "-one") == set()
-    assert len(linux.marked_processes(_INSTANCE + "-two")) >= 3
+    assert linux.find_leftovers(_INSTANCE + "-one") == set()
+    assert len(linux.find_leftovers(_INSTANCE + "-two")) >= 3
     assert kill_orphans(_INSTANCE + "-two") >= 3
     assert kill_orphans(_INSTANCE + "-two") == 0
-    linux.reap_orphans()
+    linux.reap_zombies()
 
 
 def test_leftover_processes_are_ended_although_the_process_scan_is_slow(
@@ -496,7 +496,7 @@ def test_leftover_processes_are_ended_although_the_process_scan_is_slow(
         assert left.stdout.readline() == b"ready\n"
         try:
             assert kill_orphans(_INSTANCE) >= 1
-            assert linux.marked_processes(_INSTANCE) == set()
+            assert linux.find_leftovers(_INSTANCE) == set()
         finally:
             left.kill()
 

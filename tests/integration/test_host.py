@@ -17,7 +17,7 @@ _HOLD = """
 import sys
 from pathlib import Path
 from scheduled_events_agent import host
-lock = host.hold_lock(Path(sys.argv[1]))
+lock = host.acquire_lock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -36,7 +36,7 @@ def test_a_second_agent_on_the_same_state_is_rejected_and_names_the_first(tmp_pa
     path = tmp_path / "lock"
     with _start_holder(path) as holder:
         with pytest.raises(host.HostError) as caught:
-            host.hold_lock(path)
+            host.acquire_lock(path)
         holder.kill()
     assert caught.value.kind == "locked"
     assert str(caught.value) == (
@@ -48,16 +48,16 @@ def test_the_lock_of_an_agent_that_was_killed_is_free(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with _start_holder(path) as holder:
         holder.kill()
-    lock = host.hold_lock(path)
+    lock = host.acquire_lock(path)
     lock.close()
-    host.hold_lock(path).close()
+    host.acquire_lock(path).close()
 
 
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="only root makes namespaces of processes")
 def test_the_holder_of_a_lock_is_seen_from_another_container(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     ask = "from pathlib import Path; from scheduled_events_agent import host; "
-    ask += f"print(host.lock_holder(Path({str(path)!r})))"
+    ask += f"print(host.lock_owner(Path({str(path)!r})))"
     with _start_holder(path) as holder:
         apart = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ask]
         said = subprocess.run(apart, capture_output=True, text=True, check=True).stdout
@@ -89,13 +89,13 @@ def test_an_agent_starts_although_its_lock_is_read_at_that_moment(
     path = tmp_path / "lock"
     stop_asking = _start_asking(path)
     monkeypatch.setattr("time.sleep", lambda _: stop_asking())
-    host.hold_lock(path).close()
+    host.acquire_lock(path).close()
 
 
 def test_a_lock_that_cannot_be_made_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "lock"
     with pytest.raises(host.HostError) as caught:
-        host.hold_lock(path)
+        host.acquire_lock(path)
     assert caught.value.kind == "lock"
     assert str(caught.value).startswith(f"{path}: cannot be opened for locking; ")
 
@@ -258,7 +258,7 @@ def test_a_file_that_others_could_change_is_reported_with_a_hint(
     os.chown(path, -1, 65534)
     path.chmod(mode)
     fault = f"{path} can be changed by {who}, and the agent acts on what it finds there: chmod go-w {path}"
-    assert host.tampering_fault(path) == (fault if who else None)
+    assert host.find_write_risk(path) == (fault if who else None)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
@@ -266,19 +266,19 @@ def test_a_directory_in_which_others_could_replace_a_file_is_reported(tmp_path: 
     path = tmp_path / "hook"
     path.touch()
     tmp_path.chmod(0o777)
-    assert host.tampering_fault(path) == (
+    assert host.find_write_risk(path) == (
         f"{tmp_path} can be changed by every account, and the agent acts on what it finds there: "
         f"chmod go-w {tmp_path}"
     )
     tmp_path.chmod(0o1777)  # as /tmp: only a file's owner can
-    assert host.tampering_fault(path) is None
+    assert host.find_write_risk(path) is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
 def test_a_directory_that_others_could_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    assert host.privacy_fault(path) is None
+    assert host.find_privacy_risk(path) is None
     path.mkdir(mode=0o700)
-    assert host.privacy_fault(path) is None
+    assert host.find_privacy_risk(path) is None
     path.chmod(0o750)
-    assert host.privacy_fault(path) == (f"it is open to others: if it is the agent's own, chmod 700 {path}")
+    assert host.find_privacy_risk(path) == (f"it is open to others: if it is the agent's own, chmod 700 {path}")

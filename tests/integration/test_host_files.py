@@ -8,7 +8,7 @@ import pytest
 from scheduled_events_agent import host
 from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.hooks.preflight import check_machine, problems
-from scheduled_events_agent.policy.load import Loaded
+from scheduled_events_agent.policy.load import LoadedPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _another_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, str(tmp_path / "temporary"))
 
 
-def problems_here(loaded: Loaded) -> list[str]:
+def problems_here(loaded: LoadedPolicy) -> list[str]:
     return [str(problem) for problem in problems(loaded, check_machine(loaded, is_root=host.is_privileged()))]
 
 

@@ -33,7 +33,7 @@ def test_a_busy_service_manager_is_retried_until_it_receives_the_message(
         with suppress(BlockingIOError):
             while True:  # until it accepts no more
                 other.sendto(b"OTHER=1", str(tmp_path / "notify"))
-        teller = threading.Thread(target=host.ServiceManager().tell, args=("ready", "up"))
+        teller = threading.Thread(target=host.ServiceManager().notify, args=("ready", "up"))
         teller.start()
         teller.join(0.3)  # it has tried
         while (message := listener.recv(4096)) == b"OTHER=1":
@@ -53,7 +53,7 @@ def test_a_service_manager_that_never_listens_is_not_waited_for_long(
             with suppress(BlockingIOError):
                 while True:
                     other.sendto(b"OTHER=1", str(tmp_path / "notify"))
-        teller = threading.Thread(target=host.ServiceManager().tell, args=("ready", "up"))
+        teller = threading.Thread(target=host.ServiceManager().notify, args=("ready", "up"))
         teller.start()
         teller.join(60.0)
         assert not teller.is_alive()
@@ -145,7 +145,7 @@ def test_an_account_without_privileges_starts_units_if_polkit_reads_the_rule(
             )
         service = processes.own_service()
         assert service is not None
-        assert service.units_fault.replace(str(tmp_path), "PATH") == expected
+        assert service.units_error.replace(str(tmp_path), "PATH") == expected
 
 
 def test_credentials_that_systemd_has_loaded_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

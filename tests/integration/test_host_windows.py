@@ -21,9 +21,9 @@ import win32security
 
 from scheduled_events_agent import host
 from scheduled_events_agent.host.windows import permissions
-from scheduled_events_agent.host.windows.event_log import EventLog, directory_fault, open_log_file
+from scheduled_events_agent.host.windows.event_log import EventLog, find_log_dir_risk, open_log_file
 from scheduled_events_agent.host.windows.service_manager import register_source, unregister_source
-from scheduled_events_agent.host.windows.service_process import open_crash_file
+from scheduled_events_agent.host.windows.service_process import open_crash_log
 
 pytestmark = pytest.mark.wine
 _ON_WINE = hasattr(ctypes.windll.ntdll, "wine_get_version")
@@ -59,14 +59,16 @@ def _entries(path: Path) -> set[tuple[int, int, str]]:
         ("O:BAD:NO_ACCESS_CONTROL", permissions.TO_WRITE, False, ["everyone"]),
     ],
 )
-def test_access_lists_are_evaluated(text: str, rights: int, with_heirs: bool, expected: list[str]) -> None:
+def test_access_lists_are_evaluated(text: str, rights: int, with_inheritable: bool, expected: list[str]) -> None:
     trusted = ["S-1-5-18", "S-1-5-32-544"]
     if text.endswith("NO_ACCESS_CONTROL"):
         descriptor: Any = _descriptor("O:BA")
         descriptor.SetSecurityDescriptorDacl(True, None, False)
     else:
         descriptor = _descriptor(text)
-    assert permissions.untrusted(descriptor, trusted, rights, with_heirs=with_heirs) == expected
+    assert (
+        permissions.untrusted_accounts(descriptor, trusted, rights, with_inheritable=with_inheritable) == expected
+    )
 
 
 def _with_condition(account: str) -> Any:
@@ -82,8 +84,8 @@ def _with_condition(account: str) -> Any:
 
 
 def test_a_conditional_entry_counts_as_met() -> None:
-    assert permissions.untrusted(
-        _with_condition(_EVERYBODY), ["S-1-5-32-544"], permissions.TO_WRITE, with_heirs=False
+    assert permissions.untrusted_accounts(
+        _with_condition(_EVERYBODY), ["S-1-5-32-544"], permissions.TO_WRITE, with_inheritable=False
     ) == ["any account that meets the condition of an entry"]
 
 
@@ -97,9 +99,9 @@ def test_a_parent_directory_that_everybody_may_replace_is_reported(tmp_path: Pat
     path = tmp_path / "open" / "closed" / "closed too" / "hook.cmd"
     path.parent.mkdir(parents=True)
     path.touch()
-    assert host.tampering_fault(path) is None
+    assert host.find_write_risk(path) is None
     _open_to_everybody(tmp_path / "open")
-    fault = host.tampering_fault(path)
+    fault = host.find_write_risk(path)
     assert fault is not None
     if _ON_WINE:  # which has no lists of their own for those below
         assert " can be changed by S-1-1-0, and the agent acts on what it finds there: icacls " in fault
@@ -114,8 +116,8 @@ def test_accounts_that_can_change_the_agents_code_are_trusted_elsewhere(
     path.touch()
     _open_to_everybody(path)
     monkeypatch.setattr("scheduled_events_agent.host.windows.permissions.__file__", str(path))
-    assert host.tampering_fault(path) is None
-    fault = host.tampering_fault(path, is_own_code=True)
+    assert host.find_write_risk(path) is None
+    fault = host.find_write_risk(path, is_own_code=True)
     assert fault is not None
     assert fault.startswith(f"{path} can be changed by S-1-1-0, ")
 
@@ -130,9 +132,9 @@ def test_the_target_of_a_link_is_checked_too(tmp_path: Path) -> None:
     opened.mkdir()
     (closed / "hook.cmd").touch()
     _winapi.CreateJunction(str(closed), str(opened / "link"))
-    assert host.tampering_fault(opened / "link" / "hook.cmd") is None
+    assert host.find_write_risk(opened / "link" / "hook.cmd") is None
     _open_to_everybody(opened / "link")  # the directory that it leads to
-    fault = host.tampering_fault(opened / "link" / "hook.cmd")
+    fault = host.find_write_risk(opened / "link" / "hook.cmd")
     assert fault is not None
     assert " can be changed by S-1-1-0, " in fault
 
@@ -142,13 +144,13 @@ def test_nothing_is_written_to_a_log_directory_that_others_could_change(tmp_path
     logs.mkdir()
     (logs / "crash.log").write_text("a trap")
     _open_to_everybody(logs)
-    fault = directory_fault(logs)
+    fault = find_log_dir_risk(logs)
     assert fault is not None
     assert fault.startswith(f"{logs} can be changed by S-1-1-0, ")
     log = open_log_file(logs)
     with pytest.raises(OSError, match="can be changed by S-1-1-0"):
         log.write("a line\n")
-    crash_file, left = open_crash_file(logs)
+    crash_file, left = open_crash_log(logs)
     with crash_file:
         crash_file.write("lost\n")
     assert left == ""
@@ -191,7 +193,7 @@ def test_a_file_that_everybody_may_change_is_reported_with_a_hint(tmp_path: Path
     dacl = _descriptor("D:P(A;;FA;;;SY)(A;;FA;;;WD)").GetSecurityDescriptorDacl()
     wanted = win32security.DACL_SECURITY_INFORMATION
     win32security.SetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted, None, None, dacl, None)
-    assert host.tampering_fault(path) == (
+    assert host.find_write_risk(path) == (
         f"{path} can be changed by S-1-1-0, and the agent acts on what it finds there: "
         f'icacls "{path}" /inheritance:r /grant:r "*S-1-5-18:F" "*S-1-5-32-544:F" /remove:g *S-1-1-0; '
         f'if the owner is still another, icacls "{path}" /setowner *S-1-5-32-544'

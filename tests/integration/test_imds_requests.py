@@ -264,5 +264,5 @@ def test_a_diagnosis_gets_an_answer_of_any_status(service: respx.MockRouter) -> 
     answer = client_of().probe("instance")
 
     assert (answer.status, answer.headers["server"], answer.body) == (400, "IMDS", b"no")
-    assert answer.fault is not None
-    assert answer.fault.kind == "bad_request"
+    assert answer.error is not None
+    assert answer.error.kind == "bad_request"

@@ -12,7 +12,7 @@ import pytest
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.policy import yaml_nodes
 from scheduled_events_agent.policy.settings import NotificationKind, Settings
-from scheduled_events_agent.policy.typed_yaml import kinds, peel
+from scheduled_events_agent.policy.typed_yaml import meta_kinds, unwrap_annotated
 
 MARK = "MARK-5f1d"
 TEXT = f"'curl {MARK} x'"
@@ -33,8 +33,8 @@ TOLD = ("notify.0.when.resource", "notify.0.when.description")
 
 def secret_keys(annotation: Any, path: tuple[str, ...] = (), *, is_secret: bool = False) -> Iterator[str]:
     """Each key that is marked, or below one that is; an index is 0, and a name of one's own is own."""
-    type_, metas = peel(annotation)
-    is_secret = is_secret or "secret" in kinds(metas)
+    type_, metas = unwrap_annotated(annotation)
+    is_secret = is_secret or "secret" in meta_kinds(metas)
     if is_secret:
         yield ".".join(path)
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
@@ -101,7 +101,7 @@ def test_the_loader_without_c_code_does_not_quote_it_either(value: str, monkeypa
     fault = ""
     try:
         yaml_nodes.compose(f"to: {value}\n")
-    except yaml_nodes.SyntaxFault as error:
+    except yaml_nodes.YamlSyntaxError as error:
         fault = str(error)
     assert MARK not in fault
 

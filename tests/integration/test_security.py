@@ -18,7 +18,7 @@ from scheduled_events_agent.cli.config import load_policy, policy_file
 from scheduled_events_agent.daemon.policy_reader import look_at_machine, read_policy
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import read_sas
-from scheduled_events_agent.hooks.preflight import check_machine, hook_write_risk
+from scheduled_events_agent.hooks.preflight import check_machine, find_hook_write_risk
 from scheduled_events_agent.hooks.run import HookResult, HookRun
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.notifications import SAMPLE, NotificationError, deliver
@@ -59,14 +59,14 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_files_that_only_root_and_this_account_can_change_are_accepted(file: Path) -> None:
-    assert host.tampering_fault(file) is None
-    assert host.tampering_fault(Path("/bin/sh")) is None
+    assert host.find_write_risk(file) is None
+    assert host.find_write_risk(Path("/bin/sh")) is None
 
 
 def test_a_missing_file_is_left_to_other_checks(tmp_path: Path) -> None:
-    assert host.tampering_fault(tmp_path / "missing") is None
+    assert host.find_write_risk(tmp_path / "missing") is None
     (tmp_path / "circle").symlink_to("circle")
-    assert host.tampering_fault(tmp_path / "circle") is None
+    assert host.find_write_risk(tmp_path / "circle") is None
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "directory", "directory above"])
@@ -79,7 +79,7 @@ def test_every_parent_directory_is_checked(file: Path, level: int, mode: int, gr
     place = (file, *file.parents)[level]
     os.chown(place, 0, group)
     place.chmod(mode)
-    assert host.tampering_fault(file) == (danger(place, who, f"chmod go-w {place}") if who else None)
+    assert host.find_write_risk(file) == (danger(place, who, f"chmod go-w {place}") if who else None)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "directory", "directory above"])
@@ -88,7 +88,7 @@ def test_an_owner_can_change_whatever_the_mode_says(file: Path, level: int) -> N
     place = (file, *file.parents)[level]
     os.chown(place, SOMEBODY, 0)
     place.chmod(0o555)
-    assert host.tampering_fault(file) == danger(place, f"its owner, uid {SOMEBODY}", f"chown root {place}")
+    assert host.find_write_risk(file) == danger(place, f"its owner, uid {SOMEBODY}", f"chown root {place}")
 
 
 @needs_root
@@ -96,37 +96,37 @@ def test_a_link_is_as_safe_as_its_directory_and_its_target(file: Path, tmp_path:
     link = tmp_path / "links" / "link"
     link.parent.mkdir()
     link.symlink_to("../a/b/../b/file")
-    assert host.tampering_fault(link) is None
+    assert host.find_write_risk(link) is None
 
     link.parent.chmod(0o777)
-    assert host.tampering_fault(link) == danger(link.parent, "every account", f"chmod go-w {link.parent}")
+    assert host.find_write_risk(link) == danger(link.parent, "every account", f"chmod go-w {link.parent}")
     link.parent.chmod(0o755)
 
     file.parent.chmod(0o777)
-    found = host.tampering_fault(link)
+    found = host.find_write_risk(link)
     assert found is not None
     assert re.fullmatch(r"\S+/b can be changed by every account, .*", found)
     file.parent.chmod(0o755)
 
     os.chown(link, SOMEBODY, SOMEBODY, follow_symlinks=False)
-    assert host.tampering_fault(link) == danger(link, f"its owner, uid {SOMEBODY}", f"chown -h root {link}")
+    assert host.find_write_risk(link) == danger(link, f"its owner, uid {SOMEBODY}", f"chown -h root {link}")
 
 
 @needs_root
 def test_a_link_to_a_parent_directory_is_followed_too(file: Path, tmp_path: Path) -> None:
     (tmp_path / "way").symlink_to(file.parent)
     path = tmp_path / "way" / "file"
-    assert host.tampering_fault(path) is None
+    assert host.find_write_risk(path) is None
     file.parents[1].chmod(0o777)
-    assert host.tampering_fault(path) == danger(file.parents[1], "every account", f"chmod go-w {file.parents[1]}")
+    assert host.find_write_risk(path) == danger(file.parents[1], "every account", f"chmod go-w {file.parents[1]}")
 
 
 @needs_root
 def test_in_a_sticky_directory_the_owner_of_the_entry_decides(file: Path) -> None:
     file.parent.chmod(0o1777)  # as /tmp: others can neither remove nor rename what is not theirs
-    assert host.tampering_fault(file) is None
+    assert host.find_write_risk(file) is None
     os.chown(file, SOMEBODY, SOMEBODY)
-    assert host.tampering_fault(file) == danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
+    assert host.find_write_risk(file) == danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
 
 
 @needs_root
@@ -141,11 +141,11 @@ def test_the_account_of_a_hook_and_its_own_group_may_change_its_files(
     os.chown(file, SOMEBODY, SOMEBODY)
     file.chmod(0o775)
     monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group(("x", "", SOMEBODY, [])))
-    assert host.tampering_fault(file, "x") is None
-    assert host.tampering_fault(file) == danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
+    assert host.find_write_risk(file, "x") is None
+    assert host.find_write_risk(file) == danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
 
     monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group(("users", "", SOMEBODY, [])))
-    assert host.tampering_fault(file, "x") == danger(file, f"the group {SOMEBODY}", f"chmod go-w {file}")
+    assert host.find_write_risk(file, "x") == danger(file, f"the group {SOMEBODY}", f"chmod go-w {file}")
 
 
 @needs_root
@@ -154,9 +154,9 @@ def test_every_owner_of_the_agents_code_is_trusted(file: Path, monkeypatch: pyte
     code.touch()
     os.chown(code, SOMEBODY, SOMEBODY)
     os.chown(file, SOMEBODY, SOMEBODY)
-    assert host.tampering_fault(file) is not None
+    assert host.find_write_risk(file) is not None
     monkeypatch.setattr("scheduled_events_agent.host.linux.files.__file__", str(code))
-    assert host.tampering_fault(file) is None
+    assert host.find_write_risk(file) is None
 
 
 @needs_root
@@ -171,7 +171,7 @@ def test_an_access_list_with_write_access_is_reported(file: Path) -> None:
         os.setxattr(file, "system.posix_acl_access", data)
     except OSError as error:
         pytest.skip(f"no access lists here: {error.strerror}")
-    assert host.tampering_fault(file) == danger(
+    assert host.find_write_risk(file) == danger(
         file, "accounts in its access list", f"setfacl -b {file} && chmod go-w {file}"
     )
 
@@ -181,14 +181,14 @@ def test_a_read_only_mount_cannot_be_changed(file: Path) -> None:
     file.parent.chmod(0o777)  # as Kubernetes makes the directory of a ConfigMap
     place = file.parent
     code = "from pathlib import Path; from scheduled_events_agent import host; "
-    code += f"print(host.tampering_fault(Path({str(file)!r})))"
+    code += f"print(host.find_write_risk(Path({str(file)!r})))"
     script = f'mount --bind "{place}" "{place}" && mount -o remount,ro,bind "{place}" && exec "$0" -c "$1"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, code]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no mount can be made here: {done.stderr}")
     assert done.stdout == "None\n"
-    assert host.tampering_fault(file) == danger(place, "every account", f"chmod go-w {place}")
+    assert host.find_write_risk(file) == danger(place, "every account", f"chmod go-w {place}")
 
 
 @needs_root
@@ -197,9 +197,9 @@ def test_the_owner_of_the_agents_own_code_is_trusted_but_not_with_that_code(
 ) -> None:
     os.chown(file, SOMEBODY, 0)
     monkeypatch.setattr("scheduled_events_agent.host.linux.files.__file__", str(file))
-    assert host.tampering_fault(file) is None
+    assert host.find_write_risk(file) is None
     told = danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
-    assert host.tampering_fault(file, is_own_code=True) == told
+    assert host.find_write_risk(file, is_own_code=True) == told
 
 
 @needs_root
@@ -224,20 +224,20 @@ def open_to_all(path: Path, text: str = "", mode: int = 0o777) -> Path:
 def test_a_program_is_checked_by_path_directory_or_search_path(tmp_path: Path) -> None:
     path = open_to_all(tmp_path / "drain")
     fault = danger(path, "every account", f"chmod go-w {path}")
-    assert hook_write_risk(Hook(run=(str(path), "now"))) == fault
-    assert hook_write_risk(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
+    assert find_hook_write_risk(Hook(run=(str(path), "now"))) == fault
+    assert find_hook_write_risk(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
         path, "every account", f"chmod go-w {path}"
     )
-    assert hook_write_risk(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
-    assert hook_write_risk(Hook(run=("true",))) is None
-    assert hook_write_risk(Hook(run=("no-such-program",))) is None
+    assert find_hook_write_risk(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
+    assert find_hook_write_risk(Hook(run=("true",))) is None
+    assert find_hook_write_risk(Hook(run=("no-such-program",))) is None
 
 
 def test_the_interpreter_of_a_script_is_checked(tmp_path: Path) -> None:
     interpreter = open_to_all(tmp_path / "python")
     script = tmp_path / "drain"
     script.write_text(f"#! {interpreter} -I\n")
-    assert hook_write_risk(Hook(run=(str(script),))) == danger(
+    assert find_hook_write_risk(Hook(run=(str(script),))) == danger(
         interpreter, "every account", f"chmod go-w {interpreter}"
     )
 
@@ -261,11 +261,11 @@ def test_an_argument_counts_if_it_is_a_program_a_script_or_an_interpreters_file(
         open_to_all(path, mode=mode)
     fault = danger(path, "every account", f"chmod go-w {path}")
     hook = Hook(run=tuple(word.format(path) for word in run))
-    assert hook_write_risk(hook) == (fault if is_code else None)
+    assert find_hook_write_risk(hook) == (fault if is_code else None)
 
 
 def test_a_shell_line_is_not_parsed() -> None:
-    assert hook_write_risk(Hook(shell="/tmp/anything")) is None
+    assert find_hook_write_risk(Hook(shell="/tmp/anything")) is None
 
 
 # --- what is done about it
@@ -558,7 +558,7 @@ def test_the_account_that_owns_the_state_directory_may_replace_it(tmp_path: Path
     state.mkdir(parents=True, mode=0o700)
     for place in (state, state.parent):
         os.chown(place, SOMEBODY, SOMEBODY)
-    assert host.replacement_fault(state) is None
+    assert host.find_replacement_risk(state) is None
 
 
 # --- secrets in a policy that every account can read
@@ -607,7 +607,7 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     findings = [*check_machine(loaded, is_root=False)]
     found = [*doctor._look_at_files(loaded, findings, is_root_service=False)]
     assert [(finding.severity, finding.message) for finding in found] == [("warning", told)]
-    of_hooks = doctor._look_at_hooks(loaded, findings, None, units_fault="")
+    of_hooks = doctor._look_at_hooks(loaded, findings, None, units_error="")
     assert [finding.severity for finding in of_hooks] == ["ok"]  # it is said once
     policy.chmod(0o640)
     assert secret_warnings(policy, capsys) == []

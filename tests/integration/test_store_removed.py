@@ -45,7 +45,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(directory: Path) -> Iterator[Store]:
-    lock = host.hold_lock(directory / LOCK_NAME)
+    lock = host.acquire_lock(directory / LOCK_NAME)
     with contextlib.closing(Store.open(directory, NOW, lock=lock)) as store:
         yield store
 
@@ -163,16 +163,16 @@ def test_a_removed_lock_is_acquired_again(store: Store, directory: Path) -> None
     (directory / LOCK_NAME).unlink()
     assert store.recreate_if_removed() == f"{directory / LOCK_NAME} was removed"
     with pytest.raises(host.HostError, match="has locked it"):
-        host.hold_lock(directory / LOCK_NAME)
+        host.acquire_lock(directory / LOCK_NAME)
     store.close()
-    host.hold_lock(directory / LOCK_NAME).close()
+    host.acquire_lock(directory / LOCK_NAME).close()
 
 
 def test_while_another_agent_has_the_new_lock_its_files_are_left_alone(store: Store, directory: Path) -> None:
     store.commit([make_step("one")], NOW)
     shutil.rmtree(directory)
     host.create_private_dir(directory)
-    lock = host.hold_lock(directory / LOCK_NAME)
+    lock = host.acquire_lock(directory / LOCK_NAME)
     with contextlib.closing(Store.open(directory, NOW, lock=lock)) as other:
         other.commit([make_step("other")], NOW)
         for _ in range(2):

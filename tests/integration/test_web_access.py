@@ -22,7 +22,7 @@ from test_daemon import running
 
 from scheduled_events_agent import host
 from scheduled_events_agent.hooks import preflight
-from scheduled_events_agent.policy.load import Loaded, parse_settings
+from scheduled_events_agent.policy.load import LoadedPolicy, parse_settings
 from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.web import server as web
@@ -368,7 +368,7 @@ def test_the_documented_access_file_works_unchanged(place: Path) -> None:
 # --- what ``check`` says
 
 
-def lines_of_web_config(loaded: Loaded) -> list[str]:
+def lines_of_web_config(loaded: LoadedPolicy) -> list[str]:
     found = preflight.problems(loaded, preflight.check_machine(loaded, is_root=host.is_privileged()))
     return [str(problem) for problem in found if problem.path == "agent.web_config"]
 
@@ -450,7 +450,7 @@ def test_a_key_that_no_other_account_can_reach_may_have_any_mode(shared_place: P
     assert exposures(file) != []
     shared_place.chmod(0o710)  # as Debian's /etc/ssl/private
     assert exposures(file) == []
-    assert host.exposure_fault(shared_place / "missing.key") is None
+    assert host.find_read_risk(shared_place / "missing.key") is None
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="access lists are Windows'")
@@ -471,7 +471,7 @@ def test_on_windows_the_access_list_shows_whether_every_account_can_read_the_key
     )
     monkeypatch.setattr(permissions, "_descriptor", lambda _: descriptor)
     key = tmp_path / "server.key"
-    fault = host.exposure_fault(key)
+    fault = host.find_read_risk(key)
     assert (fault is not None) == is_logged
     assert fault is None or fault.startswith(f"{key} can be read by S-1-")
 

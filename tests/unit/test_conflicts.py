@@ -194,7 +194,7 @@ def test_a_cluster_in_which_some_resource_is_stopped_may_approve_and_may_not(
         '<meta_attributes id="m"><nvpair id="n" name="target-role" value="Stopped"/></meta_attributes></clone>'
     )
     cib.write_text(cib.read_text().replace("</clone>", stopped))
-    assert [one.life for one in linux_approvers(tmp_path)] == ["maybe"]
+    assert [one.state for one in linux_approvers(tmp_path)] == ["maybe"]
 
 
 def test_a_cluster_without_that_resource_is_none(tmp_path: Path, processes: Processes) -> None:

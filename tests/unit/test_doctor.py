@@ -28,7 +28,7 @@ from scheduled_events_agent.cli.doctor_checks import (
     warning,
 )
 from scheduled_events_agent.cli.terminal import Terminal
-from scheduled_events_agent.host.conflicts import ActingAgent, Approver, Life
+from scheduled_events_agent.host.conflicts import ActingAgent, Approver, ApproverState
 from scheduled_events_agent.imds.client import ImdsError, RawResponse
 from scheduled_events_agent.policy.load import BUILT_IN_NAME
 from scheduled_events_agent.policy.settings import VmSettings
@@ -64,10 +64,10 @@ STATUS = Status(
 SOMETHING_ELSE = "check imds.endpoint, and what else answers there: a proxy, a portal, another service"
 
 
-def answer(status: int = 200, body: Any = b"", fault: ImdsError | None = None, **headers: str) -> RawResponse:
+def answer(status: int = 200, body: Any = b"", error: ImdsError | None = None, **headers: str) -> RawResponse:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {name.replace("_", "-"): value for name, value in headers.items()}
-    return RawResponse(status=status, headers=fields, body=content, fault=fault)
+    return RawResponse(status=status, headers=fields, body=content, error=error)
 
 
 def instance(name: str) -> RawResponse:
@@ -334,7 +334,7 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
     ],
 )
 def test_another_agent_is_a_failure_only_if_both_would_act(
-    life: Life, is_acting: bool, state: str, text: str
+    life: ApproverState, is_acting: bool, state: str, text: str
 ) -> None:
     (found,) = judge_others([Approver("X", "here", life, "stop it")], [], is_acting=is_acting)
     assert (found.severity, found.message) == (state, text)

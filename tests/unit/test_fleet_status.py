@@ -418,7 +418,7 @@ def test_doctor_looks_at_the_signature_as_the_services_account(
     def told(path: Path, purpose: str, user: str | None) -> str:
         return f"{user} cannot {purpose} {path.name}"
 
-    monkeypatch.setattr(processes, "access_fault", told)
+    monkeypatch.setattr(processes, "find_access_error", told)
     (tmp_path / "sas").write_text("sv=1&sig=2")
     fleet = FleetSettings(group="web", table=TABLE, credential=FleetCredential(sas_file=str(tmp_path / "sas")))
     finding = examine(Settings(), fleet, "agent")

@@ -57,7 +57,9 @@ def test_the_commands_give_an_account_the_access_of_an_installation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: dict[str, str] = {}
-    monkeypatch.setattr(permissions, "_make_or_close", lambda path, further: given.update({path.name: further}))
+    monkeypatch.setattr(
+        permissions, "_create_or_restrict", lambda path, further: given.update({path.name: further})
+    )
     permissions.make_data_dirs(Path("root"), rf"NT SERVICE\{permissions.SERVICE}")
     names = {permissions._READ: "RX", permissions._ALL: "F"}
     grant = r'^icacls\.exe "?\$data\\?(\w*)"? /grant "\$\{account\}:\(OI\)\(CI\)(\w+)"$'

@@ -22,7 +22,7 @@ from scheduled_events_agent.host import processes
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows import service_manager as windows_service
 from scheduled_events_agent.host.windows import system
-from scheduled_events_agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
+from scheduled_events_agent.host.windows.service_process import Control, Service, State, Status, open_crash_log
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import RunHook
 
@@ -44,9 +44,9 @@ class Agent:
         self.may_end.set()
 
     def run(self, service: Service) -> None:
-        service.tell("ready", "nothing is pending")
+        service.notify("ready", "nothing is pending")
         assert self.stop_requested.wait(PATIENCE)
-        service.tell("stopping", "Stopping")
+        service.notify("stopping", "Stopping")
         assert self.may_end.wait(PATIENCE)
 
     def stop(self) -> None:
@@ -164,8 +164,8 @@ def test_it_stops_after_the_hooks_and_reports_progress_until_then(crash_file: Te
 def test_a_changed_parameter_is_a_reload_during_which_it_runs(crash_file: TextIO) -> None:
     with running(crash_file) as (manager, agent):
         manager.service.control(Control.PARAMCHANGE)
-        manager.service.tell("reloading", "reads the policy file again")
-        manager.service.tell("ready", "nothing is pending")
+        manager.service.notify("reloading", "reads the policy file again")
+        manager.service.notify("ready", "nothing is pending")
         manager.service.control(Control.INTERROGATE)
         assert agent.heard == ["reload"]
     assert manager.states()[1:] == [RUNNING, RUNNING, STOP_PENDING, STOPPED]
@@ -205,7 +205,7 @@ def test_a_stopping_service_cannot_be_restarted(crash_file: TextIO) -> None:
     with running(crash_file) as (manager, agent):
         agent.may_end.clear()
         manager.service.control(Control.STOP)
-        manager.service.tell("ready", "nothing is pending")
+        manager.service.notify("ready", "nothing is pending")
     manager.service.control(Control.STOP)
     manager.service.control(Control.INTERROGATE)
     assert manager.states() == [START_PENDING, RUNNING, STOP_PENDING, STOPPED]
@@ -239,7 +239,7 @@ def hang_in_a_call():
 def work(service):
     for word in sys.argv[2:]:
         if word == "ready":
-            service.tell("ready", "")
+            service.notify("ready", "")
         elif word == "alive":
             time.sleep(0.4)
             service.keep_alive()
@@ -273,21 +273,21 @@ def test_an_agent_that_sends_heartbeats_is_not_ended(tmp_path: Path) -> None:
 
 def test_the_log_of_a_crashed_agent_is_found_once_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "crash.log").write_text("Timeout (0:01:00)!\nThread 1\n")
-    file, left = open_crash_file(tmp_path)
+    file, left = open_crash_log(tmp_path)
     assert left == "Timeout (0:01:00)!\nThread 1"
     print("new", file=file)
     file.close()
-    file, left = open_crash_file(tmp_path)
+    file, left = open_crash_log(tmp_path)
     file.close()
     assert left == "new"
-    file, left = open_crash_file(tmp_path)
+    file, left = open_crash_log(tmp_path)
     file.close()
     assert left == ""
 
 
 def test_a_crash_log_is_read_up_to_a_limit(tmp_path: Path) -> None:
     (tmp_path / "crash.log").write_text("first" + "x" * 1_000_000)
-    file, left = open_crash_file(tmp_path)
+    file, left = open_crash_log(tmp_path)
     with file:
         assert (len(left), left[:6]) == (100_000, "firstx")
     assert (tmp_path / "crash.log").read_text() == ""
@@ -295,7 +295,7 @@ def test_a_crash_log_is_read_up_to_a_limit(tmp_path: Path) -> None:
 
 def test_an_unusable_crash_log_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "crash.log").mkdir()
-    file, left = open_crash_file(tmp_path)
+    file, left = open_crash_log(tmp_path)
     with file:
         print("lost", file=file)
     assert left == ""

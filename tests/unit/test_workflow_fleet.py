@@ -459,7 +459,7 @@ def test_members_that_do_not_match_this_vm_are_read_as_all() -> None:
     view = FleetState(lambda _: None).view(settings, ("web_0",), 0.0)
     assert view is not None
     assert view.members == ("*",)
-    fault = settings.fleet.members_fault(("web_0",))
+    fault = settings.fleet.members_error(("web_0",))
     assert fault == "members does not match this VM, web_0: all VMs are waited for"
     assert settings.fleet.members_for(("_WBE_7",)) == ("wbe_*",)
     assert settings.fleet.members_for(()) == ("wbe_*",), "nothing is known yet"

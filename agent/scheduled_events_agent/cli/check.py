@@ -18,7 +18,7 @@ from scheduled_events_agent.imds.api_version import candidate_versions
 from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.policy import Rule, When, names_recommendations, promised_times
 from scheduled_events_agent.policy.durations import format_duration, plural
-from scheduled_events_agent.policy.load import BUILT_IN_NAME, ConfigError, Loaded
+from scheduled_events_agent.policy.load import BUILT_IN_NAME, ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.schema import policy_schema
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.policy.typed_yaml import Problem
@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
 class _Report(NamedTuple):
     """The errors and warnings of a policy file."""
 
-    loaded: Loaded | None
+    loaded: LoadedPolicy | None
     """None if the file cannot be read."""
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -135,7 +135,7 @@ def _in_order(problems: tuple[Problem, ...]) -> tuple[str, ...]:
     return tuple(str(problem) for problem in sorted(problems, key=lambda problem: problem.line))
 
 
-def load_checked(config: str | None) -> Loaded:
+def load_checked(config: str | None) -> LoadedPolicy:
     """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
     loaded = load_policy(find_config(config))
     if errors := problems(loaded, (*rejections(loaded), *_fleet_errors(loaded.settings))):
@@ -143,7 +143,7 @@ def load_checked(config: str | None) -> Loaded:
     return loaded
 
 
-def _look_around(loaded: Loaded) -> Iterator[Finding]:
+def _look_around(loaded: LoadedPolicy) -> Iterator[Finding]:
     """Findings about the policy, from this machine, the targets of notifications and the fleet's table."""
     settings = loaded.settings
     yield from check_machine(loaded, is_root=host.is_privileged())
@@ -186,7 +186,7 @@ def _is_without_group(settings: Settings) -> bool:
         return False  # not on the VM that the policy is for
 
 
-def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
+def _policy_in_words(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
     settings = loaded.settings
     if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
         what = "names no rules" if loaded.parsed.lines else "is empty"

@@ -9,8 +9,8 @@ from scheduled_events_agent.policy.load import (
     BUILT_IN_NAME,
     CONFIG_VARIABLE,
     ConfigError,
-    Inspected,
-    Loaded,
+    InspectedPolicy,
+    LoadedPolicy,
     PolicyFile,
     inspect_settings,
     without_errors,
@@ -48,12 +48,12 @@ def load_settings(path: Path | None) -> Settings:
     return load_policy(path).settings
 
 
-def load_policy(path: Path | None) -> Loaded:
+def load_policy(path: Path | None) -> LoadedPolicy:
     """Settings and warnings of a policy file; of the built-in policy if it is None. Raises ConfigError."""
     return without_errors(inspect_policy(path))
 
 
-def inspect_policy(path: Path | None) -> Inspected:
+def inspect_policy(path: Path | None) -> InspectedPolicy:
     """A policy file, or the built-in policy, with all errors. Raises ConfigError if it cannot be read."""
     name = BUILT_IN_NAME if path is None else str(path)
     return inspect_settings(_read(path), name, may_change_user=host.may_change_user())

@@ -44,7 +44,7 @@ from scheduled_events_agent.imds.client import ImdsError, RawResponse, connect, 
 from scheduled_events_agent.imds.document import ApiVersion
 from scheduled_events_agent.policy import Hook, names_recommendations
 from scheduled_events_agent.policy.durations import plural
-from scheduled_events_agent.policy.load import ConfigError, Loaded
+from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import (
     NotifyTarget,
     Settings,
@@ -124,7 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     path = find_config(config)
-    loaded: Loaded | None = None
+    loaded: LoadedPolicy | None = None
     policy_error: ConfigError | None = None
     try:
         loaded = load_policy(path)
@@ -139,11 +139,11 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     if isinstance(agent.status, Status):
         settings = _as_used(settings, agent.status, has_policy=loaded is not None)
     service: OwnService | None = None
-    service_fault = ""
+    service_error = ""
     try:
         service = processes.own_service()
     except host.HostError as error:
-        service_fault = str(error)
+        service_error = str(error)
     account = service.account if service is not None and service.account != host.account_name() else None
 
     yield from _look_at_imds(settings)
@@ -167,9 +167,9 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         yield _look_at_agent(state_dir, agent, service, loaded, options)
     else:
         yield from (hidden(check, host.account_name()) for check in ("state", "disk", "agent"))
-    yield doctor_checks.judge_service(service, service_fault)
+    yield doctor_checks.judge_service(service, service_error)
     own_pids = {int(agent.pid)} if agent.pid and agent.pid.isdecimal() else set[int]()
-    if agent.lock_fault and service is not None:
+    if agent.lock_error and service is not None:
         own_pids = {service.pid}  # as far as this account can tell
     others = conflicts.acting_agents(own_pids)
     yield from doctor_checks.judge_others(
@@ -183,7 +183,7 @@ class _Agent(NamedTuple):
     pid: str | None = None
     status: Status | str = ""
     """The agent's status, or why it did not answer."""
-    lock_fault: str = ""
+    lock_error: str = ""
     """Why it is not known whether an agent runs."""
 
     def options(self, in_force: CommandOptions) -> CommandOptions:
@@ -193,9 +193,9 @@ class _Agent(NamedTuple):
 
 def _find_agent(state_dir: Path) -> _Agent:
     try:
-        pid = host.lock_holder(state_dir / LOCK_NAME)
+        pid = host.lock_owner(state_dir / LOCK_NAME)
     except host.HostError as error:
-        return _Agent(lock_fault=str(error))
+        return _Agent(lock_error=str(error))
     if pid is None:
         return _Agent()
     with remark_if_slow("waits for the agent, which does not answer"):
@@ -227,8 +227,8 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
             longest=longest,
         )
         answer = client.probe("document")
-        if answer.fault is not None and version != versions[-1]:
-            raise answer.fault
+        if answer.error is not None and version != versions[-1]:
+            raise answer.error
         return answer
 
     asked_at = datetime.now(UTC)
@@ -240,13 +240,13 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
         return
     answered_at = datetime.now(UTC)
     direct = doctor_checks.judge_directness([instance])
-    if instance.fault is not None and direct.severity == "ok":  # there is no point in asking for more
-        yield doctor_checks.judge_no_answer("endpoint", instance.fault)
+    if instance.error is not None and direct.severity == "ok":  # there is no point in asking for more
+        yield doctor_checks.judge_no_answer("endpoint", instance.error)
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "endpoint")
         return
     yield ok("endpoint", f"{endpoint} answers, in {(answered_at - asked_at).total_seconds() * 1000:.0f} ms")
-    if instance.fault is not None or doctor_checks.is_page(instance):
+    if instance.error is not None or doctor_checks.is_page(instance):
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "proxy")
         return
@@ -274,13 +274,13 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
 # --- the policy and what it names
 
 
-def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | None) -> Iterator[Finding]:
+def _look_at_policy(loaded: LoadedPolicy, service: OwnService | None, account: str | None) -> Iterator[Finding]:
     """Warnings about the policy. ``account``: the service's account, if this process runs as another one."""
     may_look = account is None or host.is_privileged()
     found = tuple(preflight.check_machine(loaded, is_root=_is_root(account))) if may_look else ()
     of_pages = [finding for finding in found if finding.subject == "web"]
-    for doubt in loaded.warnings:
-        yield warning("policy", str(doubt), "check that this is intended")
+    for problem in loaded.warnings:
+        yield warning("policy", str(problem), "check that this is intended")
     for finding in of_pages:
         yield warning("policy", _line_of(loaded, finding), finding.hint)
     if loaded.settings.agent.mode == "observe":
@@ -290,8 +290,8 @@ def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | N
         yield ok("policy", f"{loaded.name}: valid")
     yield from _look_at_units(loaded)
     if may_look:
-        units_fault = service.units_fault if service is not None else ""
-        yield from _look_at_hooks(loaded, found, account, units_fault=units_fault)
+        units_error = service.units_error if service is not None else ""
+        yield from _look_at_hooks(loaded, found, account, units_error=units_error)
         yield from _look_at_secrets(account, is_loaded=service is not None and service.has_credentials)
         is_root_service = service is not None and _is_system(service.account)
         yield from _look_at_files(loaded, found, is_root_service=is_root_service)
@@ -299,15 +299,15 @@ def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | N
     yield from (hidden(check, host.account_name()) for check in ("hooks", "secrets", "permissions"))
 
 
-def _line_of(loaded: Loaded, finding: preflight.Finding) -> str:
+def _line_of(loaded: LoadedPolicy, finding: preflight.Finding) -> str:
     """The finding with the line of the policy file that it is about."""
     return str(loaded.parsed.problem(finding.key, finding.message))
 
 
 def _look_at_hooks(
-    loaded: Loaded, findings: Sequence[preflight.Finding], account: str | None, *, units_fault: str
+    loaded: LoadedPolicy, findings: Sequence[preflight.Finding], account: str | None, *, units_error: str
 ) -> Iterator[Finding]:
-    """``units_fault``: why run-as-root cannot start a hook's unit."""
+    """``units_error``: why run-as-root cannot start a hook's unit."""
     hooks = loaded.settings.hooks
     if not hooks:
         yield ok("hooks", "the policy names no hook")
@@ -315,13 +315,13 @@ def _look_at_hooks(
     found = {finding.key: _line_of(loaded, finding) for finding in findings if finding.subject == "hook"}
     unknown: set[str] = set()
     for name, hook in hooks.items():
-        if units_fault and hook.run and Path(hook.run[0]).name == "run-as-root":
-            found[name] = f"hooks.{name}.run: run-as-root cannot start the hook: {units_fault}"
+        if units_error and hook.run and Path(hook.run[0]).name == "run-as-root":
+            found[name] = f"hooks.{name}.run: run-as-root cannot start the hook: {units_error}"
         if any(path.startswith(f"hooks.{name}.") for path in found):
             continue
         try:
-            if fault := _access_fault(hook, account):
-                found[name] = f"hooks.{name}.{fault}"
+            if problem := _access_fault(hook, account):
+                found[name] = f"hooks.{name}.{problem}"
         except host.HostError as error:
             unknown.add(str(error))
     for text in found.values():
@@ -332,7 +332,7 @@ def _look_at_hooks(
         yield ok("hooks", f"{plural(len(hooks), 'hook')}: all programs exist and can be started")
 
 
-def _look_at_units(loaded: Loaded) -> Iterator[Finding]:
+def _look_at_units(loaded: LoadedPolicy) -> Iterator[Finding]:
     """The units that hooks stop and start. The shipped hooks have their names in ``env``."""
     named = {
         f"hooks.{name}.env.{key}": unit
@@ -347,9 +347,9 @@ def _look_at_units(loaded: Loaded) -> Iterator[Finding]:
     except host.HostError as error:
         yield skipped("hooks", f"whether the units of hooks exist cannot be checked: {error}")
         return
-    faults = [(path, f"systemd does not know {unit}") for path, unit in named.items() if unit in unknown]
+    errors = [(path, f"systemd does not know {unit}") for path, unit in named.items() if unit in unknown]
     seen = set[tuple[int, str]]()  # an alias stands where its anchor does
-    for problem in loaded.parsed.gather(faults):
+    for problem in loaded.parsed.to_problems(errors):
         if (problem.line, problem.message) not in seen:
             seen.add((problem.line, problem.message))
             yield warning(
@@ -366,8 +366,8 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
         return f"run: {hook.run[0]} is a path of another system"
     program = processes.find_program(hook.run[0], hook.cwd, hook.env) if hook.run else None
     for key, file in (("run", program), ("cwd", Path(hook.cwd) if hook.cwd else None)):
-        if file is not None and (fault := processes.access_fault(file, "execute", hook.user or account)):
-            return f"{key}: {fault}"
+        if file is not None and (problem := processes.find_access_error(file, "execute", hook.user or account)):
+            return f"{key}: {problem}"
     return None
 
 
@@ -378,31 +378,31 @@ def _look_at_secrets(account: str | None, *, is_loaded: bool) -> Iterator[Findin
         yield ok("secrets", "systemd has loaded credentials for the service")
         return
     files: list[Path] = []
-    faults = set[str]()
+    errors = set[str]()
     try:
         if directory is None or not Path(directory).is_dir():
             yield ok("secrets", "there is no directory of secrets for hooks")
             return
-        if fault := processes.access_fault(Path(directory), "read", account):
-            faults.add(fault)
+        if problem := processes.find_access_error(Path(directory), "read", account):
+            errors.add(problem)
         else:
             files = [path for path in Path(directory).iterdir() if path.is_file()]
-        faults.update(filter(None, (processes.access_fault(path, "read", account) for path in files)))
+        errors.update(filter(None, (processes.find_access_error(path, "read", account) for path in files)))
     except PermissionError:
         yield hidden("secrets", host.account_name())
         return
     except (host.HostError, OSError) as error:
         yield warning("secrets", f"{directory}: {error}", _AS_AGENT)
         return
-    for fault in sorted(faults):
+    for problem in sorted(errors):
         advice = "if a hook needs it: chgrp scheduled-events-agent, and chmod 640 (the directory: chmod 750)"
-        yield warning("secrets", fault, advice)
-    if not faults:
+        yield warning("secrets", problem, advice)
+    if not errors:
         yield ok("secrets", f"hooks can read {plural(len(files), 'file')} in {directory}")
 
 
 def _look_at_files(
-    loaded: Loaded, findings: Sequence[preflight.Finding], *, is_root_service: bool
+    loaded: LoadedPolicy, findings: Sequence[preflight.Finding], *, is_root_service: bool
 ) -> Iterator[Finding]:
     exposed: dict[str, preflight.Finding] = {}
     for finding in findings:
@@ -428,7 +428,7 @@ def _look_at_files(
 
 
 def _look_at_notifications(
-    loaded: Loaded, status: Status | str, account: str | None, options: CommandOptions
+    loaded: LoadedPolicy, status: Status | str, account: str | None, options: CommandOptions
 ) -> Iterator[Finding]:
     """Whether notifications work.
 
@@ -449,14 +449,14 @@ def _look_at_notifications(
 
 def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
     """Why the account cannot use the target; each reason once."""
-    yield from dict.fromkeys(fault for _, fault in notifications.warnings([target]))
+    yield from dict.fromkeys(problem for _, problem in notifications.warnings([target]))
     if account is None:
         return
     for key, name in files_of_target(target):
         file = Path(name)
         try:
-            if file.exists() and (fault := processes.access_fault(file, "read", account)):
-                yield f"{key}: {fault}"
+            if file.exists() and (problem := processes.find_access_error(file, "read", account)):
+                yield f"{key}: {problem}"
         except (host.HostError, OSError) as error:
             yield f"{key}: {error}"
 
@@ -469,9 +469,9 @@ def _own_code_fault() -> str | None:
         if file is not None:
             code.add(Path(file))
     for path in sorted(code):
-        fault = host.tampering_fault(path, is_own_code=True)
-        if fault is not None:
-            return fault
+        problem = host.find_write_risk(path, is_own_code=True)
+        if problem is not None:
+            return problem
     return None
 
 
@@ -512,25 +512,27 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
     who = account or host.account_name()
     is_unknown = account is None and not host.is_privileged()
     try:
-        if fault := host.replacement_fault(directory):
+        if problem := host.find_replacement_risk(directory):
             judge = failure if _is_root(account) else warning
-            return judge("state", fault, "run that command, or name another directory with agent.state_dir")
+            return judge("state", problem, "run that command, or name another directory with agent.state_dir")
         if not directory.exists():
             return ok("state", f"{directory} is not there yet: the agent makes it when it first starts")
         if not directory.is_dir():
             return failure("state", f"{directory} is not a directory", "name another one with agent.state_dir")
-        if fault := host.privacy_fault(directory):
-            return failure("state", f"{directory}: {fault}", _DO_SO)
-        if fault := host.ownership_fault(directory, account):
+        if problem := host.find_privacy_risk(directory):
+            return failure("state", f"{directory}: {problem}", _DO_SO)
+        if problem := host.find_wrong_owner(directory, account):
             if account is None and is_in_use:
                 return ok("state", f"{directory} is there, for the agent that runs with it")
             if account is None:  # the agent may run as the account that owns it
-                return warning("state", f"{directory}: {fault}", _AS_AGENT)
-            return failure("state", f"{directory}: {fault}", _DO_SO)
-        if fault := processes.access_fault(directory, "write", account):
+                return warning("state", f"{directory}: {problem}", _AS_AGENT)
+            return failure("state", f"{directory}: {problem}", _DO_SO)
+        if problem := processes.find_access_error(directory, "write", account):
             if is_unknown:
-                return warning("state", fault, _AS_AGENT)
-            return failure("state", fault, f"make it writable for {who}, or name another one with agent.state_dir")
+                return warning("state", problem, _AS_AGENT)
+            return failure(
+                "state", problem, f"make it writable for {who}, or name another one with agent.state_dir"
+            )
     except (host.HostError, OSError) as error:
         if not host.is_privileged():
             return hidden("state", host.account_name())
@@ -553,12 +555,16 @@ def _look_at_disk(directory: Path) -> Finding:
 
 
 def _look_at_agent(
-    state_dir: Path, agent: _Agent, service: OwnService | None, loaded: Loaded | None, options: CommandOptions
+    state_dir: Path,
+    agent: _Agent,
+    service: OwnService | None,
+    loaded: LoadedPolicy | None,
+    options: CommandOptions,
 ) -> Finding:
-    if agent.lock_fault and not host.is_privileged():
+    if agent.lock_error and not host.is_privileged():
         return hidden("agent", host.account_name())
-    if agent.lock_fault:
-        return warning("agent", agent.lock_fault, "check the disk of the state directory")
+    if agent.lock_error:
+        return warning("agent", agent.lock_error, "check the disk of the state directory")
     if agent.pid is None:
         return _judge_no_agent(state_dir, service, options)
     return judge_agent(agent.pid, agent.status, loaded)
@@ -571,13 +577,13 @@ def _judge_no_agent(state_dir: Path, service: OwnService | None, options: Comman
             f"the service runs (pid {service.pid}), but not with the state directory {state_dir}",
             "name with --config and --state-dir what the service is started with",
         )
-    way_out = f"start it: {start_command(options)}"
+    hint = f"start it: {start_command(options)}"
     if options == NO_OPTIONS and service is not None and service.is_masked:
-        way_out = UNMASK
-    return warning("agent", f"no agent runs with the state directory {state_dir}", way_out)
+        hint = UNMASK
+    return warning("agent", f"no agent runs with the state directory {state_dir}", hint)
 
 
-def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Finding:
+def judge_agent(pid: str, status: Status | str, loaded: LoadedPolicy | None) -> Finding:
     """Whether the agent that runs is well, and does what the policy file says."""
     if isinstance(status, str):
         return warning("agent", status, "see its log; if it stays, restart it")
@@ -603,7 +609,7 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
             (changed_at > policy.read_at, read, _RELOAD),
             (observes, "and only observes: no hook runs and nothing is approved", "start it without --observe"),
         ]
-    for is_so, doubt, advice in warnings:
+    for is_so, problem, advice in warnings:
         if is_so:
-            return warning("agent", f"{runs}, {doubt}", advice)
+            return warning("agent", f"{runs}, {problem}", advice)
     return ok("agent", runs)

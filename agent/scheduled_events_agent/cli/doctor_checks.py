@@ -163,8 +163,8 @@ def judge_version(best: FallbackResult[RawResponse]) -> Finding:
 
 def judge_document(answer: RawResponse, names: Sequence[str], host_name: str) -> Finding:
     """The pending events of the document, and whether Resources call this VM by one of ``names``."""
-    if answer.fault is not None:
-        return judge_no_answer("events", answer.fault)
+    if answer.error is not None:
+        return judge_no_answer("events", answer.error)
     if not answer.body:
         return warning(
             "events",
@@ -269,12 +269,12 @@ def judge_notifications(
 # --- the machine
 
 
-def judge_service(service: OwnService | None, fault: str) -> Finding:
-    """Whether the agent is a service that starts with the machine. ``fault``: why that is not known."""
-    if fault:
+def judge_service(service: OwnService | None, error: str) -> Finding:
+    """Whether the agent is a service that starts with the machine. ``error``: why that is not known."""
+    if error:
         return warning(
             "service",
-            fault,
+            error,
             "check that what supervises the agent here starts it again: a container's runtime, another manager",
         )
     if service is None:
@@ -291,11 +291,11 @@ def judge_service(service: OwnService | None, fault: str) -> Finding:
         return failure("service", what, UNMASK if service.is_masked else START)
     if not service.is_enabled:
         enable = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
-        way_out = UNMASK if service.is_masked else enable
-        return warning("service", f"{what}: after a reboot there will be no agent", way_out)
-    if service.is_stale:
-        way_out = "systemctl daemon-reload, and restart it"
-        return warning("service", f"{what}; its files have changed since", way_out)
+        hint = UNMASK if service.is_masked else enable
+        return warning("service", f"{what}: after a reboot there will be no agent", hint)
+    if service.needs_daemon_reload:
+        hint = "systemctl daemon-reload, and restart it"
+        return warning("service", f"{what}; its files have changed since", hint)
     return ok("service", what)
 
 
@@ -331,13 +331,13 @@ def judge_others(
         what = f"another agent acts on this machine, process {agent.pid}: {agent.command}"
         yield warning("other-agents", what, STOP_ONE)
     for other in approvers:
-        if other.life == "active" and is_acting:
+        if other.state == "active" and is_acting:
             what = f"{other.name} approves events too, perhaps before the hooks have run ({other.where})"
-            yield failure("other-agents", what, other.way_out)
+            yield failure("other-agents", what, other.hint)
             continue
         what = {
             "active": "approves events too",
             "maybe": "runs, and approves events too if its configuration says so",
             "installed": "is installed and does not run; it would approve events too",
-        }[other.life]
-        yield warning("other-agents", f"{other.name} {what} ({other.where})", other.way_out)
+        }[other.state]
+        yield warning("other-agents", f"{other.name} {what} ({other.where})", other.hint)

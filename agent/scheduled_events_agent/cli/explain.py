@@ -36,7 +36,7 @@ from scheduled_events_agent.imds.document import (
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations, rejected_rules
 from scheduled_events_agent.policy.durations import format_duration, parse_time
-from scheduled_events_agent.policy.load import Loaded
+from scheduled_events_agent.policy.load import LoadedPolicy
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
 from scheduled_events_agent.status.actions import command, quoted
@@ -182,8 +182,8 @@ class _Life:
         """Continue from these workflows. ``context`` is then that of the end."""
         while True:
             result = advance(workflows, signals, self.context)
-            for _, fault in result.errors:
-                raise fault
+            for _, error in result.errors:
+                raise error
             workflows = result.workflows
             now = self.context.now
             signals = []
@@ -481,7 +481,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _assume(
-    arguments: argparse.Namespace, loaded: Loaded, found: _Found, status: Status | None, options: CommandOptions
+    arguments: argparse.Namespace,
+    loaded: LoadedPolicy,
+    found: _Found,
+    status: Status | None,
+    options: CommandOptions,
 ) -> _Assumed:
     settings = loaded.settings
     name = found.name or next((event.resources[0] for event, _ in found.events if event.resources), "")

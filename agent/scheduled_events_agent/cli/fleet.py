@@ -143,7 +143,7 @@ def _carry_out(
             print(*terminal.rows(map(_vm_row, vms)), sep="\n")
         return
     events = summarize(backend.list(), fleet.max_events)
-    members_fault = fleet.members_fault(_own_names(settings, fleet))
+    members_error = fleet.members_error(_own_names(settings, fleet))
     status = FleetStatus(
         at=now,
         group=group,
@@ -151,7 +151,7 @@ def _carry_out(
         slots_taken=sum(event.has_slot for event in events),
         max_events=fleet.max_events,
         events=events,
-        warnings=(members_fault,) if members_fault else (),
+        warnings=(members_error,) if members_error else (),
         clock_skew_seconds=backend.clock_skew_seconds,
     )
     if arguments.json:
@@ -334,8 +334,8 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
     given = fleet.credential if isinstance(fleet.credential, FleetCredential) else FleetCredential()
     if given.sas_file and os.path.lexists(given.sas_file):
         try:
-            if fault := processes.access_fault(Path(given.sas_file), "read", account):
-                return failure("fleet", fault, "let the account of the service read it")
+            if problem := processes.find_access_error(Path(given.sas_file), "read", account):
+                return failure("fleet", problem, "let the account of the service read it")
         except host.HostError as error:
             return warning("fleet", str(error), "run this as root, or as the account of the service")
     try:
@@ -351,8 +351,8 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
             skew = backend.clock_skew_seconds
     except BackendError as error:
         return failure("fleet", *_explain(error, skew))
-    if fault := fleet.members_fault(_own_names(settings, fleet)):
-        return failure("fleet", fault, "correct fleet.members")
+    if problem := fleet.members_error(_own_names(settings, fleet)):
+        return failure("fleet", problem, "correct fleet.members")
     if found is None:
         text = "another doctor that runs as this VM writes the same record"
         return warning("fleet", text, "run this again when it has ended")

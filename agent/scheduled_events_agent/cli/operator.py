@@ -100,7 +100,7 @@ def options_of(arguments: argparse.Namespace, state_dir: Path) -> CommandOptions
 def find_agent(state_dir: Path) -> str | None:
     """The pid of the agent that runs there, "unknown" if that is not known; None if none does."""
     try:
-        return host.lock_holder(state_dir / LOCK_NAME)
+        return host.lock_owner(state_dir / LOCK_NAME)
     except host.HostError:
         return "unknown"  # it is asked anyway
 

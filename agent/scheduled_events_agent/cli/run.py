@@ -146,7 +146,7 @@ def open_daemon(
     directory = state_dir_of(settings)
     host.create_private_dir(directory)
     with (
-        contextlib.closing(host.hold_lock(directory / LOCK_NAME)) as lock,
+        contextlib.closing(host.acquire_lock(directory / LOCK_NAME)) as lock,
         contextlib.closing(Store.open(directory, datetime.now(UTC), _report_lock, lock)) as store,
     ):
         get_logger().info(

@@ -42,7 +42,7 @@ from scheduled_events_agent.engine import Engine, Snapshot
 from scheduled_events_agent.hooks.run import kill_orphans
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import ImdsClient, connect
-from scheduled_events_agent.policy.load import Loaded, PolicyFile
+from scheduled_events_agent.policy.load import LoadedPolicy, PolicyFile
 from scheduled_events_agent.policy.settings import FleetSettings, Settings
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions
 from scheduled_events_agent.store import Store, StoreError
@@ -75,7 +75,7 @@ class Daemon:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedPolicy,
         file: PolicyFile,
         store: Store,
         *,
@@ -144,7 +144,7 @@ class Daemon:
             self._poller,
             self._status,
             running=self._executor.running,
-            on_ready=self._adopt_orphans,
+            on_ready=self._become_subreaper,
         )
         self._connect_fleet = connect_fleet
         self._fleet: FleetThread | None = None
@@ -370,8 +370,8 @@ class Daemon:
             self._reconfigure_fleet(read.settings)
         self._reporter.report_reloaded()
 
-    def _adopt_orphans(self) -> None:
+    def _become_subreaper(self) -> None:
         """Done once the agent is ready: it takes 4 ms or more, so the first hook need not wait for it."""
         if self._engine.settings.hooks:
             with contextlib.suppress(OSError, ImportError):  # start_tree reports the error
-                processes.adopt_orphans()
+                processes.become_subreaper()

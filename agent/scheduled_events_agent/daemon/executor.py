@@ -96,7 +96,7 @@ class ThreadExecutor:
     def reap(self) -> None:
         """Release orphans of hooks that have ended: they are children of this process now."""
         if self._have_run:
-            processes.reap_orphans()
+            processes.reap_zombies()
 
     def is_busy(self) -> bool:
         return bool(self._runs or self._unanswered)

@@ -188,7 +188,7 @@ class FleetThread:
         self._warn(LogId.FLEET_SAME_NAME, next(iter(update.same_name_warnings(vm_id)), ""))
 
     def _warn_of_members(self, settings: FleetSettings, names: tuple[str, ...]) -> None:
-        self._warn(LogId.FLEET_MEMBERS, settings.members_fault(names))
+        self._warn(LogId.FLEET_MEMBERS, settings.members_error(names))
 
     def _warn(self, log_id: LogId, text: str) -> None:
         """Log an error once while it lasts; "" means that it has ended."""

@@ -11,7 +11,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.daemon.inbox import PolicyReloaded
 from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
 from scheduled_events_agent.notifications import warnings as notification_warnings
-from scheduled_events_agent.policy.load import ConfigError, Loaded, PolicyFile, keys_for_next_start
+from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy, PolicyFile, keys_for_next_start
 from scheduled_events_agent.policy.settings import AgentSettings, LogFormat, LogLevel
 from scheduled_events_agent.status import ActivePolicy
 from scheduled_events_agent.telemetry import log
@@ -21,7 +21,7 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 
 def read_policy(
     file: PolicyFile, set_up_log: Callable[[LogLevel, LogFormat], None], *, is_start: bool = False
-) -> Loaded:
+) -> LoadedPolicy:
     """Load the file. Its log settings apply at once, and the log has the warnings about it.
 
     Raises ConfigError, also if others could change what the agent would run.
@@ -43,7 +43,7 @@ class PolicyReader:
     ``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``refuse`` for the engine's.
     """
 
-    def __init__(self, file: PolicyFile, loaded: Loaded, put: Callable[[PolicyReloaded], None]) -> None:
+    def __init__(self, file: PolicyFile, loaded: LoadedPolicy, put: Callable[[PolicyReloaded], None]) -> None:
         """``loaded``: the policy with which the agent starts."""
         self.file = file
         self._put = put
@@ -100,7 +100,7 @@ def run_aside(function: Callable[[], None], name: str) -> None:
         threading.Thread(target=function, name=name, daemon=True).start()
 
 
-def look_at_machine(loaded: Loaded) -> list[str]:
+def look_at_machine(loaded: LoadedPolicy) -> list[str]:
     """Warnings about files, programs and accounts on this machine that the policy names."""
     of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
     findings = [*notification_warnings(loaded.settings.notify)]
@@ -108,7 +108,7 @@ def look_at_machine(loaded: Loaded) -> list[str]:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
         findings += table.warnings(loaded.settings.fleet)
-    return [str(problem) for problem in (*of_machine, *loaded.parsed.gather(findings))]
+    return [str(problem) for problem in (*of_machine, *loaded.parsed.to_problems(findings))]
 
 
 def _warn(texts: Iterable[str]) -> None:

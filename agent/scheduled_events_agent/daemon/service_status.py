@@ -43,22 +43,22 @@ class ServiceReporter:
             has_waited = self._snapshot().cycle_began_at - self._started > _READY_TIMEOUT_SECONDS
             if not (self._poller.has_tried or has_waited):
                 return
-            self._service.tell("ready", line)
+            self._service.notify("ready", line)
             self._on_ready()
         elif line != self.reported:
-            self._service.tell_status(line)
+            self._service.notify_status(line)
         self.reported = line
 
     def report_reloading(self) -> None:
-        self._service.tell("reloading", self.line())
+        self._service.notify("reloading", self.line())
 
     def report_reloaded(self) -> None:
         """Report that a reload has ended, in success or failure."""
         self.reported = self.line()
-        self._service.tell("ready", self.reported)
+        self._service.notify("ready", self.reported)
 
     def report_stopping(self, line: str) -> None:
-        self._service.tell("stopping", line)
+        self._service.notify("stopping", line)
 
     def keep_alive(self) -> None:
         self._service.keep_alive()

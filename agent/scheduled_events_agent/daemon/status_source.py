@@ -198,5 +198,5 @@ def _fleet(snapshot: Snapshot) -> FleetState | None:
         error=update.error,
         unavailable_since=update.unavailable_since,
         not_ready=snapshot.fleet_not_ready,
-        warnings=tuple(filter(None, (settings.members_fault(snapshot.names), *same_name))),
+        warnings=tuple(filter(None, (settings.members_error(snapshot.names), *same_name))),
     )

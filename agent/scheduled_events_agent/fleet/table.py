@@ -97,8 +97,8 @@ def warnings(settings: FleetSettings) -> Iterator[tuple[str, str]]:
     sas_file = _given(settings).sas_file
     if not sas_file or is_foreign_path(sas_file):
         return
-    if fault := host.exposure_fault(Path(sas_file)):
-        yield "fleet.credential.sas_file", fault
+    if risk := host.find_read_risk(Path(sas_file)):
+        yield "fleet.credential.sas_file", risk
     for text in sas_warnings(Path(sas_file), datetime.now(UTC)):
         yield "fleet.credential.sas_file", text
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 from scheduled_events_agent import host
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook, is_secret_name, web_config
-from scheduled_events_agent.policy.load import BUILT_IN_NAME, Loaded
+from scheduled_events_agent.policy.load import BUILT_IN_NAME, LoadedPolicy
 from scheduled_events_agent.policy.settings import (
     AgentSettings,
     FleetCredential,
@@ -72,7 +72,7 @@ class NamedFile(NamedTuple):
     """The account that the hook runs as."""
 
 
-def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
+def named_files(loaded: LoadedPolicy, use: Use) -> Iterator[NamedFile]:
     """The files of a policy with this use. Files that a program or a shell line names are not among them."""
     settings = loaded.settings
     if use == "code":
@@ -99,7 +99,7 @@ def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
             yield NamedFile("agent.web_config", named)
 
 
-def check_machine(loaded: Loaded, *, is_root: bool) -> Iterator[Finding]:
+def check_machine(loaded: LoadedPolicy, *, is_root: bool) -> Iterator[Finding]:
     """All findings about the policy on this machine: files that others could change, and what hooks lack here.
 
     ``is_root``: whether the agent runs as root or LocalSystem. Paths of the other operating system are not
@@ -113,7 +113,7 @@ def check_machine(loaded: Loaded, *, is_root: bool) -> Iterator[Finding]:
     yield from _check_hooks(loaded.settings)
 
 
-def rejections(loaded: Loaded, *, is_start: bool = False) -> Iterator[Finding]:
+def rejections(loaded: LoadedPolicy, *, is_start: bool = False) -> Iterator[Finding]:
     """Why a process that is root rejects the policy: others could change it or files that it names.
 
     An agent that starts goes on without the files of ``notify`` and ``fleet``: requests that need them fail.
@@ -125,52 +125,52 @@ def rejections(loaded: Loaded, *, is_start: bool = False) -> Iterator[Finding]:
         yield from _exposed_files(loaded, "exchange", is_root=True)
 
 
-def problems(loaded: Loaded, findings: Iterable[Finding]) -> tuple[Problem, ...]:
+def problems(loaded: LoadedPolicy, findings: Iterable[Finding]) -> tuple[Problem, ...]:
     """The findings at their lines of the policy, each once."""
-    return loaded.parsed.gather(dict.fromkeys((finding.key, finding.message) for finding in findings))
+    return loaded.parsed.to_problems(dict.fromkeys((finding.key, finding.message) for finding in findings))
 
 
-def _exposed_files(loaded: Loaded, use: Use, *, is_root: bool) -> Iterator[Finding]:
+def _exposed_files(loaded: LoadedPolicy, use: Use, *, is_root: bool) -> Iterator[Finding]:
     """Findings about files with this use that other accounts could change."""
     seen = set[Finding]()  # most often several files are of one directory
     for key, file, user in named_files(loaded, use):
         if is_foreign_path(str(file)):
             continue
-        fault = host.tampering_fault(file, user)
-        if not fault:
+        risk = host.find_write_risk(file, user)
+        if not risk:
             continue
         if is_root and use in _ROOT_HINTS:
-            finding = Finding("permission", key, "error", fault, _ROOT_HINTS[use])
+            finding = Finding("permission", key, "error", risk, _ROOT_HINTS[use])
         else:
-            finding = Finding("permission", key, "warning", fault, _TRUST_HINT)
+            finding = Finding("permission", key, "warning", risk, _TRUST_HINT)
         if finding not in seen:
             seen.add(finding)
             yield finding
 
 
-def _exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
+def _exposed_secrets(loaded: LoadedPolicy) -> Iterator[Finding]:
     """A warning if every account can read secrets in the policy itself: one for all of them."""
     first, *others = _literal_secrets(loaded.settings) or [""]
-    fault = host.exposure_fault(Path(loaded.name)) if first else None
-    if fault:
+    risk = host.find_read_risk(Path(loaded.name)) if first else None
+    if risk:
         instead = (
             "use {file: ...}" if first.startswith("notify") else "have the hook read it from a file of its own"
         )
         more = f"; so are {', '.join(others)}" if others else ""
-        text = f"is a secret, and {fault}, or {instead}{more}"
+        text = f"is a secret, and {risk}, or {instead}{more}"
         yield Finding("secret", first, "warning", text, "do one of the two, unless it is no secret")
 
 
-def hook_write_risk(hook: Hook) -> str | None:
+def find_hook_write_risk(hook: Hook) -> str | None:
     """Which other account could change what the hook runs, and what to do; None if none is known.
 
     The program, the interpreter in its first line, and arguments that are programs or scripts are checked if their
     paths are absolute. Programs that a shell line names, or that a program starts, are not checked.
     """
     for file in _code_files(hook):
-        fault = host.tampering_fault(file, hook.user)
-        if fault:
-            return fault
+        risk = host.find_write_risk(file, hook.user)
+        if risk:
+            return risk
     return None
 
 
@@ -190,7 +190,7 @@ def _literal_secrets(settings: Settings) -> list[str]:
     return paths
 
 
-def _check_state_dir(loaded: Loaded) -> Iterator[Finding]:
+def _check_state_dir(loaded: LoadedPolicy) -> Iterator[Finding]:
     """Why other accounts could reach the state, or the system or Azure could delete it."""
     settings = loaded.settings
     chosen = settings.agent.state_dir
@@ -204,11 +204,11 @@ def _check_state_dir(loaded: Loaded) -> Iterator[Finding]:
     if disk := processes.temporary_disk(state_dir):
         text = f"{state_dir} is on Azure's temporary disk {disk}, which may be empty after an event"
         yield Finding("state", "agent.state_dir", "warning", text, _STATE_HINT)
-    if fault := host.privacy_fault(state_dir):
-        text = f"{state_dir} should be for the agent's account alone; {fault}"
+    if risk := host.find_privacy_risk(state_dir):
+        text = f"{state_dir} should be for the agent's account alone; {risk}"
         yield Finding("state", "agent.state_dir", "warning", text)
-    if fault := host.replacement_fault(state_dir):
-        yield Finding("state", "agent.state_dir", "warning", fault)
+    if risk := host.find_replacement_risk(state_dir):
+        yield Finding("state", "agent.state_dir", "warning", risk)
 
 
 def _check_web_config(agent: AgentSettings) -> Iterator[Finding]:
@@ -225,38 +225,38 @@ def _check_web_config(agent: AgentSettings) -> Iterator[Finding]:
             text = f"without it no pages are served: {problem}"
             yield Finding("web", "agent.web_config", "warning", text, "correct it, or remove the key")
         return
-    for doubt in web_config.doubts(config, is_open=is_open(agent.listen)):
-        yield Finding("web", "agent.web_config", "warning", doubt, "check that this is intended")
-    if fault := host.exposure_fault(Path(web_config.named_files(path, config)["key_file"])):
-        yield Finding("web", "agent.web_config", "warning", fault, "run that command")
+    for message in web_config.warnings(config, is_open=is_open(agent.listen)):
+        yield Finding("web", "agent.web_config", "warning", message, "check that this is intended")
+    if risk := host.find_read_risk(Path(web_config.named_files(path, config)["key_file"])):
+        yield Finding("web", "agent.web_config", "warning", risk, "run that command")
 
 
 def _check_hooks(settings: Settings) -> Iterator[Finding]:
     for name, hook in settings.hooks.items():
-        for key, fault in _hook_faults(hook):
-            yield Finding("hook", f"hooks.{name}.{key}", "warning", fault, HOOK_HINT)
+        for key, error in _hook_errors(hook):
+            yield Finding("hook", f"hooks.{name}.{key}", "warning", error, HOOK_HINT)
 
 
-def _hook_faults(hook: Hook) -> Iterator[tuple[str, str]]:
+def _hook_errors(hook: Hook) -> Iterator[tuple[str, str]]:
     """Why this machine cannot run the hook: the hook's key, and the reason."""
     if hook.cwd is not None and not is_foreign_path(hook.cwd) and not Path(hook.cwd).is_dir():
         yield "cwd", f"{hook.cwd} is not a directory on this machine"
     if hook.run:
-        if fault := _program_fault(hook):
-            yield "run", fault
-    elif fault := processes.command_fault(None, hook.shell, hook.cwd, hook.env):
-        yield "shell", fault
+        if error := _program_error(hook):
+            yield "run", error
+    elif error := processes.find_command_error(None, hook.shell, hook.cwd, hook.env):
+        yield "shell", error
     if hook.user is not None and not host.has_account(hook.user):
         yield "user", f'this machine has no account "{hook.user}"'
 
 
-def _program_fault(hook: Hook) -> str | None:
+def _program_error(hook: Hook) -> str | None:
     name = hook.run[0] if hook.run else ""
     if is_foreign_path(name):
         return None
     file = processes.find_program(name, hook.cwd, hook.env)
     if (file is None or not file.exists()) and re.search(r"\s", name):
-        return _command_line_fault(name, hook)
+        return _command_line_error(name, hook)
     if file is None:
         return f"{name} is not found in PATH"
     if file.is_dir():
@@ -268,10 +268,10 @@ def _program_fault(hook: Hook) -> str | None:
         return f"{file} is not a regular file"
     if not os.access(file, os.X_OK):
         return f"{file} is not executable: chmod +x {file}"
-    return processes.command_fault(hook.run, None, hook.cwd, hook.env)
+    return processes.find_command_error(hook.run, None, hook.cwd, hook.env)
 
 
-def _command_line_fault(name: str, hook: Hook) -> str:
+def _command_line_error(name: str, hook: Hook) -> str:
     """The error for a name with spaces. It shows a program's name at most: the rest may be secret."""
     what = "there is no such program; it has spaces and is not shown here, for it may be secret"
     first = name.split(maxsplit=1)[0]

@@ -21,7 +21,7 @@ import msgspec
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.hooks.output import HookOutput, secrets_of
-from scheduled_events_agent.hooks.preflight import hook_write_risk
+from scheduled_events_agent.hooks.preflight import find_hook_write_risk
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Hook
@@ -96,7 +96,7 @@ def kill_orphans(instance: str) -> int:
 
     Call it once at start, before any hook runs. An ``instance`` that only begins like this one is another agent's.
     """
-    return processes.end_marked(f"{instance}:")
+    return processes.kill_leftovers(f"{instance}:")
 
 
 class HookQueue:
@@ -239,8 +239,8 @@ class HookRun:
         self._has_ended = False
         self._exit_code = None
         # Checked here, too, not only when the policy is read: the owner may have changed since.
-        if host.is_privileged() and (fault := hook_write_risk(self._hook)):
-            return self._result(attempt, begun_at, "not_started", fault)
+        if host.is_privileged() and (risk := find_hook_write_risk(self._hook)):
+            return self._result(attempt, begun_at, "not_started", risk)
         try:
             output = HookOutput(self._emit, secrets_of(self._hook))
         except (OSError, RuntimeError) as error:  # no descriptors, no memory for a thread

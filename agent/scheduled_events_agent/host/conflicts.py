@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-Life = Literal["active", "maybe", "installed"]
+ApproverState = Literal["active", "maybe", "installed"]
 """active: it approves. maybe: it runs, and it is not known whether it approves. installed: it does not run."""
 
 _UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
@@ -33,8 +33,8 @@ class Approver(NamedTuple):
     name: str
     where: str
     """The evidence: where the program was found."""
-    life: Life
-    way_out: str
+    state: ApproverState
+    hint: str
 
 
 class ActingAgent(NamedTuple):
@@ -60,23 +60,23 @@ class OwnService(NamedTuple):
     """Pid of the main process; 0 if the service does not run."""
     account: str
     """The account that it runs as."""
-    is_stale: bool
+    needs_daemon_reload: bool
     """Whether the manager has not yet read what its files say."""
     is_masked: bool = False
     """Whether an administrator has forbidden that it is started, as systemd can."""
     has_credentials: bool = False
     """Whether the manager has loaded credentials for it, which take the place of a directory of secrets."""
-    units_fault: str = ""
+    units_error: str = ""
     """Why its account cannot start the units of hooks that run as root; empty if it can."""
 
 
-class _Known(NamedTuple):
+class _KnownApprover(NamedTuple):
     name: str
     program: str
     """The name of the file that runs, or the beginning of its path."""
     services: tuple[str, ...]
     """Names of services, without .service."""
-    way_out: str
+    hint: str
 
 
 # All of these approve if their configuration says so. (aks-node-termination-handler drains nodes, but approves
@@ -84,13 +84,13 @@ class _Known(NamedTuple):
 _KNOWN = (
     # Since 8.2.2 it approves each event at once for which /opt/cycle/jetpack/scripts has no script, unless the
     # node's configuration on CycleCloud's server says otherwise.
-    _Known(
+    _KnownApprover(
         "CycleCloud's jetpack",
         "/opt/cycle/jetpack/",
         ("jetpackd",),
         "set cyclecloud.monitor_scheduled_events = false for this node in CycleCloud, or leave the events to it",
     ),
-    _Known(
+    _KnownApprover(
         "webdevops' azure-scheduledevents-manager",
         "azure-scheduledevents-manager",
         ("azure-scheduledevents-manager",),
@@ -160,24 +160,24 @@ def linux_approvers(root: Path = Path("/")) -> list[Approver]:
     for known in _KNOWN:
         named = services.intersection(known.services)
         if pids := runs(known.program):
-            found.append(Approver(known.name, f"process {pids[0]} runs", "maybe", known.way_out))
+            found.append(Approver(known.name, f"process {pids[0]} runs", "maybe", known.hint))
         elif named:
-            found.append(Approver(known.name, f"unit {named.pop()}.service is there", "installed", known.way_out))
+            found.append(Approver(known.name, f"unit {named.pop()}.service is there", "installed", known.hint))
         elif known.program.startswith("/") and (root / known.program[1:]).is_dir():
-            found.append(Approver(known.name, f"{known.program} is there", "installed", known.way_out))
+            found.append(Approver(known.name, f"{known.program} is there", "installed", known.hint))
     # The package resource-agents always brings it; it runs only if the cluster's configuration names it.
     cib = ""
     with suppress(OSError):
         cib = (root / _CIB).read_text(encoding="utf-8", errors="replace")
     if agent := _CIB_AGENT.search(cib):
         pids = runs("pacemakerd")
-        life: Life = "installed"
+        state: ApproverState = "installed"
         where = f"/{_CIB} names it"
         if pids:
-            life = "maybe" if _CIB_STOPPED.search(cib) else "active"
+            state = "maybe" if _CIB_STOPPED.search(cib) else "active"
             where += f" and process {pids[0]}, pacemakerd, runs"
-        way_out = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
-        found.append(Approver(f"Pacemaker's {agent[1]}", where, life, way_out))
+        hint = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
+        found.append(Approver(f"Pacemaker's {agent[1]}", where, state, hint))
     return found
 
 
@@ -187,16 +187,14 @@ def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> 
     for name, display, is_running in services:
         where = f"service {name} runs" if is_running else f"service {name} is there"
         if name.casefold() == _SAMPLE_SERVICE or display.casefold() == _SAMPLE_DISPLAY:
-            way_out = f"stop one of the two: sc stop {name}, and sc config {name} start= disabled"
-            found.append(Approver(_SAMPLE, where, "active" if is_running else "installed", way_out))
-        life: Life = "maybe" if is_running else "installed"
-        found += [
-            Approver(one.name, where, life, one.way_out) for one in _KNOWN if name.casefold() in one.services
-        ]
+            hint = f"stop one of the two: sc stop {name}, and sc config {name} start= disabled"
+            found.append(Approver(_SAMPLE, where, "active" if is_running else "installed", hint))
+        state: ApproverState = "maybe" if is_running else "installed"
+        found += [Approver(one.name, where, state, one.hint) for one in _KNOWN if name.casefold() in one.services]
     jetpack = _KNOWN[0]
     place = root / "cycle" / "jetpack"
     if place.is_dir() and not any(one.name == jetpack.name for one in found):
-        found.append(Approver(jetpack.name, f"{place} is there", "installed", jetpack.way_out))
+        found.append(Approver(jetpack.name, f"{place} is there", "installed", jetpack.hint))
     return found
 
 

@@ -6,7 +6,7 @@ They are not in ``scheduled_events_agent.host`` because psutil takes longer to l
 import sys
 
 if sys.platform == "win32":
-    from scheduled_events_agent.host.windows.files import access_fault, file_system, temporary_disk  # noqa: F401
+    from scheduled_events_agent.host.windows.files import file_system, find_access_error, temporary_disk  # noqa: F401
     from scheduled_events_agent.host.windows.processes import *  # noqa: F403
     from scheduled_events_agent.host.windows.service_manager import own_service  # noqa: F401
     from scheduled_events_agent.host.windows.system import is_shutting_down, other_approvers, unknown_units  # noqa: F401

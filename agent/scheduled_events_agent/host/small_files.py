@@ -11,9 +11,9 @@ from pathlib import Path
 from scheduled_events_agent.host.error import HostError
 
 if sys.platform == "win32":
-    from scheduled_events_agent.host.windows.files import is_privileged, tampering_fault
+    from scheduled_events_agent.host.windows.files import find_write_risk, is_privileged
 else:
-    from scheduled_events_agent.host.linux.files import is_privileged, tampering_fault
+    from scheduled_events_agent.host.linux.files import find_write_risk, is_privileged
 
 _NOT_BLOCKING: int = getattr(os, "O_NONBLOCK", 0)  # Windows has none, and needs none
 
@@ -39,8 +39,8 @@ def read_trusted_file(path: Path, max_bytes: int) -> bytes:
 
     Raises HostError, which names the file and says why it cannot be used.
     """
-    if is_privileged() and (fault := tampering_fault(path)):
-        raise HostError(fault, kind="file")
+    if is_privileged() and (risk := find_write_risk(path)):
+        raise HostError(risk, kind="file")
     return read_small_file(path, max_bytes)
 
 

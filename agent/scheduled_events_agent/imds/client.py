@@ -102,7 +102,7 @@ class RawResponse(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str]
     """The headers, with names in lower case."""
     body: bytes
-    fault: ImdsError | None
+    error: ImdsError | None
     """The error that a client raises for this answer; None for status 200."""
 
 
@@ -227,7 +227,7 @@ class ImdsClient:
             status=response.status_code,
             headers=dict(response.extensions.get("headers", response.headers)),
             body=response.content,
-            fault=None if response.status_code == 200 else _refusal(request, response),
+            error=None if response.status_code == 200 else _refusal(request, response),
         )
 
     def _build(self, method: str, url: httpx.URL, timeout: float, content: bytes | None = None) -> httpx.Request:
@@ -300,5 +300,5 @@ def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:
 def _error(request: httpx.Request, what: str, kind: HttpErrorKind) -> ImdsError:
     # If an approval is rejected, that is rather because of the event than because of the api-version.
     is_about_event = request.method == "POST" and kind == "bad_request"
-    way_out = "" if is_about_event else _HINTS.get(kind, "")
-    return ImdsError(f"{request.method} {request.url}: {what}{way_out}", kind=kind)
+    hint = "" if is_about_event else _HINTS.get(kind, "")
+    return ImdsError(f"{request.method} {request.url}: {what}{hint}", kind=kind)

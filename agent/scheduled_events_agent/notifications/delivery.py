@@ -89,8 +89,8 @@ def warnings(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
         if any(is_foreign_path(file) for _, file in files_of_target(target)):
             continue  # the policy is for another system
         for key, value in _secrets_of(target).items():
-            if isinstance(value, SecretFile) and (fault := host.exposure_fault(Path(value.file))):
-                yield f"{path}.{key}", fault
+            if isinstance(value, SecretFile) and (risk := host.find_read_risk(Path(value.file))):
+                yield f"{path}.{key}", risk
         try:
             _prepare(target, SAMPLE)
         except NotificationError as error:

@@ -62,12 +62,12 @@ Finding = tuple[str, str]
 """Path and message."""
 
 
-def faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
+def errors(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
     """Why a policy cannot be used although each of its values is valid.
 
     ``may_change_user``: the result of the function of that name in ``host``.
     """
-    yield from _setting_faults(settings)
+    yield from _setting_errors(settings)
     firsts: dict[str, int] = {}
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
@@ -76,23 +76,23 @@ def faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: boo
             line = parsed.line_of(f"rules[{first}].name")
             yield f"{path}.name", f'the rule in line {line} is called "{rule.name}" already'
         for stage in ("prepare", "on_start", "recover"):
-            yield from _hook_list_faults(f"{path}.{stage}", getattr(rule, stage), settings, parsed)
+            yield from _hook_list_errors(f"{path}.{stage}", getattr(rule, stage), settings, parsed)
         if rule.window is not None and not _has("maintenance_windows", rule.window, settings, parsed):
             yield f"{path}.window", _unknown("maintenance window", rule.window, settings.maintenance_windows)
-        yield from _when_faults(f"{path}.when", rule.when, parsed)
-        yield from _fleet_rule_faults(path, rule, settings, parsed)
-    yield from _notify_faults(settings, parsed)
-    yield from _fleet_faults(settings, parsed)
-    yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
+        yield from _when_errors(f"{path}.when", rule.when, parsed)
+        yield from _fleet_rule_errors(path, rule, settings, parsed)
+    yield from _notify_errors(settings, parsed)
+    yield from _fleet_errors(settings, parsed)
+    yield from _hook_list_errors("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
-        yield from _hook_faults(f"hooks.{name}", hook, parsed, may_change_user=may_change_user)
+        yield from _hook_errors(f"hooks.{name}", hook, parsed, may_change_user=may_change_user)
     for name, window in settings.maintenance_windows.items():
         if not window.days:
             path = f"maintenance_windows.{name}.days"
             yield path, "expected at least one; got an empty list: remove the key if it opens every day"
 
 
-def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+def _notify_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
     names: set[str] = set()
     for index, target in enumerate(settings.notify):
         path = f"notify[{index}]"
@@ -116,12 +116,12 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
             yield f"{path}.ca_file", _NO_PATH
         if isinstance(target.to, SecretFile) and not is_absolute_path(target.to.file):
             yield f"{path}.to.file", _NO_PATH
-        yield from _header_faults(path, target)
-        for place, message in _when_faults(f"{path}.when", target.when, parsed):
+        yield from _header_errors(path, target)
+        for place, message in _when_errors(f"{path}.when", target.when, parsed):
             yield place, without_value(message)
 
 
-def _header_faults(path: str, target: NotifyTarget) -> Iterator[Finding]:
+def _header_errors(path: str, target: NotifyTarget) -> Iterator[Finding]:
     for name, value in target.headers.items():
         if not _HEADER_NAME.fullmatch(name):
             yield f"{path}.headers", f"expected the name of a header; {_HIDDEN}"
@@ -136,7 +136,7 @@ def _header_faults(path: str, target: NotifyTarget) -> Iterator[Finding]:
         yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
 
 
-def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+def _fleet_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
     fleet = settings.fleet
     if fleet is None:
         return
@@ -158,7 +158,7 @@ def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
         yield "fleet.members", 'expected at least one; got an empty list: write ["*"] if all VMs run the agent'
 
 
-def _fleet_rule_faults(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+def _fleet_rule_errors(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
     if rule.shared != "all-ready":
         return
     if settings.fleet is None and "fleet" not in parsed.lines:
@@ -167,7 +167,7 @@ def _fleet_rule_faults(path: str, rule: Rule, settings: Settings, parsed: Parsed
         yield f"{path}.shared", "all-ready waits for all VMs, and approve: immediately for none: use when-prepared"
 
 
-def _setting_faults(settings: Settings) -> Iterator[Finding]:
+def _setting_errors(settings: Settings) -> Iterator[Finding]:
     imds = settings.imds
     agent = settings.agent
     if imds.endpoint != "auto" and parse_endpoint(imds.endpoint) is None:
@@ -185,7 +185,7 @@ def _setting_faults(settings: Settings) -> Iterator[Finding]:
     if agent.state_dir and agent.state_dir.strip() and not is_absolute_path(agent.state_dir):
         yield "agent.state_dir", f"expected an absolute path; got {quote(agent.state_dir)}"
     texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
-    yield from _blank_faults(texts)
+    yield from _blank_errors(texts)
 
 
 def _can_be(address: str) -> bool:
@@ -205,7 +205,7 @@ def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) 
     return is_there or any(problem.path == section for problem in parsed.problems)
 
 
-def _hook_list_faults(
+def _hook_list_errors(
     path: str, names: tuple[str, ...], settings: Settings, parsed: Parsed[Settings]
 ) -> Iterator[Finding]:
     before: set[str] = set()
@@ -217,15 +217,15 @@ def _hook_list_faults(
         before.add(name)
 
 
-def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Finding]:
+def _when_errors(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Finding]:
     for key in ("affects", *_LISTS):
         if not getattr(when, key) and f"{path}.{key}" in parsed.lines:
-            way_out = "" if key == "affects" else ": remove the key if any will do"
-            yield f"{path}.{key}", f"expected at least one; got an empty list{way_out}"
+            hint = "" if key == "affects" else ": remove the key if any will do"
+            yield f"{path}.{key}", f"expected at least one; got an empty list{hint}"
     for index, text in enumerate(when.description):
-        if fault := _regex_fault(text):
+        if error := _regex_error(text):
             where = f"{path}.description[{index}]"
-            yield where if where in parsed.lines else f"{path}.description", fault
+            yield where if where in parsed.lines else f"{path}.description", error
     for kind in ("duration", "notice"):
         below = getattr(when, f"{kind}_below")
         at_least = getattr(when, f"{kind}_at_least")
@@ -234,7 +234,7 @@ def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Fi
             yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
 
 
-def _regex_fault(text: str) -> str | None:
+def _regex_error(text: str) -> str | None:
     if len(text) > _MAX_REGEX_CHARACTERS:
         return f"expected at most {_MAX_REGEX_CHARACTERS} characters; got {len(text)}"
     try:
@@ -253,7 +253,7 @@ def _regex_fault(text: str) -> str | None:
     return None
 
 
-def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
+def _hook_errors(path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
     wrong = {problem.path for problem in parsed.problems}
     ways = ("run", "shell")
     given = [key for key in ways if getattr(hook, key) is not None or f"{path}.{key}" in wrong]
@@ -267,13 +267,13 @@ def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_
     if not may_change_user and hook.user is not None:
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
-    yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
+    yield from _blank_errors({f"{path}.{key}": text for key, text in texts.items()})
     for variable in hook.env:
         if not variable or "=" in variable or "\0" in variable:
             yield f"{path}.env", f"expected a variable's name, without =; {_HIDDEN}"
 
 
-def _blank_faults(texts: dict[str, str | None]) -> Iterator[Finding]:
+def _blank_errors(texts: dict[str, str | None]) -> Iterator[Finding]:
     for path, text in texts.items():
         if text is not None and not text.strip():
             yield path, "expected a text; got an empty one"
@@ -290,30 +290,30 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f'; did you mean "{guess}"?' if guess else ""
 
 
-def doubts(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) -> Iterator[Finding]:
+def warnings(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) -> Iterator[Finding]:
     """Warnings about what is allowed but probably not intended.
 
     ``lines``: the line of each path in the file.
     ``is_all_named``: rules and ``on_clear`` are without errors, so what they do not name is not named.
     """
-    yield from _notify_doubts(settings, lines)
+    yield from _notify_warnings(settings, lines)
     if settings.fleet:
-        yield from _glob_doubts("fleet.members", settings.fleet.members, lines)
-        if settings.vm.name and (fault := settings.fleet.members_fault((settings.vm.name, *settings.vm.aliases))):
-            yield "fleet.members", fault
+        yield from _glob_warnings("fleet.members", settings.fleet.members, lines)
+        if settings.vm.name and (error := settings.fleet.members_error((settings.vm.name, *settings.vm.aliases))):
+            yield "fleet.members", error
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
         yield "imds.endpoint", f"{endpoint[0]} is looked up before each request: write an address"
-    yield from _recommendation_doubts(settings)
+    yield from _recommendation_warnings(settings)
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
-        yield from _rule_doubts(path, rule)
+        yield from _rule_warnings(path, rule)
         if _is_never_recovered(rule) and f"{path}.recover" not in lines:
             yield f"{path}.prepare", "nothing puts this VM back in service: write recover: [] if that is meant"
-        yield from _glob_doubts(f"{path}.when.resource", rule.when.resource, lines)
-        yield from _time_doubts(path, rule, settings)
+        yield from _glob_warnings(f"{path}.when.resource", rule.when.resource, lines)
+        yield from _time_warnings(path, rule, settings)
     for name, hook in settings.hooks.items():
         if hook.run and PurePosixPath(hook.run[0]).name == _ROOT_STARTER and not hook.serialize:
             text = f"{_ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
@@ -321,7 +321,7 @@ def doubts(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) 
         if sign := _shell_sign(hook.run or ()):
             yield f"hooks.{name}.run", f'run starts no shell: "{sign}" is passed as an argument; use shell'
     if is_all_named:
-        yield from _unused(settings)
+        yield from _unused_warnings(settings)
 
 
 def _shell_sign(run: tuple[str, ...]) -> str:
@@ -339,7 +339,7 @@ def _shell_sign(run: tuple[str, ...]) -> str:
     return ""
 
 
-def _unused(settings: Settings) -> Iterator[Finding]:
+def _unused_warnings(settings: Settings) -> Iterator[Finding]:
     """Warnings about parts that no rule uses, and about rules that no event reaches."""
     fleet = settings.fleet
     if fleet and fleet.max_events is None and all(rule.shared != "all-ready" for rule in settings.rules):
@@ -364,14 +364,14 @@ def _unused(settings: Settings) -> Iterator[Finding]:
             yield f"maintenance_windows.{name}", "no rule names this maintenance window"
 
 
-def _notify_doubts(settings: Settings, lines: Mapping[str, int]) -> Iterator[Finding]:
+def _notify_warnings(settings: Settings, lines: Mapping[str, int]) -> Iterator[Finding]:
     for index, target in enumerate(settings.notify):
         if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
             yield f"notify[{index}].to", "notifications go over the network unencrypted: use https"
-        yield from _glob_doubts(f"notify[{index}].when.resource", target.when.resource, lines)
+        yield from _glob_warnings(f"notify[{index}].when.resource", target.when.resource, lines)
 
 
-def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
+def _rule_warnings(path: str, rule: Rule) -> Iterator[Finding]:
     when = rule.when
     prepares = bool(rule.prepare or rule.drain_for)
     if rule.approve != "never" and set(when.affects) == {"others"}:
@@ -395,7 +395,7 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
         )
 
 
-def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
+def _recommendation_warnings(settings: Settings) -> Iterator[Finding]:
     """Warnings about rules for recommendations, and about the api-version that has them."""
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
@@ -422,14 +422,14 @@ def _is_never_recovered(rule: Rule) -> bool:
     return goes_on and bool(rule.prepare) and not rule.recover
 
 
-def _glob_doubts(path: str, globs: tuple[str, ...], lines: Mapping[str, int]) -> Iterator[Finding]:
+def _glob_warnings(path: str, globs: tuple[str, ...], lines: Mapping[str, int]) -> Iterator[Finding]:
     for index, glob in enumerate(globs):
         if "[" in _BRACKETS.sub("", glob):
             where = f"{path}[{index}]" if f"{path}[{index}]" in lines else path
             yield where, "a bracket of the glob does not close, so it matches only a bracket"
 
 
-def _time_doubts(path: str, rule: Rule, settings: Settings) -> Iterator[Finding]:
+def _time_warnings(path: str, rule: Rule, settings: Settings) -> Iterator[Finding]:
     hooks = settings.hooks
     if rule.drain_for and settings.agent.listen == "off":
         yield f"{path}.drain_for", "no balancer can see it, as agent.listen is off"

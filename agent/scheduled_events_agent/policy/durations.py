@@ -17,8 +17,8 @@ def parse_duration(text: str) -> float:
     """Seconds of a duration such as 9s, 1h30m or 500ms. Raises ValueError, which says how to write one."""
     match = _DURATION.fullmatch(text) if text else None
     if match is None:
-        way_out = f": write {text}s if seconds are meant" if NUMBER.fullmatch(text) else ""
-        raise ValueError(f"expected a duration such as 9s, 5m, 1h30m or 2d; got {quote(text)}{way_out}")
+        hint = f": write {text}s if seconds are meant" if NUMBER.fullmatch(text) else ""
+        raise ValueError(f"expected a duration such as 9s, 5m, 1h30m or 2d; got {quote(text)}{hint}")
     seconds = sum(float(match[unit] or 0) * size for unit, size in _UNITS_MS.items()) / 1000
     if seconds > _MAX_DURATION_SECONDS:
         raise ValueError(f"expected at most {format_duration(_MAX_DURATION_SECONDS)}; got {quote(text)}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.policy.checks import doubts, faults
+from scheduled_events_agent.policy import checks
 from scheduled_events_agent.policy.settings import AgentSettings, Settings
 from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, parse, text_at
 
@@ -32,7 +32,7 @@ class ConfigError(AgentError):
         self.state_dir = state_dir
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that passed every check, and the warnings about them."""
 
     settings: Settings
@@ -54,10 +54,10 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
         return self.parsed.name
 
 
-class Inspected(NamedTuple):
+class InspectedPolicy(NamedTuple):
     """A policy file and all its errors."""
 
-    loaded: Loaded
+    loaded: LoadedPolicy
     """The whole policy if there are no errors; else its parts that have none."""
     errors: tuple[Problem, ...]
 
@@ -66,7 +66,7 @@ class Inspected(NamedTuple):
         if not path:
             return True
         wrong = {_part_of(error.path) for error in self.errors}
-        return self.loaded.parsed.draft is not None and _part_of(path) not in wrong
+        return self.loaded.parsed.partial_value is not None and _part_of(path) not in wrong
 
 
 def _part_of(path: str) -> str:
@@ -98,7 +98,7 @@ class PolicyFile:
             self._options["mode"] = "observe"
         self._may_change_user = may_change_user
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedPolicy:
         """Load the file. Raises ConfigError."""
         loaded = parse_settings(self._read(), self.name, may_change_user=self._may_change_user)
         agent = msgspec.structs.replace(loaded.settings.agent, **self._options)
@@ -111,7 +111,7 @@ def keys_for_next_start(at_start: AgentSettings, now: AgentSettings) -> tuple[st
     return tuple([f"agent.{key}" for key in keys if getattr(at_start, key) != getattr(now, key)])
 
 
-def parse_settings(text: str | bytes, name: str, *, may_change_user: bool = True) -> Loaded:
+def parse_settings(text: str | bytes, name: str, *, may_change_user: bool = True) -> LoadedPolicy:
     """Settings and warnings of a policy's text. Raises ConfigError.
 
     ``name``: how problems call it. ``may_change_user``: whether this machine can run hooks as another user.
@@ -119,7 +119,7 @@ def parse_settings(text: str | bytes, name: str, *, may_change_user: bool = True
     return without_errors(inspect_settings(text, name, may_change_user=may_change_user))
 
 
-def without_errors(inspected: Inspected) -> Loaded:
+def without_errors(inspected: InspectedPolicy) -> LoadedPolicy:
     """Settings and warnings. Raises ConfigError if there is any error."""
     if inspected.errors:
         state_dir = text_at(inspected.loaded.content, "agent", "state_dir")
@@ -127,21 +127,23 @@ def without_errors(inspected: Inspected) -> Loaded:
     return inspected.loaded
 
 
-def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> Inspected:
+def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> InspectedPolicy:
     """A policy's text with all its errors; see ``parse_settings``."""
     parsed = parse(text, Settings, name)
     errors = parsed.problems
-    if parsed.draft is not None:
+    if parsed.partial_value is not None:
         known = [problem.path for problem in errors]
-        all_faults = parsed.gather(faults(parsed.draft, parsed, may_change_user=may_change_user))
+        found = parsed.to_problems(checks.errors(parsed.partial_value, parsed, may_change_user=may_change_user))
         # If a value is wrong, what is missing because of it is not reported.
-        news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
-        errors = tuple(sorted((*errors, *news), key=lambda problem: problem.line))
-    settings = parsed.draft or Settings()
+        further = [error for error in found if not any(path.startswith(error.path) for path in known)]
+        errors = tuple(sorted((*errors, *further), key=lambda problem: problem.line))
+    settings = parsed.partial_value or Settings()
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    inspected = Inspected(Loaded(settings=settings, warnings=(), parsed=parsed, content=content), errors)
+    inspected = InspectedPolicy(
+        LoadedPolicy(settings=settings, warnings=(), parsed=parsed, content=content), errors
+    )
     # It is not known what an unknown key or a rule with an error was meant to name.
     is_all_named = all(_part_of(error.path).partition("[")[0] not in ("", "rules", "on_clear") for error in errors)
-    findings = doubts(settings, parsed.lines, is_all_named=is_all_named)
-    warnings = parsed.gather(finding for finding in findings if inspected.is_valid(finding[0]))
+    findings = checks.warnings(settings, parsed.lines, is_all_named=is_all_named)
+    warnings = parsed.to_problems(finding for finding in findings if inspected.is_valid(finding[0]))
     return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=warnings))

@@ -177,7 +177,7 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAMES.search(name) is not None
 
 
-def _timezone_fault(name: str) -> str:
+def _timezone_error(name: str) -> str:
     """Why there is no such time zone here; "" if there is."""
     if name == "UTC":
         return ""  # UTC needs no time zone data
@@ -207,7 +207,7 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=ONE_OR_MANY)
     ] = _DAYS
     timezone: Annotated[
-        str, Meta(description="IANA name such as Europe/Berlin.", extra={"check": _timezone_fault})
+        str, Meta(description="IANA name such as Europe/Berlin.", extra={"check": _timezone_error})
     ] = "UTC"
 
     def opening(self, at: datetime, before: datetime) -> datetime | None:

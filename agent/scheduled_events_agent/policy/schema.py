@@ -9,7 +9,7 @@ from msgspec import NODEFAULT, Meta
 
 from scheduled_events_agent.policy.durations import format_duration
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.policy.typed_yaml import TIME, default_of, kinds, peel
+from scheduled_events_agent.policy.typed_yaml import TIME, default_of, meta_kinds, unwrap_annotated
 
 
 def policy_schema() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
 
 def plain(value: Any, annotation: Any) -> Any:
     """A value as the YAML writes it: durations and times as text, no keys that have their defaults."""
-    type_, metas = peel(annotation)
+    type_, metas = unwrap_annotated(annotation)
     if value is None:
         return None
     if get_origin(type_) in (Union, UnionType):
@@ -46,11 +46,11 @@ def plain(value: Any, annotation: Any) -> Any:
         return [plain(item, get_args(type_)[0]) for item in value]
     if isinstance(value, time):
         return value.isoformat("seconds" if value.second else "minutes")
-    return format_duration(value) if "duration" in kinds(metas) else value
+    return format_duration(value) if "duration" in meta_kinds(metas) else value
 
 
 def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    type_, metas = peel(annotation)
+    type_, metas = unwrap_annotated(annotation)
     if get_origin(type_) in (Union, UnionType):
         first, last = get_args(type_)
         other = {"type": "null"} if last is NoneType else _schema(last, definitions)
@@ -58,7 +58,7 @@ def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         description = union["anyOf"][0].pop("description", None)
         return union | ({"description": description} if description else {})
     schema = _bare_schema(type_, metas, definitions)
-    if "one-or-many" in kinds(metas):
+    if "one-or-many" in meta_kinds(metas):
         schema = {"anyOf": [schema["items"], schema]}
     for meta in metas:
         words: dict[str, Any] = {"description": meta.description, "pattern": meta.pattern}
@@ -89,7 +89,7 @@ def _bare_schema(type_: Any, metas: tuple[Meta, ...], definitions: dict[str, Any
         return schema
     if type_ is time:
         return {"type": "string", "pattern": f"^({TIME.pattern})$"}
-    if type_ is float and "duration" in kinds(metas):
+    if type_ is float and "duration" in meta_kinds(metas):
         return {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
     return {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}
 

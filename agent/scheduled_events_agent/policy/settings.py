@@ -38,11 +38,11 @@ NotificationKind = Literal[
     "seen", "preparing", "prepared", "approval_needed", "held", "approved", "started", "recovered",
     "recovery_failed", "hook_missing",
 ]  # fmt: skip
-_TOLD: tuple[NotificationKind, ...] = (
+_DEFAULT_KINDS: tuple[NotificationKind, ...] = (
     "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
 )  # fmt: skip
 # Other notifications would open incidents at PagerDuty, and call people for nothing.
-_TOLD_TO_PAGERDUTY: tuple[NotificationKind, ...] = (
+_PAGERDUTY_KINDS: tuple[NotificationKind, ...] = (
     "approval_needed", "held", "hook_missing", "recovery_failed", "started", "recovered",
 )  # fmt: skip
 NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty")
@@ -152,8 +152,8 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on: Annotated[
         tuple[NotificationKind, ...] | None,
         Meta(
-            description=f"Which notifications to send. Default: {', '.join(_TOLD)}; with format pagerduty "
-            f"{', '.join(_TOLD_TO_PAGERDUTY)}.",
+            description=f"Which notifications to send. Default: {', '.join(_DEFAULT_KINDS)}; with format pagerduty "
+            f"{', '.join(_PAGERDUTY_KINDS)}.",
             extra=ONE_OR_MANY,
         ),
     ] = None
@@ -175,7 +175,7 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The kinds of notifications to send."""
         if self.on is not None:
             return self.on
-        return _TOLD_TO_PAGERDUTY if self.format == "pagerduty" else _TOLD
+        return _PAGERDUTY_KINDS if self.format == "pagerduty" else _DEFAULT_KINDS
 
 
 class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,7 +232,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "wait"
 
-    def members_fault(self, names: Iterable[str]) -> str:
+    def members_error(self, names: Iterable[str]) -> str:
         """Why ``members`` cannot be right on the VM that has these ``names``; "" if it can."""
         names = tuple(names)
         if not names or any(matches_glob(name, self.members) for name in names):
@@ -241,7 +241,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def members_for(self, names: Iterable[str]) -> tuple[str, ...]:
         """Which VMs are waited for, on the VM that has these ``names``."""
-        return ("*",) if self.members_fault(names) else self.members
+        return ("*",) if self.members_error(names) else self.members
 
 
 DEFAULT_RULES = (

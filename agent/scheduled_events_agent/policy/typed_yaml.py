@@ -46,7 +46,7 @@ _MAX_KNOWN = 1000  # there are six hundred time zones
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./\\%+=-]+")
 _HIDDEN = "not shown here, for it may be secret"
-_LAST_STEP = re.compile(r"[.\[]?[^.\[]*$")
+_LAST_PART = re.compile(r"[.\[]?[^.\[]*$")
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -70,21 +70,21 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     name: str
     value: T | None
     problems: tuple[Problem, ...]
-    draft: T | None = None
+    partial_value: T | None = None
     """The value without its wrong parts, so that later checks can look for further problems."""
     lines: Mapping[str, int] = {}
 
     def line_of(self, path: str) -> int:
         """The line of a value, or of the nearest one around it that the text has."""
         while path and path not in self.lines:
-            path = _LAST_STEP.sub("", path)
+            path = _LAST_PART.sub("", path)
         return self.lines.get(path, 1)
 
     def problem(self, path: str, message: str) -> Problem:
         """A problem found by a later check, at the line of ``path``."""
         return Problem(self.name, self.line_of(path), path, shortened(message, _MAX_MESSAGE))
 
-    def gather(self, findings: Iterable[tuple[str, str]]) -> tuple[Problem, ...]:
+    def to_problems(self, findings: Iterable[tuple[str, str]]) -> tuple[Problem, ...]:
         """The problems of paths and messages, in the order of their lines; no further than the first hundred."""
         problems = [self.problem(path, message) for path, message in islice(findings, _MAX_PROBLEMS)]
         return tuple(sorted(problems, key=lambda problem: problem.line))
@@ -101,20 +101,20 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
     """
     reader = _Reader(name)
     try:
-        draft = reader.read_text(text, type_)
-    except _EnoughError:
-        draft = _BAD
-    draft = None if draft is _BAD else draft
+        partial_value = reader.read_text(text, type_)
+    except _TooManyProblemsError:
+        partial_value = _INVALID
+    partial_value = None if partial_value is _INVALID else partial_value
     problems = tuple(sorted(reader.problems, key=lambda problem: problem.line))
-    value = None if problems else draft
-    return Parsed(name=name, value=value, problems=problems, draft=draft, lines=reader.lines)
+    value = None if problems else partial_value
+    return Parsed(name=name, value=value, problems=problems, partial_value=partial_value, lines=reader.lines)
 
 
 def text_at(text: str | bytes, *keys: str) -> str | None:
     """The text at these keys, whatever else is wrong; "" if it is not there, None if that is not known."""
     try:
         node = yaml_nodes.compose(text)
-    except yaml_nodes.SyntaxFault:
+    except yaml_nodes.YamlSyntaxError:
         return None
     for key in keys:
         if _is_null(node):
@@ -143,15 +143,15 @@ class _ValueProblemError(Exception):
     """A value does not fit its type; the message says what was expected and found."""
 
 
-class _EnoughError(Exception):
+class _TooManyProblemsError(Exception):
     """The limit of problems is reached: no more are reported."""
 
 
-class _Bad:
+class _Invalid:
     """A wrong value, or a Struct that lacks a required key."""
 
 
-_BAD = _Bad()
+_INVALID = _Invalid()
 
 
 class _Reader:
@@ -171,15 +171,15 @@ class _Reader:
     def read_text(self, text: str | bytes, type_: Any) -> Any:
         try:
             root = yaml_nodes.compose(text)
-        except yaml_nodes.SyntaxFault as fault:
-            return self._problem(fault.line, "", str(fault))
+        except yaml_nodes.YamlSyntaxError as error:
+            return self._problem(error.line, "", str(error))
         return self._read(yaml_nodes.EMPTY if _is_null(root) else root, type_, "")
 
-    def _problem(self, line: int, path: str, message: str) -> _Bad:
+    def _problem(self, line: int, path: str, message: str) -> _Invalid:
         self.problems.append(Problem(self.name, line, path, shortened(message, _MAX_MESSAGE)))
         if len(self.problems) >= _MAX_PROBLEMS:
-            raise _EnoughError
-        return _BAD
+            raise _TooManyProblemsError
+        return _INVALID
 
     def _read(self, node: Node, annotation: Any, path: str) -> Any:
         """The value of a node, converted to its annotation, or _BAD after a problem was noted."""
@@ -187,11 +187,11 @@ class _Reader:
         self._count += 1
         if self._count > _MAX_VALUES:
             self._problem(line, path, f"more than {_MAX_VALUES} values")
-            raise _EnoughError
+            raise _TooManyProblemsError
         if id(node) in self._open:
             return self._problem(line, path, "an alias cannot be inside the value it repeats")
         is_around_secret = self._is_secret
-        if "secret" in kinds(peel(annotation)[1]) or id(node) in self._secrets:
+        if "secret" in meta_kinds(unwrap_annotated(annotation)[1]) or id(node) in self._secrets:
             self._is_secret = True
         if self._is_secret:
             self._secrets.add(id(node))
@@ -217,7 +217,7 @@ class _Reader:
         raise _ValueProblemError(f"the tag {tag} means nothing here: remove it")
 
     def _convert(self, node: Node, annotation: Any, path: str) -> Any:
-        type_, metas = peel(annotation)
+        type_, metas = unwrap_annotated(annotation)
         origin = get_origin(type_)
         if origin in (Union, UnionType):
             first, last = get_args(type_)
@@ -247,14 +247,14 @@ class _Reader:
         for item in fields.values():
             if default_of(item) is NODEFAULT and _join(path, item.encode_name) not in self.lines:
                 self._problem(node.start_mark.line + 1, path, f'the key "{item.encode_name}" is missing')
-        good = {key: value for key, value in values.items() if value is not _BAD}
+        good = {key: value for key, value in values.items() if value is not _INVALID}
         if any(default_of(item) is NODEFAULT and item.name not in good for item in fields.values()):
-            return _BAD
+            return _INVALID
         try:
             return type_(**good)
         except ValueError as error:
             if len(self.problems) > before:
-                return _BAD
+                return _INVALID
             raise _ValueProblemError(str(error)) from error
 
     def _sequence(
@@ -265,20 +265,20 @@ class _Reader:
             for index, item in enumerate(node.value):
                 self.lines[f"{path}[{index}]"] = item.start_mark.line + 1
                 items.append(self._read(item, item_type, f"{path}[{index}]"))
-        elif "one-or-many" in kinds(metas) and not _is_null(node):
+        elif "one-or-many" in meta_kinds(metas) and not _is_null(node):
             items = [self._convert(node, item_type, path)]
         else:
-            way_out = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
+            hint = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
             expected = "a list such as [one, two]" if self._is_secret else "a list"
-            raise _ValueProblemError(f"expected {expected}; got {_found(node, '[]')}{way_out}")
-        if _BAD in items:
-            return origin(items[: items.index(_BAD)])  # those after it would get a wrong index
+            raise _ValueProblemError(f"expected {expected}; got {_found(node, '[]')}{hint}")
+        if _INVALID in items:
+            return origin(items[: items.index(_INVALID)])  # those after it would get a wrong index
         return _check(origin(items), metas)
 
     def _mapping(self, node: Node, types: tuple[Any, ...], metas: tuple[Meta, ...], path: str) -> Any:
         values: dict[Any, Any] = {}
         before = len(self.problems)
-        _, key_metas = peel(types[0])
+        _, key_metas = unwrap_annotated(types[0])
         for key, value in self._items(node, path):
             try:
                 _check(key, key_metas)
@@ -289,7 +289,7 @@ class _Reader:
             key_path = _join(path, key) if is_name or not self._is_secret else f"{path}[...]"
             values[key] = self._read(value, types[1], key_path)
         if len(self.problems) > before:
-            return {key: value for key, value in values.items() if value is not _BAD}
+            return {key: value for key, value in values.items() if value is not _INVALID}
         return _check(values, metas)
 
     def _items(self, node: Node, path: str) -> list[tuple[str, Node]]:
@@ -327,7 +327,7 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
         if "\0" in text:
             raise _ValueProblemError("the character U+0000 cannot be part of it: remove it")
         return text
-    value = _duration(text) if type_ is float and "duration" in kinds(metas) else _plain_value(text, type_)
+    value = _duration(text) if type_ is float and "duration" in meta_kinds(metas) else _plain_value(text, type_)
     if value is not None:
         return value
     raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}")
@@ -358,7 +358,7 @@ def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:
     if get_origin(type_) is Literal:
         words = get_args(type_)
         return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
-    if type_ is float and "duration" in kinds(metas):
+    if type_ is float and "duration" in meta_kinds(metas):
         return "a duration such as 9s, 5m, 1h30m or 2d"
     return _SCALARS[type_]
 
@@ -367,8 +367,8 @@ def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
     """The value, if it is within the limits of its annotations."""
     found = quote(value) if isinstance(value, str) else value
     for meta in metas:
-        if meta.extra and (check := meta.extra.get("check")) and (fault := check(value)):
-            raise _ValueProblemError(fault)
+        if meta.extra and (check := meta.extra.get("check")) and (error := check(value)):
+            raise _ValueProblemError(error)
         # Python's $ also matches before a line break at the end.
         if meta.pattern is not None and (not re.search(meta.pattern, value) or value.endswith("\n")):
             what = f" ({meta.description})" if meta.description else ""
@@ -380,7 +380,7 @@ def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
             (meta.lt, "less than", operator.lt),
         ):
             if limit is not None and not is_kept(value, limit):
-                show = format_duration if "duration" in kinds(metas) else str
+                show = format_duration if "duration" in meta_kinds(metas) else str
                 raise _ValueProblemError(f"expected {words} {show(limit)}; got {show(value)}")
         unit = "characters" if isinstance(value, str) else "items"
         if meta.min_length is not None and len(value) < meta.min_length:
@@ -402,14 +402,14 @@ def _as_list(text: str) -> str:
     return f"[{', '.join(words)}]" if all(map(_PLAIN_WORD.fullmatch, words)) else "a list such as [one, two]"
 
 
-def peel(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
+def unwrap_annotated(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
     if get_origin(annotation) is Annotated:
         inner, *extras = get_args(annotation)
         return inner, tuple(extra for extra in extras if isinstance(extra, Meta))
     return annotation, ()
 
 
-def kinds(metas: tuple[Meta, ...]) -> list[Any]:
+def meta_kinds(metas: tuple[Meta, ...]) -> list[Any]:
     return [meta.extra.get("kind") for meta in metas if meta.extra]
 
 

@@ -41,7 +41,7 @@ def parse_web_config(text: bytes, name: str) -> Parsed[WebConfig]:
     return parsed
 
 
-def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
+def warnings(config: WebConfig, *, is_open: bool) -> Iterator[str]:
     """Warnings about what is probably a mistake. ``is_open``: other machines can reach the pages."""
     if is_open and config.tls_server_config.client_auth_type != "RequireAndVerifyClientCert":
         yield "every client that reaches the pages may read them: ask for client certificates"

@@ -18,7 +18,7 @@ Node = Any
 EMPTY = yaml.MappingNode("tag:yaml.org,2002:map", [], yaml.Mark("", 0, 0, 0, "", 0))
 
 
-class SyntaxFault(Exception):  # noqa: N818
+class YamlSyntaxError(Exception):
     """The text is not YAML."""
 
     def __init__(self, line: int, message: str) -> None:
@@ -47,13 +47,13 @@ def compose(text: str | bytes) -> Node:
     text = (_decoded(text) if isinstance(text, bytes) else text).removeprefix("\ufeff")
     if odd := _CONTROL.search(text):
         line = text.count("\n", 0, odd.start()) + 1
-        raise SyntaxFault(line, f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
+        raise YamlSyntaxError(line, f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
     try:
         return yaml.compose(text, _Loader) or EMPTY
     except yaml.MarkedYAMLError as error:
-        raise SyntaxFault(*_place(error, text.splitlines())) from error
+        raise YamlSyntaxError(*_place(error, text.splitlines())) from error
     except yaml.YAMLError as error:
-        raise SyntaxFault(1, f"not YAML: {error}") from error
+        raise YamlSyntaxError(1, f"not YAML: {error}") from error
 
 
 def _decoded(text: bytes) -> str:
@@ -63,7 +63,7 @@ def _decoded(text: bytes) -> str:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
         message = f"expected UTF-8; got the byte 0x{byte:02x}: save the file as UTF-8"
-        raise SyntaxFault(line, message) from error
+        raise YamlSyntaxError(line, message) from error
 
 
 def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:

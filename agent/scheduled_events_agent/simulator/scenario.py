@@ -75,7 +75,7 @@ def parse_scenario(text: str | bytes, name: str) -> Scenario:
     Names are looked at when all else is right.
     """
     parsed = typed_yaml.parse(text, Scenario, name)
-    problems = parsed.problems or parsed.gather(_mistakes(parsed.value or Scenario()))
+    problems = parsed.problems or parsed.to_problems(_mistakes(parsed.value or Scenario()))
     if problems or parsed.value is None:
         raise SimulatorError("\n".join(map(str, problems)), kind="config")
     return parsed.value

@@ -331,13 +331,13 @@ def _refuse_unreachable(path: Path, access: int) -> None:
             f"no agent has run with the state directory {path.parent}: name it with --state-dir", kind="unusable"
         ) from error
     except OSError as error:
-        way_out = (
+        hint = (
             ": the state is for the agent's account alone; run this as that or as root (sudo), "
             "on Windows in an elevated prompt"
             if isinstance(error, PermissionError)
             else ""
         )
-        raise StoreError(f"cannot open {path}: {error.strerror or error}{way_out}", kind="unusable") from error
+        raise StoreError(f"cannot open {path}: {error.strerror or error}{hint}", kind="unusable") from error
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class OpenFiles:
             )
         host.create_private_dir(directory)
         if self._lock is not None and self._is_lost(self._lock_path):
-            lock = host.hold_lock(self._lock_path)
+            lock = host.acquire_lock(self._lock_path)
             self._lock.close()
             self._lock = lock
             self._ids[self._lock_path] = _file_id(self._lock_path)

@@ -104,8 +104,8 @@ class WebServer(ThreadingTCPServer):
         except (OSError, OverflowError, RuntimeError) as error:  # RuntimeError: no memory for a thread
             self.server_close()
             reason = getattr(error, "strerror", None) or error
-            way_out = "set agent.listen to a free ADDRESS:PORT, or to off"
-            raise WebError(f"cannot listen on {listen}: {reason}; {way_out}", kind="listen") from error
+            hint = "set agent.listen to a free ADDRESS:PORT, or to off"
+            raise WebError(f"cannot listen on {listen}: {reason}; {hint}", kind="listen") from error
 
     @property
     def port(self) -> int:
@@ -204,8 +204,8 @@ class WebServer(ThreadingTCPServer):
         """The answer to a request for ``path`` with these Host headers. May take as long as the page does."""
         is_stranger = not all(map(self._is_host_allowed, names))
         if is_stranger and path not in _PROBES:
-            way_out = "use its address, or add the name to agent.listen_names"
-            text = f"the Host header is not a name of this server: {way_out}\n"
+            hint = "use its address, or add the name to agent.listen_names"
+            text = f"the Host header is not a name of this server: {hint}\n"
             return Response(HTTPStatus.MISDIRECTED_REQUEST, text.encode())
         make = self._pages.get(path)
         if make is None:

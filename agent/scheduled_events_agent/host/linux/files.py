@@ -17,7 +17,7 @@ from scheduled_events_agent.host.error import HostError
 if sys.platform == "win32":
     raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
 
-_LOCK_TIMEOUT_SECONDS = 0.5  # lock_holder may have the lock for an instant
+_LOCK_TIMEOUT_SECONDS = 0.5  # lock_owner may have the lock for an instant
 
 
 def default_config_path() -> Path:
@@ -41,20 +41,20 @@ def create_private_dir(path: Path) -> None:
     Root also rejects one that others could replace. What exists is not changed. Missing parents are created, and
     others cannot write to them.
     """
-    way_out = "name another directory with agent.state_dir"
-    fault = replacement_fault(path) if is_privileged() else None  # before anything is put into such a place
+    hint = "name another directory with agent.state_dir"
+    risk = find_replacement_risk(path) if is_privileged() else None  # before anything is put into such a place
     try:
-        if fault is None:
+        if risk is None:
             _make_with_parents(path)
-            fault = ownership_fault(path, None) or privacy_fault(path)
+            risk = find_wrong_owner(path, None) or find_privacy_risk(path)
             if not path.is_dir():
-                fault = f"it is no directory: {way_out}"
-            elif fault is None:
+                risk = f"it is no directory: {hint}"
+            elif risk is None:
                 return
-        fault = fault if fault.endswith(way_out) else f"{fault}; else {way_out}"
+        risk = risk if risk.endswith(hint) else f"{risk}; else {hint}"
     except OSError as error:
-        fault = f"{error.strerror or error}: {way_out}"
-    raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+        risk = f"{error.strerror or error}: {hint}"
+    raise HostError(f"{path}: expected a directory for this account alone; {risk}", kind="state_dir")
 
 
 def _make_with_parents(path: Path) -> None:
@@ -66,7 +66,7 @@ def _make_with_parents(path: Path) -> None:
         path.mkdir(mode=0o700)
 
 
-def privacy_fault(path: Path) -> str | None:
+def find_privacy_risk(path: Path) -> str | None:
     """Why others could use files in the directory, and what to do; None if they cannot or it does not exist."""
     with suppress(OSError):
         if path.stat().st_mode & 0o077:
@@ -74,7 +74,7 @@ def privacy_fault(path: Path) -> str | None:
     return None
 
 
-def ownership_fault(path: Path, user: str | None) -> str | None:
+def find_wrong_owner(path: Path, user: str | None) -> str | None:
     """The owner of the directory if neither the account (None: this one) nor root owns it, and what to do."""
     with suppress(OSError, KeyError):
         owner = path.stat().st_uid
@@ -84,22 +84,22 @@ def ownership_fault(path: Path, user: str | None) -> str | None:
     return None
 
 
-def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
+def find_write_risk(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
     """Which other accounts could change the file or replace it, and what to do; None if none can.
 
     Root, this account, ``user`` and the owner of the agent's own code may. If the file is that code
     (``is_own_code``), its owner may not. The file and every directory above it are checked, and the targets of
     symbolic links in the same way.
     """
-    fault = _fault_on_the_way(path, _trusted(None, is_own_code=is_own_code))
-    if fault and user is not None:  # looking up an account may take long
+    risk = _find_risk_on_path(path, _trusted(None, is_own_code=is_own_code))
+    if risk and user is not None:  # looking up an account may take long
         with suppress(KeyError, ValueError):  # start_tree rejects an unknown one
             uid = pwd.getpwnam(user).pw_uid
-            fault = _fault_on_the_way(path, _trusted(uid, is_own_code=is_own_code))
-    return fault
+            risk = _find_risk_on_path(path, _trusted(uid, is_own_code=is_own_code))
+    return risk
 
 
-def replacement_fault(path: Path) -> str | None:
+def find_replacement_risk(path: Path) -> str | None:
     """Which other accounts could replace this directory by another one, and what to do; None if none can.
 
     Its owner may. If it is not there yet, the nearest directory above it counts.
@@ -112,11 +112,11 @@ def replacement_fault(path: Path) -> str | None:
     for place in (whole, *whole.parents):
         with suppress(OSError):
             place.stat()
-            return _fault_on_the_way(place, trusted)
+            return _find_risk_on_path(place, trusted)
     return None
 
 
-def exposure_fault(path: Path) -> str | None:
+def find_read_risk(path: Path) -> str | None:
     """Why every account can read the file, and what to do; None if not, or it does not exist.
 
     A group may read it: Debian's ssl-cert exists for that, and root decides who is in a group.
@@ -139,12 +139,12 @@ def flush_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-def hold_lock(path: Path) -> IO[bytes]:
+def acquire_lock(path: Path) -> IO[bytes]:
     """Take the lock of this path, until the file is closed or the process ends.
 
-    Raises HostError, naming the holder, if another process has it.
+    Raises HostError, naming the owner, if another process has it.
     """
-    patience_ends = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+    give_up_at = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
     except OSError as error:
@@ -154,25 +154,25 @@ def hold_lock(path: Path) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError:
-            if time.monotonic() < patience_ends:
+            if time.monotonic() < give_up_at:
                 time.sleep(0.01)
                 continue
-        holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
+        owner = file.read(20).decode("ascii", "replace").strip() or "unknown"
         file.close()
         raise HostError(
-            f"{path}: another agent (pid {holder}) has locked it; stop it, or give this one another state_dir",
+            f"{path}: another agent (pid {owner}) has locked it; stop it, or give this one another state_dir",
             kind="locked",
         )
-    with suppress(OSError):  # the disk is full: the holder is then "unknown"
+    with suppress(OSError):  # the disk is full: the owner is then "unknown"
         os.ftruncate(file.fileno(), 0)
         os.pwrite(file.fileno(), b"%d\n" % os.getpid(), 0)
     return file
 
 
-def lock_holder(path: Path) -> str | None:
+def lock_owner(path: Path) -> str | None:
     """The pid of the process that has the lock, "unknown" if it left none; None if the lock is free.
 
-    Raises HostError if it is not known. It shares the lock for an instant, which ``hold_lock`` waits for.
+    Raises HostError if it is not known. It shares the lock for an instant, which ``acquire_lock`` waits for.
     """
     try:
         with path.open("rb") as file:
@@ -231,17 +231,17 @@ def _trusted(further: int | None, *, is_own_code: bool) -> _Trusted:
     return _Trusted(frozenset(users), frozenset(groups))
 
 
-def _fault_on_the_way(path: Path, trusted: _Trusted) -> str | None:
+def _find_risk_on_path(path: Path, trusted: _Trusted) -> str | None:
     try:
         path.stat()
     except OSError:
         return None  # it is not there, or is a circle of links
     try:
         for place, facts in _places(path.absolute()):
-            fault = _who_may_change(place, facts, trusted)
-            if fault:
-                who, way_out = fault
-                return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
+            risk = _who_may_change(place, facts, trusted)
+            if risk:
+                who, hint = risk
+                return f"{place} can be changed by {who}, and the agent acts on what it finds there: {hint}"
     except OSError as error:  # it is changing just now
         return f"cannot tell who could change {path} ({error.strerror}): try again"
     return None

@@ -77,7 +77,7 @@ class ProcessTree:
             pass
         except OSError:  # no descriptor is free: nothing can be read now
             return False
-        reap_orphans()
+        reap_zombies()
         # A zombie counts: what it started in its last moment may have been missed, and is found the next time.
         members = self._members()
         return members is not None and not members
@@ -107,25 +107,25 @@ class ProcessTree:
         self._process.wait()
         with _trees_lock:
             _trees.pop(self._token, None)
-        reap_orphans()
+        reap_zombies()
 
     def _members(self) -> list[psutil.Process] | None:
         """The tree's processes without its first one if that has ended; None if they cannot be read now."""
         with _trees_lock:
             trees = dict(_trees)
-        may_take_strays = trees.keys() <= {self._token}
+        counts_unattributed = trees.keys() <= {self._token}
         try:
             return [
                 process
                 for process, token in _owned_processes(trees)
-                if (token == self._token or (token == "" and may_take_strays))
+                if (token == self._token or (token == "" and counts_unattributed))
                 and not (process.pid == self.pid and _is_zombie(process))
             ]
         except OSError:  # no descriptor is free
             return None
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Become the parent of processes that lose theirs. If it is called early, the first tree starts faster."""
     import ctypes  # noqa: PLC0415 - of no use without hooks
 
@@ -156,7 +156,7 @@ def start_tree(
     with _trees_lock:
         _trees[token] = None  # from here on a stray may be ours, and a new child is no orphan
     try:
-        adopt_orphans()
+        become_subreaper()
         with os.fdopen(os.memfd_create("stdin"), "r+b") as source:
             source.write(stdin)
             source.seek(0)
@@ -184,7 +184,7 @@ def start_tree(
     return tree
 
 
-def reap_orphans() -> None:
+def reap_zombies() -> None:
     """Release processes that lost their parent and ended. Costs a system call where none has; for any thread."""
     with _trees_lock, suppress(OSError):  # no child at all, or no descriptor is free
         if None in _trees.values():
@@ -199,7 +199,7 @@ def reap_orphans() -> None:
                     os.waitpid(child.pid, os.WNOHANG)
 
 
-def end_marked(prefix: str) -> int:
+def kill_leftovers(prefix: str) -> int:
     """End the processes that the trees of a killed agent left running; returns their number.
 
     These are the trees whose token begins with ``prefix``.
@@ -207,28 +207,28 @@ def end_marked(prefix: str) -> int:
     kill_at = time.monotonic() + _LEFTOVER_GRACE_SECONDS
     found: set[psutil.Process] = set()
     kills = 0
-    while marked := marked_processes(prefix):
+    while leftovers := find_leftovers(prefix):
         if kills >= _LEFTOVER_KILLS and time.monotonic() >= kill_at + _LEFTOVER_GRACE_SECONDS:
             break
-        for process in marked - found:
+        for process in leftovers - found:
             _terminate(process)
-        found |= marked
+        found |= leftovers
         if time.monotonic() >= kill_at:
             kills += 1
-            for process in marked:
+            for process in leftovers:
                 with suppress(psutil.Error):
                     process.kill()
-        psutil.wait_procs(marked, timeout=0.05)
+        psutil.wait_procs(leftovers, timeout=0.05)
     return len(found)
 
 
-def marked_processes(prefix: str) -> set[psutil.Process]:
+def find_leftovers(prefix: str) -> set[psutil.Process]:
     """The processes that run and carry a token that begins with ``prefix``, and their descendants."""
-    marked = {process for process in running_processes() if _token_of(process).startswith(prefix)}
-    for process in list(marked):
+    leftovers = {process for process in running_processes() if _token_of(process).startswith(prefix)}
+    for process in list(leftovers):
         with suppress(psutil.Error):
-            marked.update(process.children(recursive=True))
-    return {process for process in marked if process.pid != os.getpid() and not _is_zombie(process)}
+            leftovers.update(process.children(recursive=True))
+    return {process for process in leftovers if process.pid != os.getpid() and not _is_zombie(process)}
 
 
 def base_environment(user: str | None) -> dict[str, str]:
@@ -253,7 +253,7 @@ def find_program(name: str, cwd: str | None, env: Mapping[str, str]) -> Path | N
     return None if found is None else Path(found)
 
 
-def command_fault(
+def find_command_error(
     run: Sequence[str] | None, shell: str | None, cwd: str | None, env: Mapping[str, str]
 ) -> str | None:
     """Why ``start_tree`` could not start the program, as far as its first line shows; None if it could."""
@@ -266,11 +266,11 @@ def command_fault(
             head = file.read(_FIRST_LINE_BYTES)
     except OSError:  # it need not be readable to be a program
         return None
-    fault = _first_line_fault(head, cwd, env)
-    return f"{program}: {fault}" if fault else None
+    error = _first_line_error(head, cwd, env)
+    return f"{program}: {error}" if error else None
 
 
-def _first_line_fault(head: bytes, cwd: str | None, env: Mapping[str, str]) -> str:
+def _first_line_error(head: bytes, cwd: str | None, env: Mapping[str, str]) -> str:
     if b"\0" in head:  # a program
         return ""
     line = head.partition(b"\n")[0]
@@ -310,7 +310,7 @@ def identity_of(user: str | None) -> tuple[int | None, int | None, list[int] | N
     return entry.pw_uid, entry.pw_gid, os.getgrouplist(user, entry.pw_gid)
 
 
-def access_fault(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
+def find_access_error(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
     """Why the account (None: this one) cannot use the file or directory so; None if it can.
 
     Raises HostError if it is not known, or there is no such account.

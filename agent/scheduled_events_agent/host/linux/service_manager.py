@@ -99,8 +99,8 @@ def send_to_journal(fields: Mapping[str, str], timeout_seconds: float) -> bool:
 class ServiceManager:
     """systemd, if it started this process (see sd_notify(3)); otherwise nothing is sent.
 
-    For any thread. Nothing here fails. Only ``tell`` waits for a busy systemd, a second at most: if systemd missed
-    that message, it would take this process for one that does not start.
+    For any thread. Nothing here fails. Only ``notify`` waits for a busy systemd, a second at most: if systemd
+    missed that message, it would take this process for one that does not start.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class ServiceManager:
         # Then systemd kills and restarts a process that does not call keep_alive for too long.
         self._is_watched = is_watched and os.environ.get("WATCHDOG_USEC", "0") != "0"
 
-    def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
+    def notify(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
         """The state of the service; ``status`` is one line for people."""
         words = {
             "ready": "READY=1",
@@ -119,7 +119,7 @@ class ServiceManager:
         }
         self._send(f"{words[state]}\n{_status_line(status)}", _NOTIFY_TIMEOUT_SECONDS)
 
-    def tell_status(self, status: str) -> None:
+    def notify_status(self, status: str) -> None:
         """One line for people."""
         self._send(_status_line(status))
 

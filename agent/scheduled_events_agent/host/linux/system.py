@@ -49,8 +49,8 @@ def own_service() -> OwnService | None:
     done = _ask("systemctl", *question, timeout_seconds=_SERVICE_QUESTION_SECONDS)
     unit = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
     if done.returncode != 0 or not set(_SERVICE_PROPERTIES.split(",")) <= unit.keys():
-        told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise HostError(f"systemctl cannot report on the agent's service: {told}", kind="systemctl")
+        message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise HostError(f"systemctl cannot report on the agent's service: {message}", kind="systemctl")
     if unit["LoadState"] == "not-found":
         return None
     account = unit["User"] or "root"
@@ -60,10 +60,10 @@ def own_service() -> OwnService | None:
         is_running=unit["ActiveState"] in ("active", "reloading"),
         pid=int(unit["MainPID"]),
         account=account,
-        is_stale=unit["NeedDaemonReload"] == "yes",
+        needs_daemon_reload=unit["NeedDaemonReload"] == "yes",
         is_masked=unit["UnitFileState"].startswith("masked"),
         has_credentials=_has_credentials(),
-        units_fault="" if account == "root" else _polkit_fault(),
+        units_error="" if account == "root" else _polkit_error(),
     )
 
 
@@ -73,8 +73,8 @@ def unknown_units(names: Collection[str]) -> set[str]:
     question = ("show", "--property=Id,LoadState", "--", *valid)
     done = _ask("systemctl", *question, timeout_seconds=_SERVICE_QUESTION_SECONDS)
     if done.returncode != 0:
-        told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise HostError(f"systemctl cannot report on the units: {told}", kind="systemctl")
+        message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise HostError(f"systemctl cannot report on the units: {message}", kind="systemctl")
     units = [dict(line.partition("=")[::2] for line in block.splitlines()) for block in done.stdout.split("\n\n")]
     missing = {unit.get("Id", "") for unit in units if unit.get("LoadState") == "not-found"}
     return {name for name in names if name not in valid or not missing.isdisjoint((name, f"{name}.service"))}
@@ -87,13 +87,13 @@ def _has_credentials() -> bool:
     return False
 
 
-def _polkit_fault() -> str:
+def _polkit_error() -> str:
     """Why polkit does not read the rule that lets the account start its hooks; empty if it does."""
     try:
-        told = _ask("pkaction", "--version", timeout_seconds=_SERVICE_QUESTION_SECONDS).stdout
+        message = _ask("pkaction", "--version", timeout_seconds=_SERVICE_QUESTION_SECONDS).stdout
     except HostError as error:
         return str(error)
-    version = re.search(r"\d+(\.\d+)*", told)
+    version = re.search(r"\d+(\.\d+)*", message)
     if version is None or tuple(map(int, version[0].split("."))) >= _FIRST_POLKIT_WITH_RULES:
         return ""
     return f"polkit {version[0]} does not read polkit.rules; 0.106 and newer do"

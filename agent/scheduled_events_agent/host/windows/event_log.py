@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from scheduled_events_agent.host import create_private_dir, tampering_fault
+from scheduled_events_agent.host import create_private_dir, find_write_risk
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows.permissions import SERVICE
 
@@ -99,7 +99,7 @@ class EventLog:
                 win32evtlogutil.ReportEvent(SERVICE, log_id, eventType=kind, strings=strings)
 
 
-def directory_fault(directory: Path) -> str | None:
+def find_log_dir_risk(directory: Path) -> str | None:
     """Why no log file is written to the directory; None if it can be. A missing directory is created as private.
 
     Accounts that could change it could make the agent, which may write anywhere, write to another file.
@@ -109,7 +109,7 @@ def directory_fault(directory: Path) -> str | None:
             create_private_dir(directory)
     except (OSError, HostError) as error:
         return str(error)
-    return tampering_fault(directory)
+    return find_write_risk(directory)
 
 
 def open_log_file(directory: Path) -> TextIO:
@@ -135,21 +135,21 @@ class _LogFile(io.TextIOBase):
             try:
                 self._open_with_room(len(data)).write(data)
             except OSError:
-                self._let_go()  # the next line tries again
+                self._close_file()  # the next line tries again
                 raise
             self._is_in_line = not text.endswith("\n")
         return len(text)
 
     def close(self) -> None:
         with self._lock:
-            self._let_go()
+            self._close_file()
         super().close()
 
     def _open_with_room(self, size: int) -> io.FileIO:
         file = self._file or self._open()
         used = file.tell()
         if used and used + size > MAX_LOG_BYTES and not self._is_in_line:
-            self._let_go()
+            self._close_file()
             with contextlib.suppress(OSError):  # a reader may have opened a file so that it cannot be renamed
                 for number in range(LOG_FILES - 1, 0, -1):
                     if self._older(number - 1).exists():
@@ -163,12 +163,12 @@ class _LogFile(io.TextIOBase):
         return self._path.with_name(f"{LOG_FILE}.{number}") if number else self._path
 
     def _open(self) -> io.FileIO:
-        if fault := directory_fault(self._path.parent):
-            raise OSError(fault)
+        if risk := find_log_dir_risk(self._path.parent):
+            raise OSError(risk)
         self._file = io.FileIO(self._path, "ab")
         return self._file
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

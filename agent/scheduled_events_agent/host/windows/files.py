@@ -72,39 +72,39 @@ def create_private_dir(path: Path) -> None:
     is rejected. Missing parents get the system's default access lists; only the agent's own data directory is
     private too.
     """
-    way_out = "name another directory with agent.state_dir"
-    fault: str | None
+    hint = "name another directory with agent.state_dir"
+    risk: str | None
     try:
         if disk := temporary_disk(path):
-            fault = f"{disk} is Azure's temporary disk, which may be empty after an event: {way_out}"
+            risk = f"{disk} is Azure's temporary disk, which may be empty after an event: {hint}"
         else:
             permissions.make_private_dir(path, data_dir())
             if not path.is_dir():
-                fault = f"it is no directory: {way_out}"
+                risk = f"it is no directory: {hint}"
             else:
-                fault = _openness(path)
-                if fault is None and is_privileged():
-                    fault = replacement_fault(path)
+                risk = _openness(path)
+                if risk is None and is_privileged():
+                    risk = find_replacement_risk(path)
     except OSError as error:
-        fault = f"{reason_of(error)}: {way_out}"
-    if fault is not None:
-        raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+        risk = f"{reason_of(error)}: {hint}"
+    if risk is not None:
+        raise HostError(f"{path}: expected a directory for this account alone; {risk}", kind="state_dir")
 
 
-def privacy_fault(path: Path) -> str | None:
+def find_privacy_risk(path: Path) -> str | None:
     """Why others could use files in the directory, and what to do; None if they cannot or it does not exist."""
     with contextlib.suppress(OSError):
         return _openness(path)
     return None
 
 
-def ownership_fault(path: Path, user: str | None) -> str | None:
-    """None: on Windows ``privacy_fault`` names a wrong owner."""
+def find_wrong_owner(path: Path, user: str | None) -> str | None:
+    """None: on Windows ``find_privacy_risk`` names a wrong owner."""
     del path, user
     return None
 
 
-def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
+def find_write_risk(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
     """The accounts that could change or replace the file and should not, and what to do; None if there are none.
 
     The system, administrators, this account and the service's may. Accounts that can change the agent's own code
@@ -115,32 +115,32 @@ def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = 
     del user  # start_tree rejects one
     with contextlib.suppress(OSError):
         path.stat()
-        for place, others in permissions.meddlers(path, is_own_code=is_own_code):
+        for place, others in permissions.accounts_that_may_write(path, is_own_code=is_own_code):
             return (
                 f"{place} can be changed by {', '.join(others)}, and the agent acts on what it finds there: "
-                f"{permissions.way_out(place, others)}"
+                f"{permissions.repair_command(place, others)}"
             )
     return None
 
 
-def replacement_fault(path: Path) -> str | None:
+def find_replacement_risk(path: Path) -> str | None:
     """The accounts that could replace this directory by another one, and what to do; None if none can.
 
     Adding files beside it does no harm. A directory that does not exist yet is not judged: it gets its own list.
     """
-    return tampering_fault(path)
+    return find_write_risk(path)
 
 
-def exposure_fault(path: Path) -> str | None:
+def find_read_risk(path: Path) -> str | None:
     """Why every user of this machine can read the file, and what to do; None if not, or it does not exist.
 
     Other accounts and groups that an administrator has named may read it.
     """
     with contextlib.suppress(OSError):
-        if crowds := [account for account in permissions.readers(path) if account in permissions.CROWDS]:
-            whom = " ".join(f"*{account}" for account in crowds)
+        if groups := [account for account in permissions.readers(path) if account in permissions.EVERYONE_GROUPS]:
+            whom = " ".join(f"*{account}" for account in groups)
             return (
-                f"{path} can be read by {', '.join(crowds)}: "
+                f"{path} can be read by {', '.join(groups)}: "
                 f'icacls "{path}" /inheritance:d, then icacls "{path}" /remove:g {whom}'
             )
     return None
@@ -175,7 +175,7 @@ def _volume(path: Path) -> tuple[str, str]:
     return "", ""
 
 
-def access_fault(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
+def find_access_error(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
     """Why this account cannot use the file or directory so; None if it can.
 
     Raises HostError for another account: its rights are not known.
@@ -204,12 +204,12 @@ def flush_directory(path: Path) -> None:
     del path
 
 
-def hold_lock(path: Path) -> IO[bytes]:
+def acquire_lock(path: Path) -> IO[bytes]:
     """Take the lock that ``path`` stands for, until the file is closed or the process ends.
 
-    Raises HostError, naming the holder, if another process has it.
+    Raises HostError, naming the owner, if another process has it.
     """
-    patience_ends = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+    give_up_at = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
             # Others may read the pid in it, and no other process may open it for writing.
@@ -218,7 +218,7 @@ def hold_lock(path: Path) -> IO[bytes]:
         except pywintypes.error as error:
             if error.winerror != _SHARING_VIOLATION:
                 raise HostError(f"{path}: cannot be opened for locking; {reason_of(error)}", kind="lock") from None
-        if time.monotonic() >= patience_ends:
+        if time.monotonic() >= give_up_at:
             raise HostError(
                 f"{path}: another agent (pid {_pid_in(path)}) has locked it; stop it, or give this one another "
                 "state_dir",
@@ -227,15 +227,15 @@ def hold_lock(path: Path) -> IO[bytes]:
         time.sleep(0.01)
     descriptor = msvcrt.open_osfhandle(handle.Detach(), os.O_NOINHERIT)  # type: ignore[attr-defined,unused-ignore] # Linux
     file = FileIO(descriptor, "wb")
-    with contextlib.suppress(OSError):  # on a full disk the holder remains unknown
+    with contextlib.suppress(OSError):  # on a full disk the owner remains unknown
         file.write(b"%d\n" % os.getpid())
     return file
 
 
-def lock_holder(path: Path) -> str | None:
+def lock_owner(path: Path) -> str | None:
     """The pid of the process that has the lock, "unknown" if it left none; None if no process has it.
 
-    Raises HostError if it is not known. Has the file open for an instant, and ``hold_lock`` waits for that.
+    Raises HostError if it is not known. Has the file open for an instant, and ``acquire_lock`` waits for that.
     """
     try:
         _open_locked(path, win32con.GENERIC_READ, win32con.OPEN_EXISTING).Close()
@@ -263,8 +263,9 @@ def _openness(path: Path) -> str | None:
     others = permissions.readers(path)
     if not others:
         return None
+    command = permissions.repair_command(path, others)
     return (
-        f"it is open to {', '.join(others)}: if it is the agent's own, {permissions.way_out(path, others)}; "
+        f"it is open to {', '.join(others)}: if it is the agent's own, {command}; "
         "else name another directory with agent.state_dir"
     )
 

@@ -25,7 +25,7 @@ if sys.platform == "win32" or TYPE_CHECKING:
 
 SERVICE = "ScheduledEventsAgent"
 # Everyone, users at the machine, users who have logged in, users, guests.
-CROWDS = frozenset({"S-1-1-0", "S-1-5-4", "S-1-5-11", "S-1-5-32-545", "S-1-5-32-546"})
+EVERYONE_GROUPS = frozenset({"S-1-1-0", "S-1-5-4", "S-1-5-11", "S-1-5-32-545", "S-1-5-32-546"})
 # Data, extended attributes, deletion (of what is inside, too), the list itself, the owner, and all of it.
 TO_WRITE = 0x2 | 0x4 | 0x10 | 0x40 | 0x10000 | 0x40000 | 0x80000 | 0x10000000 | 0x40000000
 TO_READ = TO_WRITE | 0x1 | 0x80000000
@@ -64,7 +64,7 @@ def make_data_dirs(root: Path, account: str | None) -> None:
     extra = [_sid_of(account)] if account else []
     for path, right in ((root, _READ), (root / "hooks", _READ), (root / "state", _ALL), (root / "logs", _ALL)):
         further = "".join(f"(A;OICI;{right};;;{sid})" for sid in extra)
-        _make_or_close(path, further)
+        _create_or_restrict(path, further)
 
 
 def make_private_dir(path: Path, root: Path) -> None:
@@ -75,9 +75,9 @@ def make_private_dir(path: Path, root: Path) -> None:
     own = f"(A;OICI;FA;;;{_own_sid()})"
     if root in path.parents and not root.exists():
         root.parent.mkdir(parents=True, exist_ok=True)
-        _make_or_close(root, own)
+        _create_or_restrict(root, own)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _has_made(path, own)
+    _mkdir_with_acl(path, own)
 
 
 def readers(path: Path) -> list[str]:
@@ -85,11 +85,15 @@ def readers(path: Path) -> list[str]:
     trusted = _trusted()
     places = {path.absolute(), Path(os.path.realpath(path))}
     return sorted(
-        {who for place in places for who in untrusted(_descriptor(place), trusted, TO_READ, with_heirs=True)}
+        {
+            who
+            for place in places
+            for who in untrusted_accounts(_descriptor(place), trusted, TO_READ, with_inheritable=True)
+        }
     )
 
 
-def meddlers(path: Path, *, is_own_code: bool) -> Iterator[tuple[Path, list[str]]]:
+def accounts_that_may_write(path: Path, *, is_own_code: bool) -> Iterator[tuple[Path, list[str]]]:
     """Each file or directory whose change could make the path mean another file, and the accounts that could.
 
     Accounts that could change the agent's own code are left out, because they control the agent in any case. If
@@ -99,7 +103,7 @@ def meddlers(path: Path, *, is_own_code: bool) -> Iterator[tuple[Path, list[str]
     code = set[Path]()
     if not is_own_code:
         code = {place for file in (Path(__file__), Path(sys.executable)) for place in (file, file.parent)}
-    masters = {who for place in code for who in _writers(place, trusted, TO_WRITE)}
+    code_owners = {who for place in code for who in _writers(place, trusted, TO_WRITE)}
     seen = set[Path]()
     for whole in (path.absolute(), Path(os.path.realpath(path))):
         nearby = 1 if whole.is_dir() else 2  # a program may load what lies beside it
@@ -107,13 +111,13 @@ def meddlers(path: Path, *, is_own_code: bool) -> Iterator[tuple[Path, list[str]
             if place not in seen:
                 seen.add(place)
                 rights = TO_WRITE if distance < nearby else _TO_REPLACE
-                if others := sorted(_writers(place, trusted, rights) - masters):
+                if others := sorted(_writers(place, trusted, rights) - code_owners):
                     yield place, others
 
 
 def _writers(path: Path, trusted: set[str], rights: int) -> set[str]:
     with contextlib.suppress(OSError):
-        return set(untrusted(_descriptor(path), trusted, rights, with_heirs=False))
+        return set(untrusted_accounts(_descriptor(path), trusted, rights, with_inheritable=False))
     return set()
 
 
@@ -123,35 +127,37 @@ def is_administrator() -> bool:
     return bool(win32security.CheckTokenMembership(None, sid))  # type: ignore[arg-type] # the stub is wrong
 
 
-def untrusted(descriptor: Any, trusted: Iterable[str], rights: int, *, with_heirs: bool) -> list[str]:
+def untrusted_accounts(
+    descriptor: Any, trusted: Iterable[str], rights: int, *, with_inheritable: bool
+) -> list[str]:
     """Accounts that own what has this security descriptor, or have any of the rights, and are not trusted.
 
-    ``with_heirs``: also count accounts that only have rights on files that are created inside.
+    ``with_inheritable``: also count accounts that only have rights on files that are created inside.
     """
     dacl = descriptor.GetSecurityDescriptorDacl()
     if dacl is None:
         return ["everyone"]
     found = [owner] if (owner := descriptor.GetSecurityDescriptorOwner()) else []
-    strangers = set[str]()
+    accounts = set[str]()
     for index in range(dacl.GetAceCount()):
         try:
             (kind, flags), mask, *_, account = dacl.GetAce(index)
         except NotImplementedError:  # one with a condition, which pywin32 does not read
-            strangers.update(["any account that meets the condition of an entry"] if rights else [])
+            accounts.update(["any account that meets the condition of an entry"] if rights else [])
             continue
-        counts = with_heirs or not flags & _INHERIT_ONLY
+        counts = with_inheritable or not flags & _INHERIT_ONLY
         if kind == win32security.ACCESS_ALLOWED_ACE_TYPE and mask & rights and counts:
             found.append(account)
-    strangers |= {win32security.ConvertSidToStringSid(sid) for sid in found} - set(trusted)
-    return sorted(strangers)
+    accounts |= {win32security.ConvertSidToStringSid(sid) for sid in found} - set(trusted)
+    return sorted(accounts)
 
 
-def way_out(path: Path, accounts: Iterable[str]) -> str:
+def repair_command(path: Path, accounts: Iterable[str]) -> str:
     """The command that closes the file or directory to the accounts, in any shell, for an administrator."""
-    heirs = "(OI)(CI)" if path.is_dir() else ""
+    inheritance = "(OI)(CI)" if path.is_dir() else ""
     whom = " ".join(f"*{account}" if account.startswith("S-") else f"*{_EVERYONE}" for account in accounts)
     return (
-        f'icacls "{path}" /inheritance:r /grant:r "*{_SYSTEM}:{heirs}F" "*{_ADMINISTRATORS}:{heirs}F" '
+        f'icacls "{path}" /inheritance:r /grant:r "*{_SYSTEM}:{inheritance}F" "*{_ADMINISTRATORS}:{inheritance}F" '
         f'/remove:g {whom}; if the owner is still another, icacls "{path}" /setowner *{_ADMINISTRATORS}'
     )
 
@@ -207,7 +213,7 @@ def _private(further: str) -> Any:
     )
 
 
-def _has_made(path: Path, further: str) -> bool:
+def _mkdir_with_acl(path: Path, further: str) -> bool:
     """Make the directory; False if there is something of its name already. Raises OSError."""
     attributes: Any = pywintypes.SECURITY_ATTRIBUTES()
     attributes.SECURITY_DESCRIPTOR = _private(further)
@@ -220,18 +226,18 @@ def _has_made(path: Path, further: str) -> bool:
     return True
 
 
-def _make_or_close(path: Path, further: str) -> None:
+def _create_or_restrict(path: Path, further: str) -> None:
     """Make the directory, or give an existing one the list. Raises HostError if it is not an administrator's."""
-    if _has_made(path, further):
+    if _mkdir_with_acl(path, further):
         return
     is_link = getattr(os.lstat(path), "st_file_attributes", 0) & _REPARSE_POINT
     if is_link or not path.is_dir():
         raise HostError(
             f"{path}: expected a directory; it is a file or leads elsewhere: remove it", kind="state_dir"
         )
-    if strangers := untrusted(_descriptor(path), _trusted(), 0, with_heirs=False):
+    if accounts := untrusted_accounts(_descriptor(path), _trusted(), 0, with_inheritable=False):
         raise HostError(
-            f"{path}: expected a directory of an administrator; it belongs to {', '.join(strangers)}, and what is "
+            f"{path}: expected a directory of an administrator; it belongs to {', '.join(accounts)}, and what is "
             f"in it may be theirs: remove it, or look through it and then "
             f'icacls "{path}" /setowner *{_ADMINISTRATORS} /T',
             kind="state_dir",

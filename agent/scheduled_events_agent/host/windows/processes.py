@@ -175,7 +175,7 @@ def _let_run_in(job: Any, process: "subprocess.Popen[bytes]") -> None:
         raise
 
 
-def command_fault(
+def find_command_error(
     run: Sequence[str] | None, shell: str | None, cwd: str | None, env: Mapping[str, str]
 ) -> str | None:
     """Why ``start_tree`` would reject the program with its arguments; None if it would not."""
@@ -215,15 +215,15 @@ def decode_output(data: bytes) -> str:
         return data.decode("oem", "replace")
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Do nothing: a job keeps a tree together."""
 
 
-def reap_orphans() -> None:
+def reap_zombies() -> None:
     """Do nothing: the system releases processes that have ended."""
 
 
-def end_marked(prefix: str) -> int:
+def kill_leftovers(prefix: str) -> int:
     """End the programs that a killed agent had started and not yet put into a job; returns their number.
 
     Such a program is still suspended. These are the trees whose token begins with ``prefix``.

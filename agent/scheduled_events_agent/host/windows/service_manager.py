@@ -96,7 +96,7 @@ def own_service() -> OwnService | None:
         is_running=facts.state == "running",
         pid=facts.pid,
         account=facts.account,
-        is_stale=False,
+        needs_daemon_reload=False,
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 from scheduled_events_agent.host import ServiceManager
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows import system
-from scheduled_events_agent.host.windows.event_log import directory_fault
+from scheduled_events_agent.host.windows.event_log import find_log_dir_risk
 from scheduled_events_agent.host.windows.files import log_dir
 from scheduled_events_agent.host.windows.service_manager import DISPLAY_NAME, NAME, STOP_TIMEOUT, need_windows
 
@@ -113,21 +113,21 @@ class Service(ServiceManager):
         """
         exit_code = _FAILED
 
-        def work_and_tell() -> None:
+        def run_work() -> None:
             nonlocal exit_code
             exit_code = work(self)
 
         system.service_shutdown = self.shutdown
-        self._move(State.START_PENDING)
-        self._expect_life_within(self._hang_seconds)
-        worker = threading.Thread(target=work_and_tell, name="agent", daemon=True)
+        self._set_state(State.START_PENDING)
+        self._arm_watchdog(self._hang_seconds)
+        worker = threading.Thread(target=run_work, name="agent", daemon=True)
         worker.start()
         while worker.is_alive():
             worker.join(self._checkpoint_seconds)
-            self._report_again(*_PENDING)
+            self._repeat_status(*_PENDING)
         faulthandler.cancel_dump_traceback_later()
         if exit_code != _FAILED:
-            self._move(State.STOPPED, exit_code)
+            self._set_state(State.STOPPED, exit_code)
         return exit_code
 
     def attach(self, stop: Callable[[], None], reload: Callable[[], None]) -> None:
@@ -138,36 +138,36 @@ class Service(ServiceManager):
     def control(self, control: int) -> None:
         """Handle a control of the SCM."""
         if control == Control.INTERROGATE:
-            self._report_again(State.RUNNING, *_PENDING)
+            self._repeat_status(State.RUNNING, *_PENDING)
         elif self._stop is None or self._reload is None:
             return  # nothing is accepted yet
         elif control in _ENDS:
             if control != Control.STOP:
                 self.shutdown.set()
-            self._move(State.STOP_PENDING)
+            self._set_state(State.STOP_PENDING)
             self._stop()
         elif control == Control.PARAMCHANGE:
             self._reload()
 
-    def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
+    def notify(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
         """Report the state of the service. ``status`` is not used: the SCM has no field for it; the log has it."""
         del status
         if state == "ready" and self._state == State.START_PENDING:
-            self._move(State.RUNNING)
+            self._set_state(State.RUNNING)
         elif state == "stopping":
-            self._move(State.STOP_PENDING)
-            self._expect_life_within(max(_STOP_HANG_SECONDS, self._hang_seconds))
+            self._set_state(State.STOP_PENDING)
+            self._arm_watchdog(max(_STOP_HANG_SECONDS, self._hang_seconds))
 
     def keep_alive(self) -> None:
         """To be called as long as this process does its work: without it, it ends."""
-        self._expect_life_within(self._hang_seconds)
+        self._arm_watchdog(self._hang_seconds)
 
-    def _expect_life_within(self, seconds: float) -> None:
+    def _arm_watchdog(self, seconds: float) -> None:
         # Its thread is not Python's, so that a call that never gives the interpreter back does not stop it. The
         # process ends with code 1, unannounced: to the SCM that is a crash.
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._crash_file)
 
-    def _move(self, state: State, exit_code: int = 0) -> None:
+    def _set_state(self, state: State, exit_code: int = 0) -> None:
         with self._lock:
             if self._state == State.STOP_PENDING and state not in (State.STOP_PENDING, State.STOPPED):
                 return  # there is no way back
@@ -177,7 +177,7 @@ class Service(ServiceManager):
             self._state = state
             self._report(exit_code)
 
-    def _report_again(self, *states: State) -> None:
+    def _repeat_status(self, *states: State) -> None:
         """Report the state again if it is one of these."""
         with self._lock:
             if self._state in states:
@@ -199,15 +199,15 @@ class Service(ServiceManager):
         )
 
 
-def open_crash_file(directory: Path) -> tuple[TextIO, str]:
+def open_crash_log(directory: Path) -> tuple[TextIO, str]:
     """The crash file, for output that can go nowhere else, and the text that an earlier process has left in it.
 
     If it cannot be opened, that output is lost, and the agent works all the same.
     """
     path = directory / "crash.log"
     try:
-        if fault := directory_fault(directory):
-            raise OSError(fault)
+        if risk := find_log_dir_risk(directory):
+            raise OSError(risk)
         # Emptied only when it has been read: nothing else says why that process ended.
         file = path.open("a+", encoding="utf-8", errors="backslashreplace", buffering=1)
         file.seek(0)
@@ -233,7 +233,7 @@ def host_service(work: Callable[[Service, str], int]) -> None:
 
         def __init__(self, args: Sequence[str]) -> None:
             # There is no standard output in a service.
-            crash_file, self._left = open_crash_file(log_dir())
+            crash_file, self._left = open_crash_log(log_dir())
             sys.stdout = sys.stderr = crash_file
             faulthandler.enable(crash_file)
             self._service = Service(lambda status: win32service.SetServiceStatus(self.ssh, status), crash_file)

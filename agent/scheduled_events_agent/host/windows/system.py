@@ -134,10 +134,10 @@ def send_to_journal(fields: Mapping[str, str], timeout_seconds: float) -> bool:
 class ServiceManager:
     """The service manager of a process that is not a service: there is none to inform."""
 
-    def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
+    def notify(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
         """Ignore the state of the service: there is no manager to report it to."""
 
-    def tell_status(self, status: str) -> None:
+    def notify_status(self, status: str) -> None:
         """One line for people."""
 
     def keep_alive(self) -> None:
