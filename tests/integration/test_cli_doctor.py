@@ -144,12 +144,12 @@ class Endpoint:
 
             def do_GET(self) -> None:
                 outer.asked.append((time.monotonic(), self.command, self.path.partition("?")[0]))
-                is_refused = self.headers.get("Metadata") != "true"
+                is_rejected = self.headers.get("Metadata") != "true"
                 content = {"compute": {"name": outer.name, "vmId": "1"}}
                 content = outer.document if self.path.startswith("/metadata/scheduledevents?") else content
                 error = {"error": "Bad request. Required metadata header not specified"}
-                body = json.dumps(error if is_refused else content).encode()
-                self.send_response_only(400 if is_refused else 200)
+                body = json.dumps(error if is_rejected else content).encode()
+                self.send_response_only(400 if is_rejected else 200)
                 date = datetime.now(UTC) + timedelta(seconds=outer.ahead)
                 fields = {"Date": format_datetime(date, usegmt=True), "Content-Length": str(len(body))}
                 for name, value in {**fields, **outer.headers}.items():

@@ -34,7 +34,7 @@ from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
 from scheduled_events_agent.status.messages import to_view
-from scheduled_events_agent.store import MAX_ENTRIES, CommitResult, RequestAnswer, Store
+from scheduled_events_agent.store import MAX_EVENT_RECORDS, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.telemetry.log import set_up
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, OperatorAction, RunHook, advance
@@ -639,7 +639,7 @@ def test_an_ever_changing_document_floods_neither_log_nor_journal(
     lines = Counter(json.loads(line)["message"] for line in capsys.readouterr().err.splitlines())
     most = 500 if name == "id" else 20  # each id is another event's, as far as the log knows
     assert {message: count for message, count in lines.items() if count > most + polls / 60 + 1} == {}
-    assert entries < MAX_ENTRIES + 4 * 60 + 10  # what came since it was last tidied up is more
+    assert entries < MAX_EVENT_RECORDS + 4 * 60 + 10  # what came since it was last tidied up is more
     assert longest < 8000
 
 

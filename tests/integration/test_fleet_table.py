@@ -24,7 +24,7 @@ from ports import free_port
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import check, main
 from scheduled_events_agent.cli.config import load_policy
-from scheduled_events_agent.daemon.policy_reader import look_at_machine
+from scheduled_events_agent.daemon.policy_reader import machine_warnings
 from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
@@ -286,12 +286,12 @@ def test_empty_pages_without_an_end_are_given_up(
     assert (failed.kind, str(failed)) == ("timeout", "no whole list within 0.2 s")
 
 
-@pytest.mark.parametrize(("count", "is_refused"), [(2000, False), (2001, True)])
+@pytest.mark.parametrize(("count", "is_rejected"), [(2000, False), (2001, True)])
 def test_a_group_has_at_most_two_thousand_records(
-    server: Server, table: TableBackend, count: int, is_refused: bool
+    server: Server, table: TableBackend, count: int, is_rejected: bool
 ) -> None:
     server.answer = listed(*(entity(f"{number:04}") for number in range(count)))
-    if is_refused:
+    if is_rejected:
         failed = error_of(table)
         assert (failed.kind, str(failed)) == ("bad_response", "more than 2,000 records: fleet|web")
     else:
@@ -628,7 +628,7 @@ def test_an_agent_that_starts_warns_of_an_exposed_signature(
     credential = json.dumps({"sas_file": str(sas_file)})
     text = f"fleet: {{group: web, table: 'https://a.example/abc', max_events: 1, credential: {credential}}}\n"
     policy.write_text(text, encoding="utf-8")
-    told = look_at_machine(load_policy(policy))
+    told = machine_warnings(load_policy(policy))
     assert [text for text in told if "fleet.credential.sas_file: sas is open to all" in text] != [], told
 
 

@@ -114,7 +114,7 @@ def test_a_private_directory_is_made_with_its_parents_and_may_exist(tmp_path: Pa
     assert (path / "file").read_text() == "x"
 
 
-def _refusal(path: Path) -> str:
+def _error_for_status(path: Path) -> str:
     with pytest.raises(host.HostError) as caught:
         host.create_private_dir(path)
     assert caught.value.kind == "state_dir"
@@ -137,7 +137,7 @@ def test_a_directory_that_others_can_use_is_rejected_and_left_unchanged(tmp_path
     path = tmp_path / "state"
     path.mkdir()
     path.chmod(mode)
-    assert _refusal(path) == (
+    assert _error_for_status(path) == (
         f"it is open to others: if it is the agent's own, chmod 700 {path}; "
         "else name another directory with agent.state_dir"
     )
@@ -154,7 +154,7 @@ def test_a_directory_of_another_account_is_rejected(tmp_path: Path, monkeypatch:
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
     owner = path.stat().st_uid
-    assert _refusal(path) == (
+    assert _error_for_status(path) == (
         f"it belongs to uid {owner}: if it is the agent's own, chown -R {host.account_name()} {path}; "
         "else name another directory with agent.state_dir"
     )
@@ -173,7 +173,7 @@ def test_a_directory_with_an_access_list_is_rejected_and_left_unchanged(tmp_path
     kind = win32security.SE_FILE_OBJECT
     win32security.SetNamedSecurityInfo(str(path), kind, wanted, None, None, everybody, None)
     for _ in range(2):
-        assert _refusal(path) == (
+        assert _error_for_status(path) == (
             "it is open to S-1-1-0: if it is the agent's own, "
             f'icacls "{path}" /inheritance:r /grant:r "*S-1-5-18:(OI)(CI)F" "*S-1-5-32-544:(OI)(CI)F" '
             f'/remove:g *S-1-1-0; if the owner is still another, icacls "{path}" /setowner *S-1-5-32-544; '
@@ -184,12 +184,12 @@ def test_a_directory_with_an_access_list_is_rejected_and_left_unchanged(tmp_path
 def test_a_file_in_place_of_a_private_directory_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.write_text("in the way")
-    assert _refusal(path) == "it is no directory: name another directory with agent.state_dir"
+    assert _error_for_status(path) == "it is no directory: name another directory with agent.state_dir"
 
 
 def test_a_file_in_place_of_the_parent_of_a_private_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "var").write_text("in the way")
-    assert _refusal(tmp_path / "var" / "state").endswith(": name another directory with agent.state_dir")
+    assert _error_for_status(tmp_path / "var" / "state").endswith(": name another directory with agent.state_dir")
 
 
 def _say_who_asks(**environment: str) -> str:
@@ -238,7 +238,7 @@ def test_the_temporary_disk_is_recognized_by_the_warning_file_of_azure(tmp_path:
 @pytest.mark.skipif(sys.platform != "win32", reason="on Linux it is a warning of check")
 def test_a_state_directory_on_the_temporary_disk_is_rejected_and_not_created(tmp_path: Path) -> None:
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
-    assert _refusal(tmp_path / "state") == (
+    assert _error_for_status(tmp_path / "state") == (
         f"{tmp_path} is Azure's temporary disk, which may be empty after an event: "
         "name another directory with agent.state_dir"
     )

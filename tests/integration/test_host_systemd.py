@@ -33,13 +33,13 @@ def test_a_busy_service_manager_is_retried_until_it_receives_the_message(
         with suppress(BlockingIOError):
             while True:  # until it accepts no more
                 other.sendto(b"OTHER=1", str(tmp_path / "notify"))
-        teller = threading.Thread(target=host.ServiceManager().notify, args=("ready", "up"))
-        teller.start()
-        teller.join(0.3)  # it has tried
+        notifying = threading.Thread(target=host.ServiceManager().notify, args=("ready", "up"))
+        notifying.start()
+        notifying.join(0.3)  # it has tried
         while (message := listener.recv(4096)) == b"OTHER=1":
             pass
         assert message == b"READY=1\nSTATUS=up"
-        teller.join(60.0)
+        notifying.join(60.0)
 
 
 def test_a_service_manager_that_never_listens_is_not_waited_for_long(
@@ -53,10 +53,10 @@ def test_a_service_manager_that_never_listens_is_not_waited_for_long(
             with suppress(BlockingIOError):
                 while True:
                     other.sendto(b"OTHER=1", str(tmp_path / "notify"))
-        teller = threading.Thread(target=host.ServiceManager().notify, args=("ready", "up"))
-        teller.start()
-        teller.join(60.0)
-        assert not teller.is_alive()
+        notifying = threading.Thread(target=host.ServiceManager().notify, args=("ready", "up"))
+        notifying.start()
+        notifying.join(60.0)
+        assert not notifying.is_alive()
 
 
 def put_program(place: Path, monkeypatch: pytest.MonkeyPatch, script: str, name: str = "systemctl") -> None:

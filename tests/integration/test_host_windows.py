@@ -44,7 +44,7 @@ def _entries(path: Path) -> set[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("text", "rights", "with_heirs", "expected"),
+    ("text", "rights", "with_inheritable", "expected"),
     [
         ("O:BAD:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)", permissions.TO_READ, True, []),
         ("O:BAD:(A;OICI;0x1200a9;;;BU)(A;CI;0x116;;;BU)", permissions.TO_READ, True, [_USERS]),

@@ -226,7 +226,7 @@ def test_a_stop_does_not_wait_for_a_sender_that_has_nothing_to_send(store: Store
         put(store, 1)
         run.notifier.notify(is_urgent=False)
         wait_until(lambda: run.reports.qsize() == 1, "it was reported")
-        wait_until(lambda: not any(s.is_busy() for s in run.notifier._notifier.values()), "it waits for news")
+        wait_until(lambda: not any(s.is_busy() for s in run.notifier._workers.values()), "it waits for news")
         run.notifier.begin_stop()
         assert not run.notifier.is_busy()
 
@@ -311,7 +311,7 @@ def test_the_failures_of_an_old_target_do_not_count_for_its_successor(
     put(store, 1, at=NOW - timedelta(days=2))
     with Receiver(lambda: "503") as old, Receiver(lambda: next(answers)) as new, sending(store, to(old)) as run:
         wait_until(lambda: len(pauses) == 1, "the old service refused it")
-        run.notifier._notifier["ops"]._failing_since = time.monotonic() - 3600
+        run.notifier._workers["ops"]._failing_since = time.monotonic() - 3600
         run.notifier.reconfigure([to(new)])
         wait_until(lambda: len(pauses) == 2, "the new service refused it once")
         run.notifier.notify(is_urgent=True)

@@ -15,7 +15,7 @@ import pytest
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import doctor, main
 from scheduled_events_agent.cli.config import load_policy, policy_file
-from scheduled_events_agent.daemon.policy_reader import look_at_machine, read_policy
+from scheduled_events_agent.daemon.policy_reader import machine_warnings, read_policy
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import read_sas
 from scheduled_events_agent.hooks.preflight import check_machine, find_hook_write_risk
@@ -603,7 +603,7 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     told = f"{policy}:1: {where}: is a secret, and {fault}, or {way_out}"
     assert secret_warnings(policy, capsys) == [told]
     loaded = load_policy(policy)
-    assert told in look_at_machine(loaded)  # which an agent that starts logs
+    assert told in machine_warnings(loaded)  # which an agent that starts logs
     findings = [*check_machine(loaded, is_root=False)]
     found = [*doctor._look_at_files(loaded, findings, is_root_service=False)]
     assert [(finding.severity, finding.message) for finding in found] == [("warning", told)]

@@ -275,8 +275,8 @@ def test_a_lost_notification_is_counted_until_the_next_one_is_delivered(store: S
     one, two = (step.workflow.event.id for step in steps[:2])
     reasons = [(entry["log_id"], entry["kind"], entry["event_id"], entry["reason"]) for entry in log]
     assert reasons == [
-        (LogId.NOTICES_DROPPED, "seen", one, "it answers 400"),
-        (LogId.NOTICES_DROPPED, "seen", two, "too old: it answers 503"),
+        (LogId.NOTIFICATIONS_DROPPED, "seen", one, "it answers 400"),
+        (LogId.NOTIFICATIONS_DROPPED, "seen", two, "too old: it answers 503"),
     ]
     assert [entry.text for entry in store.load_records(kind="notification_lost")] == [
         f"ops: seen of {one}: it answers 400",

@@ -454,7 +454,7 @@ class Vm(Host):
         assert client is not None
         update = thread._update(self._last, client)
         self.unavailable_from = None if client.error is None else client.unavailable_from
-        if thread._is_news(self._last, update):
+        if thread._is_worth_reporting(self._last, update):
             self._mail.append(update)
             self.turn_soon()
         self._last = update

@@ -466,7 +466,7 @@ class Judge:
         self._notices += self._unwritten
         self._unwritten = []
 
-    def notified(self, target: str, news: News, *, is_refused: bool) -> None:
+    def notified(self, target: str, news: News, *, is_rejected: bool) -> None:
         """The target has received it, or rejects it for good."""
         text = f"(12) {target} hears that {news[0]} is {news[1]}"
         all_ = [notice for notice in self._notices if notice.target == target]
@@ -479,7 +479,7 @@ class Judge:
         self._expect(not early, f"{text} before {early}")
         late = [notice.news for notice in all_[index + 1 :] if notice.has_arrived]
         self._expect(not late, f"{text} after {late}")
-        all_[index].is_settled, all_[index].has_arrived = True, not is_refused
+        all_[index].is_settled, all_[index].has_arrived = True, not is_rejected
 
     def dropped(self, target: str, count: int) -> None:
         """The agent counts these notifications as dropped because the policy has no such target."""

@@ -251,7 +251,7 @@ def _collect_hooks_only(inbox: Inbox, seconds: float) -> None:
 
 
 def _finish_without_requests(engine: Engine) -> None:
-    engine._take_requests = lambda now: None  # type: ignore[method-assign]  # noqa: ARG005
+    engine._receive_requests = lambda now: None  # type: ignore[method-assign]  # noqa: ARG005
     REAL_FINISH(engine)
 
 
@@ -398,7 +398,7 @@ MUTANTS: dict[str, Mutant] = {
     "9: a restart forgets the hook in flight": Mutant(WORKFLOW, {"_restart": _restart_that_forgets_the_hook}, ""),
     "9: the state file is not read": Mutant(Store, {"load_workflows": _load_nothing}, "(9)"),
     "9: a stop throws answers away": Mutant(
-        Inbox, {"_collect": _collect_hooks_only}, "(9) lost by a stop", frozenset({"stops"})
+        Inbox, {"_drain_until_idle": _collect_hooks_only}, "(9) lost by a stop", frozenset({"stops"})
     ),
     "9: a stop forgets operators": Mutant(
         Engine,

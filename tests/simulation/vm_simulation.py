@@ -1015,7 +1015,7 @@ class World(Host):
             # A refusal is counted by the agent, if it still lives.
             if fate in ("", "answer lost") or (fate == "refused" and life == self._life):
                 self.tell(f"{target} hears that {self._names.get(news[0], news[0])} is {news[1]}: {fate or 'ok'}")
-                self.judge.notified(target, news, is_refused=fate == "refused")
+                self.judge.notified(target, news, is_rejected=fate == "refused")
             answer(fate in ("", "refused"))
 
         self.after(arrives_after, arrive)
@@ -1177,8 +1177,8 @@ class World(Host):
                         if answer.succeeded:
                             self.judge.obeyed(name, word)
                         continue
-                    is_refused = not answer.succeeded and answer.message != UNSETTLED_HOLD
-                    self._words[name] = before if is_refused else {word}
+                    is_rejected = not answer.succeeded and answer.message != UNSETTLED_HOLD
+                    self._words[name] = before if is_rejected else {word}
                     self.judge.spoke(name, self._words[name])
 
 

@@ -21,7 +21,7 @@ ADVISED = Rule(name="eviction-likely", when=When(type=("Preempt", "SpotRebalance
 OTHERS = (Rule(name="any"), Rule(name="eviction", when=When(type=("Preempt",))))
 GENERAL: tuple[ApiVersion, ...] = ("2020-07-01",)
 NEWEST: tuple[ApiVersion, ...] = ("2024-07-09", "2020-07-01")
-REFUSED = VersionFallback(2, 50.0, "answers 404", is_refused=True)
+REFUSED = VersionFallback(2, 50.0, "answers 404", is_rejected=True)
 FAILED = VersionFallback(2, 50.0, "answers 500")
 
 

@@ -101,8 +101,8 @@ def test_other_warnings_and_errors_share_one_id(given: LogId | None, level: str,
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *(("AGENT_STARTED", 100), ("AGENT_STOPPED", 101), ("AGENT_FAILED", 103), ("POLICY_REFUSED", 110)),
-        *(("LOG_FILE_REFUSED", 113), ("SEEN", 200), ("DECIDED", 201), ("HOOK_SUCCEEDED", 221)),
+        *(("AGENT_STARTED", 100), ("AGENT_STOPPED", 101), ("AGENT_FAILED", 103), ("POLICY_REJECTED", 110)),
+        *(("LOG_FILE_REJECTED", 113), ("SEEN", 200), ("DECIDED", 201), ("HOOK_SUCCEEDED", 221)),
         *(("HOOK_FAILED", 222), ("APPROVED", 231), ("APPROVAL_FAILED", 232), ("HELD", 240), ("CLOSED", 251)),
         *(("RECOVERY_FAILED", 252), ("POLLING_FAILS", 300), ("POLLING_WORKS", 301), ("MACHINE_PAUSED", 400)),
     ],

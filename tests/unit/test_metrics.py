@@ -64,7 +64,7 @@ def metrics(pending: list[Workflow]) -> Metrics:
 
 def record(metrics: Metrics, workflow: Workflow, *kinds: RecordKind, seconds_later: float = 0.0) -> None:
     for kind in kinds:
-        metrics.record_note(workflow, Record(kind=kind, text=""), NOW.timestamp() + seconds_later)
+        metrics.count_record(workflow, Record(kind=kind, text=""), NOW.timestamp() + seconds_later)
 
 
 def families(metrics: Metrics) -> dict[str, Metric]:
@@ -365,7 +365,7 @@ def test_hooks_that_fail_are_counted_by_stage(metrics: Metrics) -> None:
     outcomes: tuple[HookOutcome, ...] = get_args(HookOutcome)
     for outcome in outcomes:
         note = Record(kind="hook_finished", text="", stage="recover", hook="resume", outcome=outcome)
-        metrics.record_note(make_workflow(), note, NOW.timestamp())
+        metrics.count_record(make_workflow(), note, NOW.timestamp())
     # succeeded is none, and canceled is what the agent wanted.
     assert samples(metrics, "scheduled_events_hook_failures_total") == {
         ("prepare",): 0,

@@ -135,7 +135,7 @@ def exposed(*, has_fleet: bool = False) -> dict[str, dict[str, set[str]]]:
     metrics = Metrics(lambda: [workflow])
     kinds: tuple[RecordKind, ...] = ("seen", "decided", "approved", "closed")
     for kind in kinds:
-        metrics.record_note(workflow, Record(kind=kind, text=""), NOW.timestamp())
+        metrics.count_record(workflow, Record(kind=kind, text=""), NOW.timestamp())
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
     metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
     metrics.set_waiting({"ops": (0, 0.0)})

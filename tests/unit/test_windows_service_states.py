@@ -197,7 +197,7 @@ def test_a_failed_hook_is_deferred_at_a_shutdown_and_fails_at_a_service_stop(
         hook_runs = HookRuns(store, unused, Host(), unused, unused)
         assert system.is_shutting_down() is False
         manager.service.control(control)
-        finished = hook_runs.take_result(drain, failure, None)
+        finished = hook_runs.to_signal(drain, failure, None)
     assert (finished is None, hook_runs.cut_short == [drain]) == (is_delayed, is_delayed)
 
 

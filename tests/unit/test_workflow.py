@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from scheduled_events_agent.engine.document_tracker import DocumentTracker
-from scheduled_events_agent.engine.remembered import changes_by_steps
+from scheduled_events_agent.engine.remembered import changes_by_transitions
 from scheduled_events_agent.imds.compare import Gone, compare
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
@@ -115,7 +115,7 @@ class Agent:
             assert self.last.errors == ()
         self.workflows = self.last.workflows
         unlisted = self.documents.unlisted
-        changes = changes_by_steps(context.remembered, signals, self.last.transitions, unlisted, context.now)
+        changes = changes_by_transitions(context.remembered, signals, self.last.transitions, unlisted, context.now)
         kept = {key: one for key, one in context.remembered.items() if key not in changes.removed}
         self.context = replace(context, remembered={**kept, **changes.put})
         told = ((step.workflow, note) for step in self.last.transitions for note in step.records)

@@ -19,7 +19,7 @@ from scheduled_events_agent.store import Store
 
 _WITHIN_SECONDS = 15.0
 _SHOWN_MESSAGES = (
-    "decided", "preparing", "waits", "hook finished", "held", "recovering", "closed",
+    "decided", "preparing", "waiting", "hook finished", "held", "recovering", "closed",
 )  # fmt: skip
 
 _POLICY = """\

@@ -14,7 +14,7 @@ from scheduled_events_agent.cli import add_config_option, exit_code
 from scheduled_events_agent.cli.config import find_config, policy_file, state_dir_of
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon.daemon import Daemon
-from scheduled_events_agent.daemon.policy_reader import read_policy, run_aside
+from scheduled_events_agent.daemon.policy_reader import read_policy, run_in_background
 from scheduled_events_agent.policy.durations import parse_duration
 from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
@@ -156,7 +156,7 @@ def open_daemon(
             state_dir=str(directory),
         )
         if settings.agent.mode == "act":
-            run_aside(_warn_of_other_agents, "other-agents")
+            run_in_background(_warn_of_other_agents, "other-agents")
         yield Daemon(
             loaded,
             file,

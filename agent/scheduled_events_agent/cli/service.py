@@ -130,7 +130,7 @@ def _run_agent(arguments: argparse.Namespace, service: Service, left: str) -> in
     ``left``: the stacks that an earlier agent process wrote when it crashed or hung.
     """
     from scheduled_events_agent.cli.run import SWITCH_SECONDS, open_daemon  # noqa: PLC0415 - see above
-    from scheduled_events_agent.host.windows.event_log import EventLog, directory_fault, open_log_file  # noqa: PLC0415 - see above
+    from scheduled_events_agent.host.windows.event_log import EventLog, find_log_dir_risk, open_log_file  # noqa: PLC0415 - see above
     from scheduled_events_agent.host.windows.files import log_dir  # noqa: PLC0415 - see above
     from scheduled_events_agent.host.windows.service_manager import STOP_TIMEOUT  # noqa: PLC0415 - see above
     from scheduled_events_agent.telemetry.log import get_logger, set_up  # noqa: PLC0415 - see above
@@ -141,8 +141,8 @@ def _run_agent(arguments: argparse.Namespace, service: Service, left: str) -> in
     set_up_log = partial(set_up, stream=open_log_file(log_dir()), on_entry=events.report)
     set_up_log("info", "auto")
     log = get_logger()
-    if fault := directory_fault(log_dir()):
-        log.warning("the log file is not written", log_id=LogId.LOG_FILE_REFUSED, reason=fault)
+    if risk := find_log_dir_risk(log_dir()):
+        log.warning("the log file is not written", log_id=LogId.LOG_FILE_REJECTED, reason=risk)
     if left:
         log.error("the previous agent process crashed or hung", log_id=LogId.AGENT_FAILED, crash_log=left)
     try:
@@ -157,11 +157,11 @@ def _run_agent(arguments: argparse.Namespace, service: Service, left: str) -> in
             service.attach(daemon.stop, daemon.reload)
             daemon.run()
     except AgentError as error:
-        is_refused = error.kind in ("config", "usage")
-        text = "the policy file is rejected; the agent does not start" if is_refused else "the agent failed"
-        log_id = LogId.POLICY_REFUSED if is_refused else LogId.AGENT_FAILED
+        is_rejected = error.kind in ("config", "usage")
+        text = "the policy file is rejected; the agent does not start" if is_rejected else "the agent failed"
+        log_id = LogId.POLICY_REJECTED if is_rejected else LogId.AGENT_FAILED
         log.error(text, log_id=log_id, reason=str(error))
-        return 2 if is_refused else 1
+        return 2 if is_rejected else 1
     except BaseException:
         log.exception("the agent failed", log_id=LogId.AGENT_FAILED)
         return 1

@@ -112,7 +112,9 @@ class Daemon:
             publish_fleet_requests=self._publish_fleet_requests,
             command_options=command_options,
         )
-        self._poller = Poller(self._snapshot, self._put, self._metrics, partial(self._put, Command("look")))
+        self._poller = Poller(
+            self._snapshot, self._put, self._metrics, partial(self._put, Command("check_requests"))
+        )
         self._identifier = IdentityResolver(self._snapshot, self._put, self._poller.stop_requested)
         self._inbox = Inbox(
             items, self._engine, self._executor, self._handle_command, is_sending=self._notifier.is_busy
@@ -232,7 +234,7 @@ class Daemon:
 
     def _wait_for_requests(self, wake_up: host.WakeUp) -> None:
         while wake_up.wait():
-            self._put(Command("look"))
+            self._put(Command("check_requests"))
 
     def _reconfigure_fleet(self, settings: Settings) -> None:
         if self._fleet is not None:
@@ -350,18 +352,18 @@ class Daemon:
         if self._is_stopping:
             return
         match item:
-            case Command(word="look"):
+            case Command(action="check_requests"):
                 pass  # the next cycle does it
             case PolicyReloaded():
                 self._reload(item)
-            case Command(word="reload"):
+            case Command(action="reload"):
                 self._reporter.report_reloading()
                 self._policy.request()
 
     def _reload(self, read: PolicyReloaded) -> None:
         if read.settings is None:
-            self._policy.refuse(read.refused)
-            self._engine.reject_settings(read.refused)
+            self._policy.reject(read.error)
+            self._engine.reject_settings(read.error)
         else:
             self._policy.accept(read.settings.agent, read.hash, self._engine.settings.agent)
             self._metrics.set_policy(read.settings, read.hash)

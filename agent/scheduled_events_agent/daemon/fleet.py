@@ -64,7 +64,7 @@ class FleetThread:
         self._metrics = metrics
         self._connect = connect
         self._input = _Input(settings)
-        self._has_news = threading.Event()
+        self._has_changed = threading.Event()
         self._is_stopping = False
         self._failures = ChangeLogger("using the fleet's table", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
         self._warned: dict[LogId, object] = {}
@@ -79,15 +79,15 @@ class FleetThread:
         """Set this VM's requests to its fleet. ``group``: from the metadata service; "" if it knows none."""
         self._set(_Input(self._input.settings, requests, names, vm_id, group))
 
-    def _set(self, given: _Input) -> None:
-        if given != self._input:
-            self._input = given
-            self._has_news.set()
+    def _set(self, current: _Input) -> None:
+        if current != self._input:
+            self._input = current
+            self._has_changed.set()
 
     def stop(self) -> None:
         """End soon; a request that is under way ends by itself."""
         self._is_stopping = True
-        self._has_news.set()
+        self._has_changed.set()
 
     def run(self) -> None:
         """Blocks until ``stop``."""
@@ -96,64 +96,64 @@ class FleetThread:
         store: object = None
         last = FleetUpdate()
         while True:
-            self._has_news.clear()
+            self._has_changed.clear()
             if self._is_stopping:
                 return
-            given = self._input
-            settings = given.settings.fleet
-            if client is not None and store != given.store:
-                self._leave(client)
+            current = self._input
+            settings = current.settings.fleet
+            if client is not None and store != current.store:
+                self._leave_group(client)
                 client = None
-            if settings is None or given.requests is None:
+            if settings is None or current.requests is None:
                 client = key = None
                 last = FleetUpdate()
                 self._metrics.fleet_not_ready.set(0)
                 self._metrics.fleet_unavailable.set(0)
-                self._has_news.wait()
+                self._has_changed.wait()
                 continue
-            if key != given.key:
+            if key != current.key:
                 client = None
-                key = given.key
-                store = given.store
-                last = FleetUpdate(group=settings.group or given.group, settings=settings)
+                key = current.key
+                store = current.store
+                last = FleetUpdate(group=settings.group or current.group, settings=settings)
                 self._put(last)
-            self._warn_of_members(settings, given.names)
+            self._warn_of_members(settings, current.names)
             try:
                 if client is None:
-                    client = self._open(given, settings)
+                    client = self._open(current, settings)
                 failures = client.failures
-                client.sync(given.requests)
+                client.sync(current.requests)
                 if client.error is None or client.failures != failures:
                     self._log_outcome(client.error)
                 update = _update(last, client)
                 seconds = None if client.next_sync_at is None else client.next_sync_at - time.monotonic()
-                self._look_at(update, given.requests, given.vm_id)
+                self._report_statuses(update, current.requests, current.vm_id)
             except Exception as error:  # noqa: BLE001 - events go on without the store, whatever the error
                 client = None
-                fault = self._fault(error)
-                self._log_outcome(fault)
-                update = _failed(last, fault, time.monotonic())
+                agent_error = self._as_agent_error(error)
+                self._log_outcome(agent_error)
+                update = _failed(last, agent_error, time.monotonic())
                 seconds = _RETRY_SECONDS
             self._metrics.fleet_unavailable.set(bool(update.error))
-            if _is_news(last, update):
+            if _is_worth_reporting(last, update):
                 self._put(update)
             last = update
-            self._has_news.wait(None if seconds is None else max(0.0, seconds))
+            self._has_changed.wait(None if seconds is None else max(0.0, seconds))
 
-    def _open(self, given: _Input, settings: FleetSettings) -> FleetClient:
-        group = settings.group or given.group
+    def _open(self, current: _Input, settings: FleetSettings) -> FleetClient:
+        group = settings.group or current.group
         if not group:
             raise BackendError(
                 "the group is not known: the VM is in no scale set, so set fleet.group", kind="setup"
             )
-        if not given.vm_id:
+        if not current.vm_id:
             raise BackendError("the metadata service has not reported the vmId of this VM yet", kind="setup")
         looks_again = self._looks_again
         self._looks_again = True
-        backend = self._connect(settings, group, resolve_endpoint(given.settings.imds.endpoint))
+        backend = self._connect(settings, group, resolve_endpoint(current.settings.imds.endpoint))
         return FleetClient(
             MeteredBackend(backend, self._metrics),
-            vm_id=given.vm_id,
+            vm_id=current.vm_id,
             max_events=settings.max_events,
             random=random.Random(),  # noqa: S311 - so that VMs do not all ask at once
             monotonic=time.monotonic,
@@ -161,14 +161,14 @@ class FleetThread:
             looks_again=looks_again,
         )
 
-    def _leave(self, client: FleetClient) -> None:
+    def _leave_group(self, client: FleetClient) -> None:
         """Delete this VM's records, so that the VMs of the group that it leaves do not wait for it."""
         try:
             client.sync(())
         except Exception as error:  # noqa: BLE001 - an error here must not delay the new group
-            self._log_outcome(self._fault(error))
+            self._log_outcome(self._as_agent_error(error))
 
-    def _fault(self, error: Exception) -> AgentError:
+    def _as_agent_error(self, error: Exception) -> AgentError:
         if isinstance(error, AgentError):
             return error
         get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
@@ -180,7 +180,7 @@ class FleetThread:
         else:
             self._failures.failed(error.kind, str(error), time.monotonic())
 
-    def _look_at(self, update: FleetUpdate, requests: tuple[FleetRequest, ...], vm_id: str) -> None:
+    def _report_statuses(self, update: FleetUpdate, requests: tuple[FleetRequest, ...], vm_id: str) -> None:
         """Report what people must know about the statuses."""
         ready = {request.event for request in requests if request.stage == "ready"}
         not_ready = {name for event in ready & update.statuses.keys() for name in update.statuses[event].not_ready}
@@ -210,7 +210,7 @@ def _failed(last: FleetUpdate, error: AgentError, now: float) -> FleetUpdate:
     return replace(last, error=str(error), unavailable_since=datetime.now(UTC), unavailable_from=now)
 
 
-def _is_news(last: FleetUpdate, update: FleetUpdate) -> bool:
+def _is_worth_reporting(last: FleetUpdate, update: FleetUpdate) -> bool:
     """Whether to report the update. A list that allows something is reported each time: it soon expires."""
     allows = any(status.may_begin or status.is_all_ready for status in update.statuses.values())
     return allows or replace(update, listed_at=last.listed_at) != last

@@ -24,9 +24,12 @@ _GRACE_SECONDS = 1.5
 
 @dataclass(frozen=True)
 class Command:
-    """A command from a signal or the service manager; ``look``: there may be a request, or another status."""
+    """A command from a signal or the service manager.
 
-    word: Literal["stop", "reload", "look"]
+    ``check_requests``: there may be a request, or another status.
+    """
+
+    action: Literal["stop", "reload", "check_requests"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class PolicyReloaded:
     settings: Settings | None
     """None if the file was rejected."""
     hash: str = ""
-    refused: str = ""
+    error: str = ""
 
 
 Item = Message | Command | PolicyReloaded
@@ -72,7 +75,7 @@ class Inbox:
         try:
             item = self._items.get(timeout=max(0.0, timeout))
             while True:
-                if isinstance(item, Command) and item.word == "stop":
+                if isinstance(item, Command) and item.action == "stop":
                     is_to_stop = True
                 elif isinstance(item, Command | PolicyReloaded):
                     self._handle(item)
@@ -88,13 +91,13 @@ class Inbox:
         Raises StoreError.
         """
         self._engine.begin_stop()
-        self._collect(seconds - 2 * _GRACE_SECONDS)
+        self._drain_until_idle(seconds - 2 * _GRACE_SECONDS)
         self._executor.cancel_all(_GRACE_SECONDS)
-        self._collect(_GRACE_SECONDS + 0.5)
+        self._drain_until_idle(_GRACE_SECONDS + 0.5)
         self.drain(0.0)
         self._engine.finish()
 
-    def _collect(self, seconds: float) -> None:
+    def _drain_until_idle(self, seconds: float) -> None:
         """Take items until nothing is under way, the time is up, or a second stop comes."""
         deadline = self._monotonic() + seconds
         while (self._executor.is_busy() or self._is_sending()) and (left := deadline - self._monotonic()) > 0:

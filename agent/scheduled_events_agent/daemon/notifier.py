@@ -46,45 +46,45 @@ class Notifier:
         self._state_dir = state_dir
         self._report = report
         self._metrics = metrics
-        self._notifier: dict[str, _TargetWorker] = {}
+        self._workers: dict[str, _TargetWorker] = {}
         self._stop_deadline: float | None = None
 
     def reconfigure(self, targets: Iterable[NotifyTarget]) -> None:
         """Send the notifications that wait for these targets; other targets get none any more."""
-        old = dict(self._notifier)
-        notifier = {}
+        old = dict(self._workers)
+        workers = {}
         for target in targets:
-            sender = old.pop(target.name, None) or _TargetWorker(
+            worker = old.pop(target.name, None) or _TargetWorker(
                 target, self._state_dir, self._report, self._metrics
             )
-            if sender.target != target:
-                sender.update(target)
-            notifier[target.name] = sender
-        self._notifier = notifier
-        for sender in old.values():
-            sender.end()
+            if worker.target != target:
+                worker.update(target)
+            workers[target.name] = worker
+        self._workers = workers
+        for worker in old.values():
+            worker.end()
         self.notify(is_urgent=True)
 
     def notify(self, *, is_urgent: bool) -> None:
         """Send the new notifications. ``is_urgent``: retry targets that failed now."""
-        for sender in self._notifier.values():
-            sender.wake(is_urgent=is_urgent)
+        for worker in self._workers.values():
+            worker.wake(is_urgent=is_urgent)
 
     def begin_stop(self) -> None:
         """Try to send the waiting notifications once more, for a short time."""
         self._stop_deadline = time.monotonic() + _STOP_SECONDS
-        for sender in self._notifier.values():
-            sender.begin_stop(self._stop_deadline)
+        for worker in self._workers.values():
+            worker.begin_stop(self._stop_deadline)
 
     def is_busy(self) -> bool:
         """Whether a stop should still wait."""
         deadline = self._stop_deadline
         is_in_time = deadline is not None and time.monotonic() < deadline
-        return is_in_time and any(sender.is_busy() for sender in self._notifier.values())
+        return is_in_time and any(worker.is_busy() for worker in self._workers.values())
 
     def failures(self) -> dict[str, TargetFailure]:
         """Why targets do not accept notifications now, by target."""
-        return {name: sender.failure for name, sender in self._notifier.items() if sender.failure}
+        return {name: worker.failure for name, worker in self._workers.items() if worker.failure}
 
 
 class _TargetWorker:
@@ -101,16 +101,16 @@ class _TargetWorker:
         self._thread: threading.Thread | None = None
         self._has_ended = False
         self._stop_deadline: float | None = None
-        self._news = threading.Event()
-        self._hurry = threading.Event()
-        self._has_nothing = False
+        self._wake = threading.Event()
+        self._retry_now = threading.Event()
+        self._is_idle = False
         self._failing_since: float | None = None
-        self._log = ChangeLogger(f"notifying {target.name}", LogId.NOTICES_FAIL, LogId.NOTICES_WORK)
+        self._log = ChangeLogger(f"notifying {target.name}", LogId.NOTIFICATIONS_FAIL, LogId.NOTIFICATIONS_WORK)
 
     def wake(self, *, is_urgent: bool) -> None:
-        self._news.set()
+        self._wake.set()
         if is_urgent:
-            self._hurry.set()
+            self._retry_now.set()
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"notify-{self._name}", daemon=True)
             try:
@@ -136,7 +136,7 @@ class _TargetWorker:
 
     def is_busy(self) -> bool:
         """Whether a notification waits or may have come."""
-        is_idle = self._has_nothing and not self._news.is_set()
+        is_idle = self._is_idle and not self._wake.is_set()
         return self._thread is not None and self._thread.is_alive() and not is_idle
 
     def _run(self) -> None:
@@ -144,8 +144,8 @@ class _TargetWorker:
         backoff = new_backoff()
         while not (self._has_ended or self._seconds_left() < 0):
             # Cleared before the state file is read, so that no later notification is overlooked.
-            self._news.clear()
-            self._hurry.clear()
+            self._wake.clear()
+            self._retry_now.clear()
             is_stopping = self._stop_deadline is not None
             error: NotificationError | None = None
             try:
@@ -155,9 +155,9 @@ class _TargetWorker:
                 if item is None:
                     if is_stopping:
                         return
-                    self._has_nothing = True
-                    self._news.wait()
-                    self._has_nothing = False
+                    self._is_idle = True
+                    self._wake.wait()
+                    self._is_idle = False
                     continue
                 error = self._try(item)
                 lost = self._why_lost(item, error) if error else ""
@@ -166,13 +166,13 @@ class _TargetWorker:
                     last_id = item.id
                     backoff.reset()
                     continue
-            except StoreError as fault:
-                self._fail("store", str(fault))
-            except Exception as fault:  # noqa: BLE001 - a thread that ends would never send again
-                self._fail("bug", f"a bug in the agent: {type(fault).__name__}")
+            except StoreError as raised:
+                self._fail("store", str(raised))
+            except Exception as raised:  # noqa: BLE001 - a thread that ends would never send again
+                self._fail("bug", f"a bug in the agent: {type(raised).__name__}")
             if is_stopping:
                 return
-            if self._hurry.wait(backoff.next_delay(error.retry_after if error else None)):
+            if self._retry_now.wait(backoff.next_delay(error.retry_after if error else None)):
                 backoff.reset()
 
     def _seconds_left(self) -> float:

@@ -33,14 +33,14 @@ def read_policy(
     set_up_log(settings.level, settings.format)
     _warn(map(str, loaded.warnings))
     # Looking up accounts may take minutes. Neither start nor reload waits for that.
-    run_aside(lambda: _warn(look_at_machine(loaded)), "policy-check")
+    run_in_background(lambda: _warn(machine_warnings(loaded)), "policy-check")
     return loaded
 
 
 class PolicyReader:
     """Reads the policy file on request.
 
-    ``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``refuse`` for the engine's.
+    ``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``reject`` for the engine's.
     """
 
     def __init__(self, file: PolicyFile, loaded: LoadedPolicy, put: Callable[[PolicyReloaded], None]) -> None:
@@ -69,7 +69,7 @@ class PolicyReader:
                 loaded = read_policy(self.file, log.change)
                 read = PolicyReloaded(loaded.settings, loaded.hash)
             except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
-                read = PolicyReloaded(None, refused=str(error))
+                read = PolicyReloaded(None, error=str(error))
             if not self._is_requested.is_set():
                 self._put(read)
 
@@ -88,19 +88,19 @@ class PolicyReader:
             needs_restart=late,
         )
 
-    def refuse(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """Note that the new policy is rejected: the previous one stays in force."""
         refused_at = self.in_force.refused_at or datetime.now(UTC)
         self.in_force = replace(self.in_force, refused=reason, refused_at=refused_at)
 
 
-def run_aside(function: Callable[[], None], name: str) -> None:
+def run_in_background(function: Callable[[], None], name: str) -> None:
     """Run the function on its own thread, if there is memory for one."""
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=function, name=name, daemon=True).start()
 
 
-def look_at_machine(loaded: LoadedPolicy) -> list[str]:
+def machine_warnings(loaded: LoadedPolicy) -> list[str]:
     """Warnings about files, programs and accounts on this machine that the policy names."""
     of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
     findings = [*notification_warnings(loaded.settings.notify)]

@@ -177,7 +177,7 @@ class Poller:
             with self._lock:
                 # The answer to a later request may have come first.
                 if number > self._newest_answered:
-                    self._take(answer.content, answer.version, began)
+                    self._handle_document(answer.content, answer.version, began)
                     self._negotiate_version(versions, answer)
                     self._newest_answered = number
                     self._succeed(began)
@@ -190,7 +190,7 @@ class Poller:
         self.has_tried = True
         return delay
 
-    def _take(self, body: bytes, version: ApiVersion, began: float) -> None:
+    def _handle_document(self, body: bytes, version: ApiVersion, began: float) -> None:
         if self._document is None or body != self._body or version != self.api_version:
             has_recommendations = version >= REBALANCE_VERSION
             document = replace(parse_document(body), has_recommendations=has_recommendations)

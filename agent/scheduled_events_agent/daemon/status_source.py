@@ -65,7 +65,7 @@ class StatusSource:
         self._state_dir = state_dir
         self._command_options = command_options
         self._unhealthy_since: datetime | None = None
-        self._worded: tuple[Workflows, tuple[WorkflowView, ...]] = ({}, ())
+        self._views: tuple[Workflows, tuple[WorkflowView, ...]] = ({}, ())
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
 
@@ -181,10 +181,10 @@ class StatusSource:
 
     def _pending(self, workflows: Workflows) -> tuple[WorkflowView, ...]:
         """The open workflows with their texts. These are made once for each mapping, which is never changed."""
-        known, shown = self._worded
+        known, shown = self._views
         if known is not workflows:
             shown = tuple(map(to_view, workflows.values()))
-            self._worded = (workflows, shown)
+            self._views = (workflows, shown)
         return shown
 
 

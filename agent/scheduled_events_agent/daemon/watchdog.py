@@ -23,7 +23,7 @@ EXIT_CODE = 70
 _TICK_SECONDS = 1.0
 _HANG_TICKS = 25
 # Longer than the engine is idle: while it works, only its cycles wake this thread.
-_REST_TICKS = 12
+_IDLE_TICKS = 12
 _NOTIFY_TIMEOUT_SECONDS = 2.0
 _MAX_FRAMES = 20
 
@@ -47,28 +47,28 @@ class Watchdog:
         self._is_fed.set()
 
     def run(self) -> None:
-        patience = _REST_TICKS
+        wait_ticks = _IDLE_TICKS
         while not self._is_stopped:
-            if self._is_fed.wait(patience * _TICK_SECONDS):
+            if self._is_fed.wait(wait_ticks * _TICK_SECONDS):
                 self._is_fed.clear()
                 self._ticks = 0
-                patience = _REST_TICKS
+                wait_ticks = _IDLE_TICKS
                 continue
             if not self._waits_for_disk():
-                self._ticks += patience
+                self._ticks += wait_ticks
             if self._ticks >= _HANG_TICKS:
                 self._end()
-            patience = 1
+            wait_ticks = 1
 
     def _end(self) -> None:
         # The log itself may hang.
-        teller = threading.Thread(target=self._tell, name="watchdog-log", daemon=True)
+        logger_thread = threading.Thread(target=self._log_stacks, name="watchdog-log", daemon=True)
         with contextlib.suppress(RuntimeError):  # no memory for a thread
-            teller.start()
-            teller.join(_NOTIFY_TIMEOUT_SECONDS)
+            logger_thread.start()
+            logger_thread.join(_NOTIFY_TIMEOUT_SECONDS)
         os._exit(EXIT_CODE)
 
-    def _tell(self) -> None:
+    def _log_stacks(self) -> None:
         # faulthandler is not used: it makes all threads wait for a reader of standard error.
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {names.get(ident, str(ident)): _places(frame) for ident, frame in sys._current_frames().items()}  # noqa: SLF001

@@ -14,7 +14,7 @@ class DebugReporter:
 
     def __init__(self, is_logged: Callable[[str], bool]) -> None:
         """``is_logged``: whether the log has lines about the event of this workflow at all."""
-        self._is_told = is_logged
+        self._is_logged = is_logged
         self._log = get_logger()
         self._answers: dict[str, dict[str, str]] = {}
         """By workflow and gate: the answer that was logged last."""
@@ -27,31 +27,31 @@ class DebugReporter:
         try:
             self._report(transitions, workflows, context)
         except Exception:  # noqa: BLE001 - a bug in debug lines must not stop the agent
-            self._log.exception("a bug in the agent: debug lines are missing", log_id=LogId.EVENT_FAULT)
+            self._log.exception("a bug in the agent: debug lines are missing", log_id=LogId.EVENT_BUG)
 
     def _report(self, transitions: Iterable[Transition], workflows: Workflows, context: Context) -> None:
         for transition in transitions:
             is_decided = any(record.kind == "decided" for record in transition.records)
-            if is_decided and self._is_told(transition.workflow.id):
-                self._tell_rules(transition.workflow, context)
-        told = self._answers
+            if is_decided and self._is_logged(transition.workflow.id):
+                self._log_rejected_rules(transition.workflow, context)
+        before = self._answers
         self._answers = {
-            key: self._tell_gates(workflow, context, told.get(key, {}))
+            key: self._log_gates(workflow, context, before.get(key, {}))
             for key, workflow in workflows.items()
-            if self._is_told(key)
+            if self._is_logged(key)
         }
 
-    def _tell_rules(self, workflow: Workflow, context: Context) -> None:
+    def _log_rejected_rules(self, workflow: Workflow, context: Context) -> None:
         facts = MatchContext(names=context.names, not_before_seen_at=workflow.not_before_seen_at)
         for rule, reason in rejected_rules(context.rules, workflow.decision.rule, workflow.event, facts):
             self._log.debug(f"rule {rule} does not match", reason=reason, **_about(workflow))
 
-    def _tell_gates(self, workflow: Workflow, context: Context, told: dict[str, str]) -> dict[str, str]:
+    def _log_gates(self, workflow: Workflow, context: Context, before: dict[str, str]) -> dict[str, str]:
         answers = {}
         for name, result in gate_results(workflow, context).items():
             why = wait_message(workflow, result.wait_reason) if result.wait_reason else ""
             answers[name] = f"{result.verdict}: {why}" if why else result.verdict
-            if answers[name] != told.get(name):
+            if answers[name] != before.get(name):
                 self._log.debug(f"gate {name}", reason=answers[name], **_about(workflow))
         return answers
 

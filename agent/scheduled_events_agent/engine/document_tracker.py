@@ -27,7 +27,7 @@ class DocumentTracker:
         """Expired recommendations that two answers have lacked by now."""
         self.lacks_expired = False
         """Whether the last answer was the first one that lacked an expired recommendation."""
-        self._left: set[str] = set()
+        self._departed: set[str] = set()
         """Keys of events that the last answer listed, but no longer for this VM."""
         self._missing_since: dict[str, float] = {}
         """Key of an event that the last answer lacked -> when the first answer lacked it, monotonic."""
@@ -36,7 +36,7 @@ class DocumentTracker:
         """``now`` is monotonic; ``names``: the names that documents may use for this VM."""
         self.new = replace(document, answered=document.answered or now)
         for event in document.events:
-            if event.key not in self._left or event.affects(names) != "others":
+            if event.key not in self._departed or event.affects(names) != "others":
                 self._missing_since.pop(event.key, None)
 
     def recheck(self) -> None:
@@ -71,7 +71,7 @@ class DocumentTracker:
         else:  # Recommendations are not gone: documents of this api-version only omit them.
             known = {key: event for key, event in known.items() if not event.is_recommendation}
         followed = {one.event.key: one for one in workflows.values() if not one.is_over}
-        left = self._left = {
+        departed = self._departed = {
             key
             for key, event in ((event.key, event) for event in events)
             if key in followed and _has_left(event, followed[key], names, settings)
@@ -79,7 +79,7 @@ class DocumentTracker:
         if not any("others" in rule.when.affects for rule in settings.rules):
             alike = {rename_fingerprint(one) for one in known.values()}
             events = tuple([e for e in events if e.affects(names) != "others" or _is_one_of(e, known, alike)])
-        events = tuple([event for event in events if event.key not in left])
+        events = tuple([event for event in events if event.key not in departed])
         self.other_vm_events = len(document.events) - len(events)
         listed = {event.key for event in events}
         lacked = (known.keys() - listed) | forgettable
@@ -92,9 +92,9 @@ class DocumentTracker:
         self.unlisted = tuple(forgettable & twice)
         self.lacks_expired = bool(forgettable - twice)
         missing = {one.event.key: one.event.key in twice for one in workflows.values() if one.is_missing}
-        ended = {**document.ended, **{key: "Canceled" for key in left if missing.get(key)}}
+        ended = {**document.ended, **{key: "Canceled" for key in departed if missing.get(key)}}
         found = compare(known, replace(document, events=events, ended=ended), missing)
-        return [replace(one, names_others=True) if _is_of(one, left) else one for one in found]
+        return [replace(one, names_others=True) if _is_of(one, departed) else one for one in found]
 
 
 def _has_left(event: ScheduledEvent, followed: Workflow, names: tuple[str, ...], settings: Settings) -> bool:

@@ -26,10 +26,15 @@ from scheduled_events_agent.engine.messages import (
     Notify,
     RunOnClear,
 )
-from scheduled_events_agent.engine.operator_requests import answer, has_nothing_to_release, refusal, refused
+from scheduled_events_agent.engine.operator_requests import (
+    answer_to,
+    has_nothing_to_release,
+    rejection,
+    why_rejected,
+)
 from scheduled_events_agent.engine.outbox import Outbox
 from scheduled_events_agent.engine.protocols import Executor, Host
-from scheduled_events_agent.engine.remembered import Remembered, changes_by_steps
+from scheduled_events_agent.engine.remembered import Remembered, changes_by_transitions
 from scheduled_events_agent.engine.reporter import EventReporter
 from scheduled_events_agent.engine.snapshot import Snapshot
 from scheduled_events_agent.hooks.run import HookResult
@@ -73,16 +78,16 @@ _STALE_SECONDS = 30.0
 _DECIDE_SECONDS = 60.0
 
 
-def unclean_starts(notes: Iterable[JournalRecord], boot_id: str, now: datetime) -> tuple[datetime, ...]:
+def unclean_starts(records: Iterable[JournalRecord], boot_id: str, now: datetime) -> tuple[datetime, ...]:
     """Starts of an agent in this boot, up to ``now``, before which the previous agent had not stopped."""
     found: list[datetime] = []
     is_running = False
-    for note in notes:
-        if note.kind == "agent_started":
-            is_of_this_boot = host.is_same_boot(note.detail, boot_id)
-            found += [note.at] if is_running and is_of_this_boot else []
+    for record in records:
+        if record.kind == "agent_started":
+            is_of_this_boot = host.is_same_boot(record.detail, boot_id)
+            found += [record.at] if is_running and is_of_this_boot else []
             is_running = is_of_this_boot
-        elif note.kind == "agent_stopped":
+        elif record.kind == "agent_stopped":
             is_running = False
     return (*found, now) if is_running else tuple(found)
 
@@ -149,7 +154,7 @@ class Engine:
         self.documents = DocumentTracker()
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
-        self._holds_on_the_way: dict[int, Request] = {}
+        self._unanswered_holds: dict[int, Request] = {}
         """Holds in force that are answered when it is known whether Azure accepts the approval under way."""
         self._document_at: datetime | None = None
         self._store_failures = ChangeLogger("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
@@ -210,7 +215,7 @@ class Engine:
                     self._end_on_clear_hook(result)
                 else:
                     hook = self.settings.hooks.get(effect.hook)
-                    signal = self._hook_runs.take_result(effect, result, hook)
+                    signal = self._hook_runs.to_signal(effect, result, hook)
                     if signal is not None and not (self._is_stopping and is_aborted_by_stop(signal)):
                         self._signals.append(signal)
             case NotificationDone():
@@ -236,11 +241,11 @@ class Engine:
 
     def _run_cycle(self, document_at: datetime | None) -> bool:
         now = self._machine.now()
-        self._look_at_clock(now)
+        self._detect_clock_step(now)
         try:
-            self._maintenance.keep_in_place(now)
+            self._maintenance.ensure_in_place(now)
             self._update_identity(now)
-            self._take_requests(now)
+            self._receive_requests(now)
             has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping
             if has_document and (self.is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
@@ -319,7 +324,7 @@ class Engine:
     def finish(self) -> None:
         """Store what was received last. Raises StoreError."""
         self.run_cycle(None)
-        for request_id in self._holds_on_the_way:
+        for request_id in self._unanswered_holds:
             self._store.answer_request(request_id, RequestAnswer(succeeded=False, message=UNSETTLED_HOLD))
         self._store.record("agent_stopped", pending_message(self.workflows.values()), self._machine.now())
 
@@ -341,7 +346,7 @@ class Engine:
         self._metrics.reload_ok.set(0)
         self._log.error(
             "the policy file is rejected; the old policy stays in force",
-            log_id=LogId.POLICY_REFUSED,
+            log_id=LogId.POLICY_REJECTED,
             reason=reason,
         )
         self._reporter.record("reload_rejected", reason, self._machine.now())
@@ -382,7 +387,7 @@ class Engine:
             remembered=self.remembered.known,
         )
 
-    def _look_at_clock(self, now: datetime) -> None:
+    def _detect_clock_step(self, now: datetime) -> None:
         before = self._clock_offset
         self._clock_offset = now.timestamp() - self.cycle_began_at
         seconds = self._clock_offset - before
@@ -390,10 +395,10 @@ class Engine:
             self._signals.append(ClockChanged(seconds))
 
     def _decide_commit_perform(self, now: datetime) -> None:
-        has_news = bool(self._signals or self.fleet.has_news) or self.documents.new is not None
+        has_input = bool(self._signals or self.fleet.has_new_update) or self.documents.new is not None
         is_due = self.wake_at is not None and self.wake_at <= now
         if not (
-            has_news or (self.workflows and (is_due or self.cycle_began_at - self._decided_at > _DECIDE_SECONDS))
+            has_input or (self.workflows and (is_due or self.cycle_began_at - self._decided_at > _DECIDE_SECONDS))
         ):
             return
         found = self.documents.compare(self.workflows, self.names(), self.settings, self.remembered.expired)
@@ -407,17 +412,19 @@ class Engine:
             transitions = tuple(
                 [with_messages(transition) for transition in result.transitions if not transition.is_small]
             )
-            changes = changes_by_steps(self.remembered.known, signals, transitions, self.documents.unlisted, now)
+            changes = changes_by_transitions(
+                self.remembered.known, signals, transitions, self.documents.unlisted, now
+            )
             vm = Vm(names=self.names(), vm_id=self.identity.vm_id)
             notifications = self.outbox.make(transitions, result.workflows, now, vm, self.settings)
             committed = self._store.commit(transitions, now, answers, notifications, changes)
         except WithdrawnError:
             self._forget_requests()
-            self._take_requests(now)
+            self._receive_requests(now)
             self._decide_commit_perform(now)
             return
         # The decision is on disk, and nothing of it is done yet.
-        self._holds_on_the_way |= {request.id: request for request in self._requests if request.id not in answers}
+        self._unanswered_holds |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
         self.outbox.committed(notifications, committed, now)
         self.remembered.committed(changes)
@@ -428,10 +435,10 @@ class Engine:
         self._reporter.report_transitions(transitions, now)
         self._reporter.prune_muted(self.workflows)
         bugs: dict[str, str] = {}
-        for workflow_id, fault in result.errors:
-            self._reporter.report_bug(workflow_id, fault, self.cycle_began_at)
+        for workflow_id, bug in result.errors:
+            self._reporter.report_bug(workflow_id, bug, self.cycle_began_at)
             workflow = self.workflows.get(workflow_id)
-            bugs[workflow.event.id if workflow else workflow_id] = type(fault).__name__
+            bugs[workflow.event.id if workflow else workflow_id] = type(bug).__name__
         self.bugs = bugs
         self.outbox.perform(result.transitions)
         self._perform(result.transitions, now)
@@ -490,22 +497,22 @@ class Engine:
 
     # --- operators and identity
 
-    def _take_requests(self, now: datetime) -> None:
-        for asked in self._store.load_requests(now):
-            if isinstance(asked, StatusRequest):
+    def _receive_requests(self, now: datetime) -> None:
+        for loaded in self._store.load_requests(now):
+            if isinstance(loaded, StatusRequest):
                 status = RequestAnswer(succeeded=True, message=self._describe().decode())
-                self._store.answer_request(asked.id, status)
+                self._store.answer_request(loaded.id, status)
                 continue
-            request = self._of_present_event(asked)
-            if request.id in self._holds_on_the_way:
+            request = self._for_present_event(loaded)
+            if request.id in self._unanswered_holds:
                 continue
             workflow = self.workflows.get(request.workflow_id)
             if workflow is None and request.workflow_id in self.remembered.holds:
                 self._store.answer_request(request.id, self._release_of_absent(request))
                 continue
             context = self._context(now, self._document_at)
-            if why := refusal(request, workflow, context, self._inactive_reason()):
-                self._store.answer_request(request.id, refused(why))
+            if why := why_rejected(request, workflow, context, self._inactive_reason()):
+                self._store.answer_request(request.id, rejection(why))
             elif has_nothing_to_release(request, workflow, self._requests):
                 nothing = RequestAnswer(succeeded=True, message="nothing to release")
                 self._store.answer_request(request.id, nothing)
@@ -515,7 +522,7 @@ class Engine:
                     OperatorCommand(workflow_id=request.workflow_id, action=request.action, user=request.user)
                 )
 
-    def _of_present_event(self, request: Request) -> Request:
+    def _for_present_event(self, request: Request) -> Request:
         """The request. If it names a remembered hold and the event has come back, it is made to name the event."""
         if request.workflow_id not in self.remembered.holds:
             return request
@@ -525,7 +532,7 @@ class Engine:
     def _release_of_absent(self, request: Request) -> RequestAnswer:
         """Carry out a request for the hold of an event that is not in the document; it names the event's key."""
         if request.action != "release":
-            return refused("the event is not in the document; its hold can be released")
+            return rejection("the event is not in the document; its hold can be released")
         self.remembered.release(request.workflow_id)
         return RequestAnswer(succeeded=True, message="released; the event is not in the document")
 
@@ -536,27 +543,27 @@ class Engine:
         workflows = result.workflows | {
             transition.workflow.id: transition.workflow for transition in result.transitions
         }
-        asked = [(request, workflows[request.workflow_id]) for request in self._requests]
+        decided = [(request, workflows[request.workflow_id]) for request in self._requests]
         return {
-            request.id: answer(request, workflow)
-            for request, workflow in asked
+            request.id: answer_to(request, workflow)
+            for request, workflow in decided
             if not (request.action == "hold" and workflow.approval.state == "requested")
         }
 
     def _answer_holds(self) -> None:
         """Answer requests to hold, once the result of the approval that was under way is known."""
-        for request in list(self._holds_on_the_way.values()):
+        for request in list(self._unanswered_holds.values()):
             workflow = self.workflows.get(request.workflow_id)
             if workflow is not None and workflow.approval.state == "requested":
                 continue
             if workflow is None:
-                result = refused("the event is over")
+                result = rejection("the event is over")
             elif workflow.approval.state == "confirmed":
-                result = refused("Azure has accepted the approval")
+                result = rejection("Azure has accepted the approval")
             else:
-                result = answer(request, workflow)
+                result = answer_to(request, workflow)
             self._store.answer_request(request.id, result)
-            del self._holds_on_the_way[request.id]
+            del self._unanswered_holds[request.id]
 
     def _forget_requests(self) -> None:
         """Drop the requests. They are read again, except those that operators withdraw meanwhile."""

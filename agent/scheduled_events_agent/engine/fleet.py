@@ -27,14 +27,14 @@ class FleetState:
         self._publish = publish
         self._seen_at: dict[str, float] = {}
         self.last_update = FleetUpdate()
-        self.has_news = False
+        self.has_new_update = False
         """Whether no cycle has decided on the last update yet."""
         self.not_ready: tuple[str, ...] = ()
         """The other VMs that events of this VM wait for."""
 
     def update(self, update: FleetUpdate) -> None:
         self.last_update = update
-        self.has_news = True
+        self.has_new_update = True
 
     def view(self, settings: Settings, names: tuple[str, ...], now: float) -> FleetView | None:
         """The view of the fleet that workflows use; None if this VM acts alone. ``now`` is monotonic."""
@@ -59,7 +59,7 @@ class FleetState:
 
     def committed(self, workflows: Workflows, context: Context, now: float) -> None:
         """Publish the requests to the fleet, now that the decision is on disk. ``now`` is monotonic."""
-        self.has_news = False
+        self.has_new_update = False
         if context.fleet is None or context.document_at is None:
             return
         # If an event that is over comes back, that counts as another appearance, even if its workflow goes on.

@@ -128,7 +128,7 @@ class HookRuns:
                 )
                 self.run(workflow, effect, settings, vm, now)
 
-    def take_result(self, effect: RunHook, result: HookResult, hook: Hook | None) -> HookFinished | None:
+    def to_signal(self, effect: RunHook, result: HookResult, hook: Hook | None) -> HookFinished | None:
         """The signal for the result; None if the hook counts as not run, because the machine goes down.
 
         ``hook``: the hook in the policy; None if it is not there.
@@ -175,9 +175,11 @@ class HookRuns:
 
     def report_on_clear(self, result: HookResult, now: datetime) -> None:
         has_succeeded = result.outcome == "succeeded"
-        tell = self._log.info if has_succeeded else self._log.warning
+        write_log = self._log.info if has_succeeded else self._log.warning
         log_id = LogId.HOOK_SUCCEEDED if has_succeeded else LogId.HOOK_FAILED
-        tell("on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail)
+        write_log(
+            "on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail
+        )
         self._reporter.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", now)
 
     def _learn_time(self, effect: RunHook, result: HookResult, hook: Hook | None) -> None:

@@ -30,7 +30,7 @@ class StoreMaintenance:
             "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
         )
 
-    def keep_in_place(self, now: datetime) -> None:
+    def ensure_in_place(self, now: datetime) -> None:
         """Create the state file again if it was removed or replaced. Raises StoreError if that fails."""
         if loss := self._store.recreate_if_removed():
             self._reporter.report_recreated(loss, now)

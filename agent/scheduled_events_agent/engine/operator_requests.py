@@ -16,19 +16,19 @@ from scheduled_events_agent.workflow import (
 )
 
 
-def refusal(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
+def why_rejected(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
     """Why the request is rejected; "" if it is not. ``why_not_acting``: "" for an agent that acts."""
     if workflow is None:
         return "the event is not pending any more"
     if request.action in ("retry", "resolve"):
-        return _refusal_of_retry(workflow, request.action, why_not_acting)
+        return _why_no_retry(workflow, request.action, why_not_acting)
     if workflow.is_over:
         return "the event is over"
     match request.action:
         case "hold":
-            return _refusal_of_hold(workflow)
+            return _why_no_hold(workflow)
         case "approve":
-            return why_not_acting or _refusal_of_approval(workflow, context)
+            return why_not_acting or _why_no_approval(workflow, context)
         case _:
             return ""
 
@@ -37,13 +37,13 @@ def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting:
     """Whether the request would take back neither a hold nor an approval. ``waiting``: requests before it."""
     if request.action != "release" or workflow is None:
         return False
-    duration_text = ("approve", "hold", "release")
-    asked = [one.action for one in waiting if one.workflow_id == workflow.id and one.action in duration_text]
-    last = asked[-1] if asked else workflow.operator_action
+    revocable = ("approve", "hold", "release")
+    actions = [one.action for one in waiting if one.workflow_id == workflow.id and one.action in revocable]
+    last = actions[-1] if actions else workflow.operator_action
     return last in ("", "release")
 
 
-def _refusal_of_hold(workflow: Workflow) -> str:
+def _why_no_hold(workflow: Workflow) -> str:
     if workflow.was_started or workflow.event.is_started:
         return "the event has started"
     if workflow.approval.state == "confirmed":
@@ -51,12 +51,12 @@ def _refusal_of_hold(workflow: Workflow) -> str:
     return ""
 
 
-def _refusal_of_approval(workflow: Workflow, context: Context) -> str:
-    leave = evaluate_approval_gates(replace(workflow, operator_action="approve"), context)
-    return wait_message(workflow, leave.wait_reason) if leave.verdict == "deny" else ""
+def _why_no_approval(workflow: Workflow, context: Context) -> str:
+    result = evaluate_approval_gates(replace(workflow, operator_action="approve"), context)
+    return wait_message(workflow, result.wait_reason) if result.verdict == "deny" else ""
 
 
-def _refusal_of_retry(workflow: Workflow, action: OperatorAction, why_not_acting: str) -> str:
+def _why_no_retry(workflow: Workflow, action: OperatorAction, why_not_acting: str) -> str:
     recover = workflow.recover
     if action == "resolve":
         if workflow.event.is_recommendation and not workflow.is_over:
@@ -75,29 +75,29 @@ def _refusal_of_retry(workflow: Workflow, action: OperatorAction, why_not_acting
     return "an operator holds it; release it first" if workflow.operator_action == "hold" else ""
 
 
-def answer(request: Request, workflow: Workflow) -> RequestAnswer:
+def answer_to(request: Request, workflow: Workflow) -> RequestAnswer:
     """The reply to the operator, after the cycle that applied the action."""
     if not is_applied(workflow, request.action):
-        return refused("the event has just changed, or another operator was faster")
+        return rejection("the event has just changed, or another operator was faster")
     return RequestAnswer(succeeded=True, message=_success(request, workflow))
 
 
-def refused(reason: str) -> RequestAnswer:
+def rejection(reason: str) -> RequestAnswer:
     """The reply to a request that is rejected."""
     return RequestAnswer(succeeded=False, message=f"rejected: {reason}")
 
 
 def _success(request: Request, workflow: Workflow) -> str:
-    waits = wait_message(workflow, workflow.wait_reason)
+    message = wait_message(workflow, workflow.wait_reason)
     if request.action != "hold":
-        reason = f": {waits}" if waits else ""
+        reason = f": {message}" if message else ""
         return f"{ACTION_TEXTS[request.action]}: the event is {_state(workflow, 'runs')}{reason}"
     kind = workflow.wait_reason.kind if workflow.wait_reason else ""
     state = f"is {_state(workflow, 'runs to its end')}"
     if workflow.phase == "held" and kind == "prepare_failed":
         state = "stays held because preparation failed"
-    elif waits and kind != "held":
-        state += f": {waits}"
+    elif message and kind != "held":
+        state += f": {message}"
     if workflow.decision.affects == "shared":
         state += "; the other VMs that it names may still approve it"
     return f"hold: set; the event {state}"

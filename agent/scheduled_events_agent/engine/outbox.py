@@ -9,7 +9,12 @@ import msgspec
 
 from scheduled_events_agent import host
 from scheduled_events_agent.engine.messages import NotificationDone, Notify
-from scheduled_events_agent.notifications import decode_notification, has_news, matches, notifications_of
+from scheduled_events_agent.notifications import (
+    decode_notification,
+    leads_to_notification,
+    matches,
+    notifications_of,
+)
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import CommandOptions, Status, Vm
 from scheduled_events_agent.status.messages import to_view
@@ -66,7 +71,7 @@ class Outbox:
         ``workflows``: the open workflows after the steps.
         """
         targets = settings.notify
-        if not targets or not any(map(has_news, transitions)):
+        if not targets or not any(map(leads_to_notification, transitions)):
             return []
         notifications: list[tuple[str, str]] = []
         try:
@@ -77,7 +82,9 @@ class Outbox:
                 wanting = [target for target in targets if matches(target, transition, notification, vm.names)]
                 notifications += [(target.name, body) for target in wanting]
         except Exception:  # noqa: BLE001 - a bug in notifications must not affect events
-            get_logger().exception("a bug in the agent: a notification is missing", log_id=LogId.NOTICES_DROPPED)
+            get_logger().exception(
+                "a bug in the agent: a notification is missing", log_id=LogId.NOTIFICATIONS_DROPPED
+            )
         return notifications
 
     def committed(self, notifications: Sequence[tuple[str, str]], result: CommitResult, now: datetime) -> None:
@@ -112,7 +119,7 @@ class Outbox:
         if targets is self._settled_for and not (self._ended or self._ended_ids or self._unwritten):
             return
         names = [target.name for target in targets]
-        self._look_at_ended(now)
+        self._handle_ended(now)
         if self.losses.keys() - set(names):
             self.losses = {name: loss for name, loss in self.losses.items() if name in names}
         if self._ended_ids or self._unwritten or self.losses is not self._written_losses:
@@ -135,9 +142,11 @@ class Outbox:
         """Count and report the notifications that waited for a target that is no longer in the policy."""
         self._metrics.notifications_dropped.labels(target, "removed").inc(count)
         text = "notifications are dropped"
-        get_logger().warning(text, log_id=LogId.NOTICES_DROPPED, target=target, count=count, reason="removed")
+        get_logger().warning(
+            text, log_id=LogId.NOTIFICATIONS_DROPPED, target=target, count=count, reason="removed"
+        )
 
-    def _look_at_ended(self, now: datetime) -> None:
+    def _handle_ended(self, now: datetime) -> None:
         # A lost notification is still in the state file, with its body.
         bodies = {ended.id: self._store.outbox.load_body(ended.id) for ended in self._ended if ended.lost}
         for ended in self._ended:
@@ -176,7 +185,7 @@ class Outbox:
         self._unwritten.append(("notification_lost", f"{target}: {kind} of {event_id}: {reason}", now))
         get_logger().warning(
             "a notification is lost",
-            log_id=LogId.NOTICES_DROPPED,
+            log_id=LogId.NOTIFICATIONS_DROPPED,
             target=target,
             kind=kind,
             event_id=event_id,

@@ -76,7 +76,7 @@ def changes_by_time(
     return RememberedChanges(put=seen_again, removed=frozenset(old.difference(pending, listed)))
 
 
-def changes_by_steps(
+def changes_by_transitions(
     known: Mapping[str, RememberedEvent],
     signals: Iterable[Signal],
     transitions: Iterable[Transition],
@@ -88,7 +88,7 @@ def changes_by_steps(
     put, removed = _changes_of_holds(known, signals, transitions, now)
     removed |= known.keys() & set(unlisted)
     for transition in transitions:
-        if any(note.kind == "expired" for note in transition.records):
+        if any(record.kind == "expired" for record in transition.records):
             put[transition.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=now)
     return RememberedChanges(put=put, removed=frozenset(removed - put.keys()))
 

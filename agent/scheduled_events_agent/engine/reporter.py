@@ -32,7 +32,7 @@ class EventReporter:
         self._log = get_logger()
         self._muted: set[str] = set()
         self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
-        self._faults = ChangeLogger("handling an event", LogId.EVENT_FAULT)
+        self._bugs = ChangeLogger("handling an event", LogId.EVENT_BUG)
 
     def report_transitions(self, transitions: Sequence[Transition], now: datetime) -> None:
         """Report every note of the steps of one cycle; the notes have their texts already."""
@@ -64,15 +64,15 @@ class EventReporter:
         ended = LogId.HOOK_FAILED if is_bad else LogId.HOOK_SUCCEEDED
         log_id = ended if record.kind == "hook_finished" else LogId[record.kind.upper()]
         if self.is_logged(workflow.id) or record.kind in _NEVER_MUTED:
-            tell = self._log.warning if is_bad else self._log.info
-            tell(
+            write_log = self._log.warning if is_bad else self._log.info
+            write_log(
                 record.kind.replace("_", " "),
                 log_id=log_id,
                 sentence=record.log_line,
                 reason=record.text,
                 **fields,
             )
-        self._metrics.record_note(workflow, record, now.timestamp())
+        self._metrics.count_record(workflow, record, now.timestamp())
 
     def mute(self, workflow_ids: list[str]) -> None:
         """If there are very many of these workflows, log only the first few from now on."""
@@ -103,10 +103,10 @@ class EventReporter:
         self._log.error(text, log_id=LogId.STATE_LOST, reason=loss)
         self.record("state_recreated", f"{loss}; created again, nothing is lost", now)
 
-    def report_bug(self, workflow_id: str, fault: Exception, now: float) -> None:
+    def report_bug(self, workflow_id: str, bug: Exception, now: float) -> None:
         """Report a bug in the agent; ``now`` is monotonic."""
         self._metrics.bugs.inc()
-        self._faults.failed(type(fault).__name__, f"{workflow_id}: {fault!r}", now)
+        self._bugs.failed(type(bug).__name__, f"{workflow_id}: {bug!r}", now)
 
     def record(self, kind: str, text: str, now: datetime) -> None:
         """Write to the journal as soon as that is possible; the log has the message in any case."""

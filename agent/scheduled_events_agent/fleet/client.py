@@ -17,7 +17,7 @@ from scheduled_events_agent.fleet.plan import Plan, Write, plan, record_key, wai
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
 
-Waited = Literal["slot", "ready"]
+WaitName = Literal["slot", "ready"]
 
 _MAX_ROUNDS = 4
 _SHORTEN_TO = 0.8
@@ -53,7 +53,7 @@ class FleetClient:
         max_events: int | None,
         random: Random,
         monotonic: Callable[[], float],
-        on_wait_ended: Callable[[Waited, float], None] = lambda *_: None,
+        on_wait_ended: Callable[[WaitName, float], None] = lambda *_: None,
         looks_again: bool = False,
     ) -> None:
         """``on_wait_ended`` gets the seconds that an event has waited for its slot, or for the other VMs.
@@ -75,11 +75,11 @@ class FleetClient:
         """Whether the store's records of this VM are not known."""
         self._granted_at: dict[str, float] = {}
         """When a list last allowed an event to begin, by the key of this VM's claim."""
-        self._look_again_at = monotonic() + _LATE_SECONDS if looks_again else None
+        self._relist_at = monotonic() + _LATE_SECONDS if looks_again else None
         """When to look for records that late requests have left."""
         self._backoff = Backoff(*_BACKOFF_SECONDS, random)
         self._retry_at = 0.0
-        self._waiting_since: dict[tuple[str, Waited], float] = {}
+        self._waiting_since: dict[tuple[str, WaitName], float] = {}
         self.statuses: Mapping[str, FleetEventStatus] = {}
         """The statuses by event, according to the last list."""
         self.listed_at = float("-inf")
@@ -113,22 +113,22 @@ class FleetClient:
                 self.failures = 0
                 self.error = None
                 self.unavailable_from = None
-        self._note_waits(requests)
+        self._observe_waits(requests)
 
     def _sync(self, requests: tuple[FleetRequest, ...]) -> None:
         seconds = self._write_known(requests)
         must_list = self._must_list or self.error is not None  # only an answer shows that it is available again
-        is_asked = any(_waits_for_others(request) for request in requests)
-        if must_list or is_asked or self._is_late_due(self._monotonic()):
+        has_waiting = any(_waits_for_others(request) for request in requests)
+        if must_list or has_waiting or self._is_late_due(self._monotonic()):
             seconds = self._list_and_write(requests) * self._random.uniform(_SHORTEN_TO, 1.0)
         now = self._monotonic()
-        due = [self._look_again_at] if self._look_again_at is not None else []
+        due = [self._relist_at] if self._relist_at is not None else []
         if requests or self._must_list:
             due.append(now + seconds)
         self.next_sync_at = min(due, default=None)
 
     def _is_late_due(self, now: float) -> bool:
-        return self._look_again_at is not None and self._look_again_at <= now
+        return self._relist_at is not None and self._relist_at <= now
 
     def _write_known(self, requests: tuple[FleetRequest, ...]) -> float:
         """Do the writes that do not depend on other VMs, without a list."""
@@ -148,18 +148,18 @@ class FleetClient:
             sent_at = self._monotonic()
             records = self._backend.list()
             if self._is_late_due(sent_at):
-                self._look_again_at = None
+                self._relist_at = None
             self._listed = len(records)
             found = self._plan(records, requests, sent_at)
             self.statuses = found.statuses
-            self._note_granted(sent_at)
+            self._remember_granted(sent_at)
             self.listed_at = sent_at
             self._must_list = False
             if not self._carry_out(found.writes):
                 break
         return found.next_sync_seconds
 
-    def _note_granted(self, now: float) -> None:
+    def _remember_granted(self, now: float) -> None:
         """Note which events a list has allowed to begin. The engine may be about to begin: these claims stay."""
         granted = {key: now for key, event in self._events.items() if self.statuses[event].may_begin}
         self._granted_at = {key: at for key, at in self._granted_at.items() if key in self._events} | granted
@@ -202,7 +202,7 @@ class FleetClient:
             self._must_list = True  # whether it was written is not known
             raise
         finally:
-            self._look_again_at = self._monotonic() + _LATE_SECONDS
+            self._relist_at = self._monotonic() + _LATE_SECONDS
         if etag is None:
             return False
         self._confirmed[write.key] = _Confirmed(etag, fields, self._monotonic())
@@ -225,18 +225,18 @@ class FleetClient:
         if self.unavailable_from is None:
             self.unavailable_from = now
 
-    def _note_waits(self, requests: tuple[FleetRequest, ...]) -> None:
+    def _observe_waits(self, requests: tuple[FleetRequest, ...]) -> None:
         """Note when events begin and end to wait. An event that is no longer requested has not ended its wait."""
         now = self._monotonic()
         known = {request.workflow_id for request in requests}
         self._waiting_since = {key: at for key, at in self._waiting_since.items() if key[0] in known}
         for request in requests:
             status = self.statuses.get(request.event, FleetEventStatus())
-            waits: dict[Waited, bool] = {
+            waits_now: dict[WaitName, bool] = {
                 "slot": request.stage == "requested" and request.needs_slot and not status.may_begin,
                 "ready": request.stage == "ready" and request.needs_all and not status.is_all_ready,
             }
-            for what, is_waiting in waits.items():
+            for what, is_waiting in waits_now.items():
                 key = (request.workflow_id, what)
                 if is_waiting:
                     self._waiting_since.setdefault(key, now)

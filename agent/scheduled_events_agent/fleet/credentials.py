@@ -65,10 +65,10 @@ class ManagedIdentityCredential:
                     raise BackendError(text, kind="timeout") from None
                 raise BackendError(f"the metadata service gives no token: {error}", kind="unreachable") from None
         if answer.status_code != 200:
-            raise self._refusal(answer)
+            raise self._error_for_status(answer)
         return _parse_token(answer.content)
 
-    def _refusal(self, answer: httpx.Response) -> BackendError:
+    def _error_for_status(self, answer: httpx.Response) -> BackendError:
         status = answer.status_code
         if status in (408, 410, 429, 500, 502, 503, 504):
             after = _UPDATE_SECONDS if status == 410 else 0.0
@@ -131,6 +131,8 @@ def sas_warnings(path: Path, now: datetime) -> Iterator[str]:
             ends = "has expired" if ends_at <= now else "expires soon"
             at = f"{ends_at:%Y-%m-%dT%H:%M:%SZ}"
             yield f"the signature in {path} {ends}, at {at}: write a new one into the file"
-    missing = [word for letter, word in _NEEDED.items() if "sp" in fields and letter not in fields["sp"][0]]
+    missing = [
+        permission for letter, permission in _NEEDED.items() if "sp" in fields and letter not in fields["sp"][0]
+    ]
     if missing:
         yield f"the signature in {path} does not allow what the agent does: {', '.join(missing)}"

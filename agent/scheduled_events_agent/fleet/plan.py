@@ -366,16 +366,16 @@ class _Group:
         if found is not None and self.own(request) is not None and self._is_confirmed(found):
             age = found.record.age
             is_due = age is not None and age >= _RENEW_AT * found.renew_seconds
-            said = ("id", "state", "not_before")
-            if not is_due and all(found.record.fields.get(name) == fields[name] for name in said):
+            compared = ("id", "state", "not_before")
+            if not is_due and all(found.record.fields.get(name) == fields[name] for name in compared):
                 return None
         return Write(key, found.record.etag if found else "", fields)
 
     def deletes(self, requested: set[str]) -> list[Write]:
         """Deletes of this VM's records without a request, and of some records of others older than a day."""
-        left = [one for one in self.records.values() if one.record.key not in requested]
-        mine = [one.record for one in left if one.vm_id == self.vm_id]
-        others = [one.record for one in left if one.vm_id != self.vm_id]
+        unrequested = [one for one in self.records.values() if one.record.key not in requested]
+        mine = [one.record for one in unrequested if one.vm_id == self.vm_id]
+        others = [one.record for one in unrequested if one.vm_id != self.vm_id]
         old = [record for record in others if record.age is not None and record.age > _DAY_SECONDS]
         return [Write(record.key, record.etag, None) for record in (*mine, *old[:_MAX_OLD_DELETES])]
 

@@ -84,7 +84,7 @@ def connect(
 
 def errors(settings: FleetSettings) -> Iterator[tuple[str, str]]:
     """Why the table's secret cannot be used: path and message. An agent that runs tries it again."""
-    sas_file = _given(settings).sas_file
+    sas_file = _credential_of(settings).sas_file
     if sas_file and not is_foreign_path(sas_file):
         try:
             read_sas(Path(sas_file))
@@ -94,7 +94,7 @@ def errors(settings: FleetSettings) -> Iterator[tuple[str, str]]:
 
 def warnings(settings: FleetSettings) -> Iterator[tuple[str, str]]:
     """Warnings about the table's secret: who else can read it, when it expires. Path and message of each."""
-    sas_file = _given(settings).sas_file
+    sas_file = _credential_of(settings).sas_file
     if not sas_file or is_foreign_path(sas_file):
         return
     if risk := host.find_read_risk(Path(sas_file)):
@@ -103,7 +103,7 @@ def warnings(settings: FleetSettings) -> Iterator[tuple[str, str]]:
         yield "fleet.credential.sas_file", text
 
 
-def _given(settings: FleetSettings) -> FleetCredential:
+def _credential_of(settings: FleetSettings) -> FleetCredential:
     return settings.credential if isinstance(settings.credential, FleetCredential) else FleetCredential()
 
 
@@ -127,15 +127,15 @@ class TableBackend:
         self._partition = partition
         self._proxy = settings.proxy
         self._on_request = on_request
-        given = _given(settings)
-        self._client_id = given.client_id
-        self._sas_file = Path(given.sas_file) if given.sas_file else None
+        credential = _credential_of(settings)
+        self._client_id = credential.client_id
+        self._sas_file = Path(credential.sas_file) if credential.sas_file else None
         url = urlsplit(self._account_url)
         if self._sas_file is None and url.scheme != "https":
             raise BackendError("the table cannot be asked: a token is sent over HTTPS only", kind="setup")
         host_name = url.hostname or ""
         audience = next((one for end, one in _AUDIENCES.items() if host_name.endswith(end)), _AUDIENCE)
-        self._identity = ManagedIdentityCredential(endpoint, given.client_id, audience, _EXCHANGE_SECONDS)
+        self._identity = ManagedIdentityCredential(endpoint, credential.client_id, audience, _EXCHANGE_SECONDS)
         self.clock_skew_seconds: float | None = None
         """Seconds that this machine's clock was ahead of the service's at its last answer; None before that."""
 
@@ -145,7 +145,7 @@ class TableBackend:
         query = {"$filter": f"PartitionKey eq '{self._partition}'", "$top": str(_RECORDS_PER_PAGE)}
         next_page: dict[str, str] = {}
         while True:
-            answer = self._ask("GET", f"()?{urlencode(query | next_page, quote_via=quote)}")
+            answer = self._call("GET", f"()?{urlencode(query | next_page, quote_via=quote)}")
             page = _parse_page(answer.content, _parse_date(answer))
             if page is None:
                 text = f"{self._account_url}: the answer does not come from a table"
@@ -162,9 +162,9 @@ class TableBackend:
     def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
         try:
             if etag:
-                answer = self._ask("PUT", self._entity(key), fields, etag)
+                answer = self._call("PUT", self._entity(key), fields, etag)
             else:
-                answer = self._ask("POST", "", {**fields, "PartitionKey": self._partition, "RowKey": key})
+                answer = self._call("POST", "", {**fields, "PartitionKey": self._partition, "RowKey": key})
         except _PreconditionFailedError:
             return None
         new_etag: str = answer.headers.get("etag", "")
@@ -175,7 +175,7 @@ class TableBackend:
 
     def delete(self, key: str, etag: str) -> bool:
         try:
-            self._ask("DELETE", self._entity(key), etag=etag)
+            self._call("DELETE", self._entity(key), etag=etag)
         except _PreconditionFailedError as error:
             return error.is_gone
         return True
@@ -183,7 +183,7 @@ class TableBackend:
     def _entity(self, key: str) -> str:
         return f"(PartitionKey='{quote(self._partition)}',RowKey='{quote(key)}')"
 
-    def _ask(
+    def _call(
         self, method: str, place: str, fields: Mapping[str, str] | None = None, etag: str = ""
     ) -> httpx.Response:
         """The answer, if it is a success. ``place``: the part of the URL after the table. Raises BackendError."""
@@ -204,7 +204,7 @@ class TableBackend:
                 answer = self._send(method, url, headers | self._authorization(), body)
         if answer.status_code == (200 if method == "GET" else 204):
             return answer
-        raise self._refusal(answer)
+        raise self._error_for_status(answer)
 
     def _authorization(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._identity.fetch_token()}"}
@@ -223,29 +223,29 @@ class TableBackend:
             self.clock_skew_seconds = (datetime.now(UTC) - date).total_seconds()
         return answer
 
-    def _refusal(self, answer: httpx.Response) -> BackendError:
+    def _error_for_status(self, answer: httpx.Response) -> BackendError:
         """The error for an answer that is no success."""
         status = answer.status_code
         failure = error_for_status(answer, _KIND_OF_STATUS)
         code = _parse_code(answer.content)
-        says = f"{self._account_url} answers {status}"
+        text = f"{self._account_url} answers {status}"
         if code:
-            says += f" ({code})"
+            text += f" ({code})"
         if (status, code) in _CHANGED:
-            return _PreconditionFailedError(says, is_gone=status == 404)
+            return _PreconditionFailedError(text, is_gone=status == 404)
         if failure.kind == "not_found":
             remedy = "create it, or correct fleet.table"
-            return BackendError(f"{says}: there is no table {self._table}: {remedy}", kind="not_found")
+            return BackendError(f"{text}: there is no table {self._table}: {remedy}", kind="not_found")
         if failure.kind == "denied":
-            return BackendError(f"{says}: {self._access_remedy(code)}", kind="denied")
+            return BackendError(f"{text}: {self._access_remedy(code)}", kind="denied")
         if failure.kind in ("throttled", "timeout"):
             after = failure.retry_after or 0.0
             return BackendError(
-                f"{says}: it is busy",
+                f"{text}: it is busy",
                 kind="throttled" if failure.kind == "throttled" else "timeout",
                 retry_after=min(max(0.0, after), _MAX_RETRY_AFTER_SECONDS),
             )
-        return BackendError(f"{says}: not the answer of a table that can be used", kind="bad_response")
+        return BackendError(f"{text}: not the answer of a table that can be used", kind="bad_response")
 
     def _access_remedy(self, code: str) -> str:
         if code == "KeyBasedAuthenticationNotPermitted":

@@ -20,11 +20,11 @@ BASELINE_VERSION: ApiVersion = "2020-07-01"
 """The newest api-version that every VM has."""
 PREVIEW_TIMEOUT_SECONDS = 2.0
 """Time limit for the newest version: events are more important than recommendations."""
-_REFUSALS = ("bad_request", "not_found")
+_REJECTION_KINDS = ("bad_request", "not_found")
 # One failure may be an outage of a moment, so the second one in a row counts.
 _ENOUGH_FAILURES = 2
-_ASK_AGAIN_SECONDS = 600.0
-_ASK_AGAIN_AFTER_REFUSAL_SECONDS = 24 * 3600.0
+_RETRY_SECONDS = 600.0
+_RETRY_AFTER_REJECTION_SECONDS = 24 * 3600.0
 
 
 class FallbackResult(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class VersionFallback(msgspec.Struct, frozen=True):
     """When it failed last, monotonic."""
     reason: str = ""
     """How the service failed to answer, as a phrase."""
-    is_refused: bool = False
+    is_rejected: bool = False
     """Whether each of these failures says that the service does not know the version."""
 
     @property
@@ -56,7 +56,7 @@ class VersionFallback(msgspec.Struct, frozen=True):
     @property
     def ask_again_seconds(self) -> float:
         """How long after the last failure the newest version is asked for again."""
-        return _ASK_AGAIN_AFTER_REFUSAL_SECONDS if self.is_refused else _ASK_AGAIN_SECONDS
+        return _RETRY_AFTER_REJECTION_SECONDS if self.is_rejected else _RETRY_SECONDS
 
     @property
     def failure(self) -> str:
@@ -69,8 +69,8 @@ class VersionFallback(msgspec.Struct, frozen=True):
             return self
         if error is None:
             return VersionFallback()
-        is_refused = error.kind in _REFUSALS and (self.is_refused or self.count == 0)
-        return VersionFallback(self.count + 1, now, reason_of(error), is_refused)
+        is_rejected = error.kind in _REJECTION_KINDS and (self.is_rejected or self.count == 0)
+        return VersionFallback(self.count + 1, now, reason_of(error), is_rejected)
 
 
 NO_FALLBACK = VersionFallback()

@@ -227,7 +227,7 @@ class ImdsClient:
             status=response.status_code,
             headers=dict(response.extensions.get("headers", response.headers)),
             body=response.content,
-            error=None if response.status_code == 200 else _refusal(request, response),
+            error=None if response.status_code == 200 else _error_for_status(request, response),
         )
 
     def _build(self, method: str, url: httpx.URL, timeout: float, content: bytes | None = None) -> httpx.Request:
@@ -241,7 +241,7 @@ class ImdsClient:
         response = self._exchange(request)
         if response.status_code == 200:
             return response.content
-        raise _refusal(request, response)
+        raise _error_for_status(request, response)
 
     def _exchange(self, request: httpx.Request) -> httpx.Response:
         try:
@@ -285,7 +285,7 @@ def connect(
     )
 
 
-def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:
+def _error_for_status(request: httpx.Request, response: httpx.Response) -> ImdsError:
     status = response.status_code
     what = f"{status} {response.reason_phrase or '(unknown status)'}"
     if response.content:

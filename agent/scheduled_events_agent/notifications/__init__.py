@@ -14,7 +14,7 @@ from scheduled_events_agent.notifications.notification import (
     SAMPLE,
     Notification,
     decode_notification,
-    has_news,
+    leads_to_notification,
     matches,
     notifications_of,
 )
@@ -27,7 +27,7 @@ __all__ = [
     "NotificationError",
     "decode_notification",
     "deliver",
-    "has_news",
+    "leads_to_notification",
     "matches",
     "notifications_of",
     "render",

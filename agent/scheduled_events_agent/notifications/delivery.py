@@ -79,7 +79,7 @@ def deliver(target: NotifyTarget, notification: Notification) -> Delivered:
         answer = answer.replace(secret, "***")
     if response.is_success:
         return Delivered(status=response.status_code, answer=answer)
-    raise _refusal(response, answer)
+    raise _error_for_status(response, answer)
 
 
 def warnings(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
@@ -152,7 +152,7 @@ def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
     raise NotificationError(what, kind=kind)
 
 
-def _refusal(response: httpx.Response, answer: str) -> NotificationError:
+def _error_for_status(response: httpx.Response, answer: str) -> NotificationError:
     failure = error_for_status(response, _KIND_OF_STATUS)
     return NotificationError(
         failure.message,

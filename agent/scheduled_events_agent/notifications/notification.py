@@ -15,7 +15,7 @@ from scheduled_events_agent.status import Attention, Status, SuggestedCommand
 from scheduled_events_agent.status.attention import of_events
 from scheduled_events_agent.workflow import RecordKind, Transition
 
-_WORDS: dict[RecordKind, NotificationKind] = {
+_KINDS: dict[RecordKind, NotificationKind] = {
     "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
@@ -51,9 +51,9 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     event: ScheduledEvent
 
 
-def has_news(transition: Transition) -> bool:
+def leads_to_notification(transition: Transition) -> bool:
     """Whether the step leads to a notification."""
-    return any(record.kind in _WORDS for record in transition.records)
+    return any(record.kind in _KINDS for record in transition.records)
 
 
 def notifications_of(
@@ -70,7 +70,7 @@ def notifications_of(
         event = transition.workflow.event
         is_ahead = event.not_before is not None and not (workflow.is_over or event.is_started)
         for record in transition.records:
-            if (kind := _WORDS.get(record.kind)) is None:
+            if (kind := _KINDS.get(record.kind)) is None:
                 continue
             need = needs.get(workflow.id) if kind in _ASKING else None
             yield (

@@ -152,8 +152,8 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on: Annotated[
         tuple[NotificationKind, ...] | None,
         Meta(
-            description=f"Which notifications to send. Default: {', '.join(_DEFAULT_KINDS)}; with format pagerduty "
-            f"{', '.join(_PAGERDUTY_KINDS)}.",
+            description=f"Which notifications to send. Default: {', '.join(_DEFAULT_KINDS)}; "
+            f"with format pagerduty {', '.join(_PAGERDUTY_KINDS)}.",
             extra=ONE_OR_MANY,
         ),
     ] = None

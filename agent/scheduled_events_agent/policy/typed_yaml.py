@@ -182,7 +182,7 @@ class _Reader:
         return _INVALID
 
     def _read(self, node: Node, annotation: Any, path: str) -> Any:
-        """The value of a node, converted to its annotation, or _BAD after a problem was noted."""
+        """The value of a node, converted to its annotation, or _INVALID after a problem was noted."""
         line = node.start_mark.line + 1
         self._count += 1
         if self._count > _MAX_VALUES:

@@ -43,7 +43,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 def compose(text: str | bytes) -> Node:
-    """The root of the tree; EMPTY if there is none. Raises SyntaxFault."""
+    """The root of the tree; EMPTY if there is none. Raises YamlSyntaxError."""
     text = (_decoded(text) if isinstance(text, bytes) else text).removeprefix("\ufeff")
     if odd := _CONTROL.search(text):
         line = text.count("\n", 0, odd.start()) + 1

@@ -15,7 +15,7 @@ from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, Status, WorkflowView
 from scheduled_events_agent.workflow import Record, Transition, WaitKind, WaitReason, Workflow
 
-_WAITS = {
+_WAIT_MESSAGES = {
     "time": "begins at {at} ({detail})",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
     "fleet": "waits for an answer of the fleet's table",
@@ -55,7 +55,7 @@ _HEADLINES = {
     "recovering": "Recovering from a {type}",
 }
 # The texts of these kinds already say that the event waits.
-_SAYS_WAITS: frozenset[WaitKind] = frozenset({"slot", "fleet", "other_run", "all_ready"})
+_COMPLETE_MESSAGES: frozenset[WaitKind] = frozenset({"slot", "fleet", "other_run", "all_ready"})
 
 
 def to_view(workflow: Workflow) -> WorkflowView:
@@ -64,18 +64,18 @@ def to_view(workflow: Workflow) -> WorkflowView:
     return WorkflowView(**fields, wait_message=wait_message(workflow, workflow.wait_reason))
 
 
-def wait_message(workflow: Workflow, waits: WaitReason | None, now: datetime | None = None) -> str:
+def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: datetime | None = None) -> str:
     """Why the event waits, as a clause; "" if it does not. With ``now`` the text also says how long."""
-    if waits is None:
+    if wait_reason is None:
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
     event = workflow.event
     decision = workflow.decision
-    at = _time_message(waits.at, now) if waits.at else ""
-    if waits.kind == "would_begin":
-        return f"the agent only observes; it would {_plan(workflow, waits, at)}"
-    return _WAITS[waits.kind].format(
+    at = _time_message(wait_reason.at, now) if wait_reason.at else ""
+    if wait_reason.kind == "would_begin":
+        return f"the agent only observes; it would {_plan(workflow, wait_reason, at)}"
+    return _WAIT_MESSAGES[wait_reason.kind].format(
         at=at,
-        detail=waits.detail,
+        detail=wait_reason.detail,
         event=event,
         decision=decision,
         prepare=workflow.prepare,
@@ -92,23 +92,23 @@ def _time_message(at: datetime, now: datetime | None) -> str:
     return f"{utc(at, now)} (in {format_elapsed(now, at)})" if at > now else utc(at, now)
 
 
-def _plan(workflow: Workflow, waits: WaitReason, at: str) -> str:
+def _plan(workflow: Workflow, wait_reason: WaitReason, at: str) -> str:
     """The actions of an acting agent about the event, as a clause."""
     decision = workflow.decision
     steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
     steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
-    if waits.approval is None:
+    if wait_reason.approval is None:
         approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
         if decision.approve_after_seconds:
             approval += f" ({decision.approve_after_seconds:g}s after the first VM that it names)"
         steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
-    elif waits.approval == "manual":
+    elif wait_reason.approval == "manual":
         steps.append("wait for an operator to approve it")
     else:
-        steps.append(f"not approve it ({wait_message(workflow, WaitReason(kind=waits.approval))})")
+        steps.append(f"not approve it ({wait_message(workflow, WaitReason(kind=wait_reason.approval))})")
     steps += [f"run {', '.join(decision.on_start)} when it has started"] if decision.on_start else []
     steps += [f"run {', '.join(decision.recover)} when it is over"] if decision.recover else []
-    when = f"at {at} ({waits.detail})" if at else "now"
+    when = f"at {at} ({wait_reason.detail})" if at else "now"
     return f"{when} {', then '.join(steps)}"
 
 
@@ -195,8 +195,8 @@ def _seen(workflow: Workflow) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _waiting(waits: WaitReason | None, text: str) -> str:
-    return text if waits is not None and waits.kind in _SAYS_WAITS else f"waits: {text}"
+def _waiting(wait_reason: WaitReason | None, text: str) -> str:
+    return text if wait_reason is not None and wait_reason.kind in _COMPLETE_MESSAGES else f"waits: {text}"
 
 
 def notification_title(kind: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
@@ -323,10 +323,10 @@ def pending_message(pending: Iterable[Workflow]) -> str:
         "recovering": sum(workflow.phase == "recovering" for workflow in workflows),
         "of other VMs": sum(workflow.decision.affects == "others" for workflow in workflows),
     }
-    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     are = "is" if len(workflows) == 1 else "are"
     events = f"{plural(len(workflows), 'event')} {are} pending"
-    return f"{events} ({told})" if told else events
+    return f"{events} ({counted})" if counted else events
 
 
 def is_for_this_vm(workflow: Workflow) -> bool:

@@ -10,7 +10,7 @@ from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreErr
 from scheduled_events_agent.store.outbox import Backlog, Loss, OutboxItem, OutboxTable, notified
 from scheduled_events_agent.store.presence import LOCK_NAME
 from scheduled_events_agent.store.store import (
-    MAX_ENTRIES,
+    MAX_EVENT_RECORDS,
     NO_CHANGES,
     REQUEST_VALID_SECONDS,
     CommitResult,
@@ -26,7 +26,7 @@ from scheduled_events_agent.store.store import (
 __all__ = [
     "FILE_NAME",
     "LOCK_NAME",
-    "MAX_ENTRIES",
+    "MAX_EVENT_RECORDS",
     "NO_CHANGES",
     "REQUEST_VALID_SECONDS",
     "RESERVE_BYTES",

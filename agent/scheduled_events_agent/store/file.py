@@ -112,10 +112,10 @@ def open_rw_create(
 
 def open_rw(path: Path) -> sqlite3.Connection:
     """Open the file of an agent that may be running. Creates and migrates nothing. Raises StoreError."""
-    _refuse_unreachable(path, os.R_OK | os.W_OK)
+    _check_reachable(path, os.R_OK | os.W_OK)
 
     def prepare(connection: sqlite3.Connection) -> None:
-        _refuse_other_version(path, _set_up(connection), is_owner=False)
+        _check_version(path, _set_up(connection), is_owner=False)
 
     try:
         with _opening(path):
@@ -128,10 +128,10 @@ def open_rw(path: Path) -> sqlite3.Connection:
 
 def open_ro(path: Path) -> sqlite3.Connection:
     """Open the file for reading only. Raises StoreError."""
-    _refuse_unreachable(path, os.R_OK)
+    _check_reachable(path, os.R_OK)
 
     def check(connection: sqlite3.Connection) -> None:
-        _refuse_other_version(path, _version_of(connection), is_owner=False)
+        _check_version(path, _version_of(connection), is_owner=False)
 
     try:
         return _connect(path, "mode=ro", check)
@@ -235,7 +235,7 @@ def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connec
         version = _set_up(connection)
         if version == 0 and not beginning.exists():  # cut to nothing, or its write-ahead log is lost
             raise _DamagedError("there is nothing in it")
-        _refuse_other_version(path, version, is_owner=True)
+        _check_version(path, version, is_owner=True)
         # Checking takes time, so it is done only if the last agent did not stop normally.
         in_use = "SELECT 1 FROM meta WHERE name = 'in_use'"
         if version and connection.execute(in_use).fetchone():
@@ -317,7 +317,7 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
         connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
 
 
-def _refuse_unreachable(path: Path, access: int) -> None:
+def _check_reachable(path: Path, access: int) -> None:
     """Raises StoreError if the file cannot be opened, with more details than SQLite gives.
 
     A file that can be opened is not opened here: on Linux, closing it would give up all locks of this process on
@@ -356,7 +356,7 @@ def _opening(path: Path) -> Iterator[None]:
         raise _DamagedError(str(error)) from error
 
 
-def _refuse_other_version(path: Path, version: int, *, is_owner: bool) -> None:
+def _check_version(path: Path, version: int, *, is_owner: bool) -> None:
     if version > _known_version():
         raise StoreError(
             f"{path} was written by a newer version of the agent (schema {version}, "

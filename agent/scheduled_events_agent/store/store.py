@@ -31,9 +31,9 @@ _FILLER_BYTES = 64 * 1024
 MAX_EVENTS = 10_000
 MAX_RECORDS = 10_000
 MAX_BYTES = 64 * 1024 * 1024
-MAX_ENTRIES = 500
+MAX_EVENT_RECORDS = 500
 """Entries of one event that are kept: the first ones and the latest."""
-_FIRST_ENTRIES = 100
+_FIRST_RECORDS = 100
 _MAX_REQUESTS = 100
 _MAX_TEXT = 8000
 # Number of events deleted at a time, so that the engine does not wait long for the disk.
@@ -42,8 +42,8 @@ _PORTION_ROWS = 1000
 REQUEST_VALID_SECONDS = 30.0
 """A request that no agent has answered by then is void; the operator's command has reported that."""
 
-_ENTRY = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
-_SELECT_ENTRIES = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
+_COLUMNS = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
+_SELECT_RECORDS = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
 _SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
 
 MetaKey = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use"]
@@ -253,7 +253,11 @@ class Store:
                 rows,
             )
             self._write_journal(
-                [(stamp, transition.workflow, note) for transition in transitions for note in transition.records]
+                [
+                    (stamp, transition.workflow, record)
+                    for transition in transitions
+                    for record in transition.records
+                ]
             )
             self._write_remembered(remembered)
             for request_id, answer in answers.items():
@@ -264,7 +268,7 @@ class Store:
     def record(self, kind: str, text: str, at: datetime, detail: str = "") -> None:
         """Put an entry about the agent itself into the journal."""
         with self._transaction():
-            self._insert_entries([(_stamp(at), "", "", kind, "", "", "", text, detail)])
+            self._insert_records([(_stamp(at), "", "", kind, "", "", "", text, detail)])
 
     def record_all(self, records: Iterable[tuple[str, str, datetime]]) -> None:
         """Put entries about the agent itself into the journal: kind, text and time of each."""
@@ -272,7 +276,7 @@ class Store:
             self._write_records(records)
 
     def _write_records(self, records: Iterable[tuple[str, str, datetime]]) -> None:
-        self._insert_entries((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
+        self._insert_records((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
 
     def load_remembered(self) -> dict[str, RememberedEvent]:
         """The remembered events by their keys, the oldest first."""
@@ -305,29 +309,29 @@ class Store:
 
     def discard_workflows(self, at: datetime, reason: str) -> None:
         """Close all open workflows without recovery: they belong to another machine."""
-        note = Record(kind="closed", text=reason)
+        record = Record(kind="closed", text=reason)
         with self._transaction():
             rows = self._fetch("SELECT body FROM workflow WHERE is_open")
-            self._write_journal([(_stamp(at), _to_workflow(body), note) for (body,) in rows])
+            self._write_journal([(_stamp(at), _to_workflow(body), record) for (body,) in rows])
             self._connection.execute("UPDATE workflow SET is_open = 0 WHERE is_open")
             self._connection.execute("DELETE FROM remembered_event")
 
     def load_journal(self) -> list[JournalRecord]:
         """All entries, oldest first."""
-        return self._load_entries("ORDER BY id")
+        return self._select_records("ORDER BY id")
 
     def load_records(
         self, *, kind: str | None = None, since: datetime | None = None, limit: int = -1
     ) -> list[JournalRecord]:
         """The latest entries about the agent itself, oldest first."""
         newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
-        return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
+        return self._select_records(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
 
     def load_starts_and_stops(self, since: datetime) -> list[JournalRecord]:
         """Starts and stops of the agent, oldest first: those since ``since``, and the last one before it."""
         kinds = "workflow_id = '' AND kind IN ('agent_started', 'agent_stopped')"
         first = f"SELECT ifnull(max(id), 0) FROM journal WHERE {kinds} AND at < ?"  # noqa: S608 - our own words
-        return self._load_entries(f"WHERE {kinds} AND id >= ({first}) ORDER BY id", _stamp(since))
+        return self._select_records(f"WHERE {kinds} AND id >= ({first}) ORDER BY id", _stamp(since))
 
     def load_last_output(self, workflow_id: str, hook: str) -> str:
         """The end of this hook's output in its last run for the event."""
@@ -338,7 +342,7 @@ class Store:
 
     def load_last_start_and_stop(self) -> list[JournalRecord]:
         """The agent's last start and last stop, in the order in which they were written."""
-        return self._load_entries(
+        return self._select_records(
             "WHERE id IN (SELECT max(id) FROM journal WHERE workflow_id = '' AND kind IN (?, ?) GROUP BY kind)"
             " ORDER BY id",
             "agent_started",
@@ -366,14 +370,14 @@ class Store:
         """The workflows that ``find_workflows`` finds, each with its journal."""
         which = "WHERE workflow_id = ? ORDER BY id"
         return [
-            History(workflow=workflow, records=tuple(self._load_entries(which, workflow.id)))
+            History(workflow=workflow, records=tuple(self._select_records(which, workflow.id)))
             for workflow in self.find_workflows(since=since, limit=limit, is_wanted=is_wanted)
         ]
 
-    def _load_entries(self, which: str, *values: str | int | None) -> list[JournalRecord]:
+    def _select_records(self, which: str, *values: str | int | None) -> list[JournalRecord]:
         with self._reading():
-            rows = self._fetch(_SELECT_ENTRIES + which, *values)
-            return [msgspec.convert(dict(zip(_ENTRY, row, strict=True)), JournalRecord) for row in rows]
+            rows = self._fetch(_SELECT_RECORDS + which, *values)
+            return [msgspec.convert(dict(zip(_COLUMNS, row, strict=True)), JournalRecord) for row in rows]
 
     def get_meta(self, name: MetaKey) -> str:
         """A remembered fact; "" if there is none."""
@@ -475,9 +479,9 @@ class Store:
                 " (SELECT id FROM journal WHERE workflow_id = '' ORDER BY id LIMIT ?)",
                 (stamp, _PORTION_ROWS),
             ).rowcount
-            deleted += self._prune_entries("", MAX_RECORDS, 0)
+            deleted += self._prune_records("", MAX_RECORDS, 0)
             for (workflow_id,) in self._fetch("SELECT id FROM workflow WHERE is_open"):
-                deleted += self._prune_entries(workflow_id, MAX_ENTRIES, _FIRST_ENTRIES)
+                deleted += self._prune_records(workflow_id, MAX_EVENT_RECORDS, _FIRST_RECORDS)
             self._connection.execute(
                 "DELETE FROM request WHERE at < ? OR id < (SELECT max(id) FROM request) - ?",
                 (stamp, _MAX_REQUESTS),
@@ -497,7 +501,7 @@ class Store:
         self._connection.executemany("DELETE FROM workflow WHERE id = ?", over)
         return len(over)
 
-    def _prune_entries(self, workflow_id: str, most: int, first: int) -> int:
+    def _prune_records(self, workflow_id: str, most: int, first: int) -> int:
         """Keep ``most`` entries of a workflow, ``first`` of them the oldest; deletes a portion at a time."""
         ((count,),) = self._fetch("SELECT count(*) FROM journal WHERE workflow_id = ?", workflow_id)
         surplus = min(max(0, count - most), _PORTION_ROWS)
@@ -558,11 +562,11 @@ class Store:
         return cursor.rowcount == 1
 
     def _write_journal(self, entries: Iterable[tuple[str, Workflow, Record]]) -> None:
-        self._insert_entries(
+        self._insert_records(
             (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, n.text, n.detail) for at, w, n in entries
         )
 
-    def _insert_entries(self, rows: Iterable[tuple[str, ...]]) -> None:
+    def _insert_records(self, rows: Iterable[tuple[str, ...]]) -> None:
         self._connection.executemany(
             "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",

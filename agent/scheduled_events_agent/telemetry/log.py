@@ -160,7 +160,7 @@ class ChangeLogger:
             self._count = 0
 
     def _may_log(self, kind: str, now: float) -> bool:
-        return self._limits.setdefault(kind, _RateLimit(_BURST_OF_KIND)).take(now)
+        return self._limits.setdefault(kind, _RateLimit(_BURST_OF_KIND)).allow(now)
 
 
 class _RateLimit:
@@ -171,7 +171,7 @@ class _RateLimit:
         self._at = 0.0
         self.suppressed = 0
 
-    def take(self, now: float) -> bool:
+    def allow(self, now: float) -> bool:
         """Whether one more line may be logged now."""
         self._left = min(self._burst, self._left + (now - self._at) / _MINUTE)
         self._at = now
@@ -204,7 +204,7 @@ class _RateLimiter:
                     limits.clear()
             all_ = self._of_all.setdefault(message, _RateLimit(_BURST_OF_ALL))
             one = self._of_one.setdefault(key, _RateLimit(_BURST_OF_ONE))
-            if not (one.take(now) and all_.take(now)):
+            if not (one.allow(now) and all_.allow(now)):
                 raise structlog.DropEvent
             suppressed = one.suppressed + all_.suppressed
             one.suppressed = 0
@@ -316,11 +316,11 @@ def _to_sentence(event: structlog.typing.EventDict) -> str:
     """The entry as people read it, in one line; the journal has the time and the event's whole id beside it."""
     sentence = str(event.get("sentence", ""))
     if not sentence:
-        *_, fault = str(event.get("exception", "")).splitlines() or [""]
+        *_, last_line = str(event.get("exception", "")).splitlines() or [""]
         why = [str(event[name]) for name in ("reason", "problem", "line", "crash_log") if event.get(name)]
         event_id = str(event.get("event_id") or "")
         about = f"{event.get('type') or 'event'} {event_id[:SHORT_ID]}" if event_id else ""
-        sentence = ": ".join(filter(None, [about, str(event["event"]), *why, fault]))
+        sentence = ": ".join(filter(None, [about, str(event["event"]), *why, last_line]))
         more = [f"{name} {_to_text(event[name])}" for name in event if name not in _IN_SENTENCE]
         sentence += f" ({'; '.join(more)})" if more else ""
     return printable(sentence)[:_MAX_JOURNAL_SENTENCE]

@@ -29,10 +29,10 @@ class LogId(IntEnum):
     AGENT_STOPPED = 101, "The agent stopped."
     AGENT_STOPPING = 102, "The agent stops once the hooks that run have ended or their time is up."
     AGENT_FAILED = 103, "The agent failed; the service's recovery actions start it again."
-    POLICY_REFUSED = 110, "The policy file was rejected: correct it, then reload or start again."
+    POLICY_REJECTED = 110, "The policy file was rejected: correct it, then reload or start again."
     POLICY_RELOADED = 111, "The policy file was read again."
     POLICY_WARNING = 112, "The policy file, or a file that it names, has a warning."
-    LOG_FILE_REFUSED = 113, "The log file is not written because others could change its directory."
+    LOG_FILE_REJECTED = 113, "The log file is not written because others could change its directory."
     PAGES_FAILED = 114, "The HTTP server cannot listen, or a change of agent.web_config was rejected."
     PAGES_WORK = 115, "The HTTP server is listening, or the changed agent.web_config is in force."
     SEEN = 200, "A scheduled event was seen."
@@ -76,10 +76,10 @@ class LogId(IntEnum):
     STATE_LOST = 312, "The state file is damaged, was removed or replaced, or could not be written at the end."
     NO_RESERVE = 313, "The disk is nearly full: the state file cannot keep its reserve."
     RESERVE = 314, "The state file has its reserve for a full disk again."
-    EVENT_FAULT = 320, "An event could not be handled: a bug, which concerns this event only."
-    NOTICES_FAIL = 330, "A service that is notified of events does not accept a notification."
-    NOTICES_WORK = 331, "A service that is notified of events accepts notifications again."
-    NOTICES_DROPPED = 332, "A notification is lost: rejected, too old, one too many, or without its target."
+    EVENT_BUG = 320, "An event could not be handled: a bug, which concerns this event only."
+    NOTIFICATIONS_FAIL = 330, "A service that is notified of events does not accept a notification."
+    NOTIFICATIONS_WORK = 331, "A service that is notified of events accepts notifications again."
+    NOTIFICATIONS_DROPPED = 332, "A notification is lost: rejected, too old, one too many, or without its target."
     FLEET_FAILS = (
         340,
         "The fleet's table cannot be used: events wait, or begin without a slot, as the policy says.",
@@ -96,7 +96,7 @@ _MESSAGE_IDS = {
     LogId.AGENT_STARTED: "b969c3a8b960af4f14e1daebbecda93a",
     LogId.AGENT_STOPPED: "550cf1d9a7ea92eae1b47a0fe5a35d76",
     LogId.AGENT_FAILED: "33639dff0b4397176cb22a0e1955e485",
-    LogId.POLICY_REFUSED: "cf9130bfbff70a64e1a0af9c1f6256db",
+    LogId.POLICY_REJECTED: "cf9130bfbff70a64e1a0af9c1f6256db",
     LogId.POLICY_RELOADED: "de1d53f8e4f212034f290539f3a2490e",
     LogId.SEEN: "1c67b9ef73bb030a8081b914b995a88e",
     LogId.STARTED: "c63551d4e450f80e0b85bd9020b4d0cb",

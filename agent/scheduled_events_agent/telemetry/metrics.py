@@ -55,7 +55,7 @@ class Metrics:
         self._add_events()
         self._add_hooks()
         self._add_outcomes_and_state()
-        self._add_notices()
+        self._add_notifications()
         self._count_from_zero()
         self.set_attention(())
         self._load_pending = load_pending
@@ -145,7 +145,7 @@ class Metrics:
         )
         self.bugs = self._counter("bugs_total", "Bugs met while handling an event; the log has the details.")
 
-    def _add_notices(self) -> None:
+    def _add_notifications(self) -> None:
         self.notifications_sent = self._counter(
             "notifications_sent_total", "Notifications that were delivered.", "target"
         )
@@ -155,8 +155,10 @@ class Metrics:
         self.notifications_dropped = self._counter(
             "notifications_dropped_total", "Notifications that were lost before delivery.", "target", "reason"
         )
-        self._notices_waiting = self._gauge("notifications_waiting", "Notifications to be delivered.", "target")
-        self._notices_oldest = self._gauge(
+        self._notifications_waiting = self._gauge(
+            "notifications_waiting", "Notifications to be delivered.", "target"
+        )
+        self._notifications_oldest = self._gauge(
             "notifications_oldest_waiting_seconds",
             "How long the oldest of them has waited; 0 if there is none.",
             "target",
@@ -191,11 +193,11 @@ class Metrics:
         Targets that are not given are no longer shown.
         """
         for target in self._targets - waiting.keys():
-            self._notices_waiting.remove(target)
-            self._notices_oldest.remove(target)
+            self._notifications_waiting.remove(target)
+            self._notifications_oldest.remove(target)
         for target, (count, since) in waiting.items():
-            self._notices_waiting.labels(target).set(count)
-            self._notices_oldest.labels(target).set_function(partial(_age, since if count else None))
+            self._notifications_waiting.labels(target).set(count)
+            self._notifications_oldest.labels(target).set_function(partial(_age, since if count else None))
         self._targets = set(waiting)
 
     def _count_from_zero(self) -> None:
@@ -204,7 +206,7 @@ class Metrics:
         sources = ("Platform", "User", "unknown")
         affects = get_args(Affects)
         outcomes = [outcome for outcome in get_args(Outcome) if outcome]
-        for family, words in (
+        for family, label_values in (
             (self.polls, (("ok", *IMDS_ERROR_KINDS, "document", "too_many"),)),
             (self.events, (types, sources, affects)),
             (self.decisions, (("none",), ("never",))),
@@ -213,7 +215,7 @@ class Metrics:
             (self.closed, (types, outcomes)),
             (self.store_errors, (("locked", "full", "write", "read", "damaged", "removed"),)),
         ):
-            for labels in product(*words):
+            for labels in product(*label_values):
                 family.labels(*labels)
 
     def set_attention(self, found: Sequence[Attention]) -> None:
@@ -254,7 +256,7 @@ class Metrics:
         self.hook_runs.labels(hook, stage, outcome).inc()
         self.hook_seconds.labels(hook, stage, outcome).observe(seconds)
 
-    def record_note(self, workflow: Workflow, record: Record, now: float) -> None:
+    def count_record(self, workflow: Workflow, record: Record, now: float) -> None:
         """Count what happened; ``now`` is Unix time."""
         event = workflow.event
         rule = workflow.decision.rule or "none"
@@ -290,17 +292,17 @@ def _age(since: float | None) -> float:
     return 0.0 if since is None else max(0.0, time() - since)
 
 
-def event_type(word: str) -> str:
+def event_type(text: str) -> str:
     """The type as a label: "other" for one that is not known."""
-    return word if word in EVENT_TYPES else "other"
+    return text if text in EVENT_TYPES else "other"
 
 
-def _source(word: str) -> str:
-    return word if word in ("Platform", "User") else "unknown"
+def _source(text: str) -> str:
+    return text if text in ("Platform", "User") else "unknown"
 
 
-def _status(word: str) -> str:
-    return word if word in ("Scheduled", "Started") else "other"
+def _status(text: str) -> str:
+    return text if text in ("Scheduled", "Started") else "other"
 
 
 class _Pending(Collector):

@@ -30,7 +30,7 @@ from scheduled_events_agent.workflow import Workflow
 
 # /history shows this many events and pauses, and entries of each event. The page shows one entry less.
 _RECENT = 20
-_ENTRIES = 41
+_MAX_RECORDS = 41
 # The journal is read at most once in this time, and a client waits this long for a disk that hangs.
 _PAGE_SECONDS = 1.0
 _PAGE_TIMEOUT_SECONDS = 1.0
@@ -112,11 +112,11 @@ class Endpoints:
                 return
             self._stop_requested.wait(_WEB_RETRY_SECONDS)
 
-    def _report_tls(self, refused: str) -> None:
-        self._web_config_rejected = WebConfigRejected(reason=refused, since=datetime.now(UTC)) if refused else None
-        if refused:
+    def _report_tls(self, failure: str) -> None:
+        self._web_config_rejected = WebConfigRejected(reason=failure, since=datetime.now(UTC)) if failure else None
+        if failure:
             text = "agent.web_config is rejected; its previous content is in force"
-            self._log.error(text, log_id=LogId.PAGES_FAILED, reason=refused)
+            self._log.error(text, log_id=LogId.PAGES_FAILED, reason=failure)
         else:
             self._log.info("the current agent.web_config is in force", log_id=LogId.PAGES_WORK)
 
@@ -164,18 +164,18 @@ class Endpoints:
         except StoreError as error:
             return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
         events = [HistoryItem(workflow=to_view(one.workflow), records=self._shown(one.records)) for one in recent]
-        notes = [HistoryItem(workflow=None, records=(pause,)) for pause in pauses]
+        paused = [HistoryItem(workflow=None, records=(pause,)) for pause in pauses]
         items = sorted(
-            (*events, *notes),
+            (*events, *paused),
             key=lambda item: item.workflow.first_seen_at if item.workflow else item.records[0].at,
         )
         return _json_page(Journal(at=datetime.now(UTC), histories=tuple(items)))
 
-    def _shown(self, entries: Sequence[JournalRecord]) -> tuple[JournalRecord, ...]:
+    def _shown(self, records: Sequence[JournalRecord]) -> tuple[JournalRecord, ...]:
         """The last entries, with hooks' output only where the policy shows it."""
         if self._snapshot().settings.agent.show_hook_output:
-            return tuple(entries[-_ENTRIES:])
-        return tuple(replace(entry, detail="") for entry in entries[-_ENTRIES:])
+            return tuple(records[-_MAX_RECORDS:])
+        return tuple(replace(record, detail="") for record in records[-_MAX_RECORDS:])
 
     def _load_recent(self) -> tuple[Sequence[History], Sequence[JournalRecord]]:
         """The latest events and pauses. Raises StoreError."""
@@ -186,8 +186,8 @@ class Endpoints:
 def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalRecord, ...]:
     """The entries that hold the output of hooks of pending events."""
     open_ids = {workflow.id for workflow in pending}
-    entries = [entry for history in recent if history.workflow.id in open_ids for entry in history.records]
-    return tuple([entry for entry in entries if entry.hook and entry.detail])
+    records = [record for history in recent if history.workflow.id in open_ids for record in history.records]
+    return tuple([record for record in records if record.hook and record.detail])
 
 
 def _json_page(answer: Status | Journal) -> Response:

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.1
 _REQUEST_SECONDS = 5.0
 _ANSWER_SECONDS = 15.0
 _MAX_REQUEST_BYTES = 16 * 1024
-_REFUSED_SECONDS = 0.1
+_ACCEPT_RETRY_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 # Paths that load balancers request. They cannot choose their Host header.
 _PROBES = ("/healthz", "/readyz")
@@ -125,8 +125,8 @@ class WebServer(ThreadingTCPServer):
         self._free_threads.release()
         self._thread.join(_CLOSE_SECONDS)
         with self._clients_lock:
-            for place in self._clients.values():
-                _interrupt(place.connection)
+            for slot in self._clients.values():
+                _interrupt(slot.connection)
             self._clients.clear()
 
     def _serve(self) -> None:
@@ -134,7 +134,7 @@ class WebServer(ThreadingTCPServer):
             try:
                 connection, address = self.get_request()
             except OSError:
-                time.sleep(_REFUSED_SECONDS)  # no file descriptor is free: asking again at once would spin
+                time.sleep(_ACCEPT_RETRY_SECONDS)  # no file descriptor is free: asking again at once would spin
                 continue
             self._free_threads.acquire()
             try:
@@ -191,8 +191,8 @@ class WebServer(ThreadingTCPServer):
             raise ConnectionError("plain HTTP")
         secured = self._tls.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         with self._clients_lock:
-            if place := self._clients.get(threading.get_ident()):
-                place.connection = secured
+            if slot := self._clients.get(threading.get_ident()):
+                slot.connection = secured
         try:
             self.read_with_deadline(secured.do_handshake, secured, deadline)
         except BaseException:
@@ -202,8 +202,8 @@ class WebServer(ThreadingTCPServer):
 
     def dispatch(self, path: str, names: Iterable[str]) -> Response:
         """The answer to a request for ``path`` with these Host headers. May take as long as the page does."""
-        is_stranger = not all(map(self._is_host_allowed, names))
-        if is_stranger and path not in _PROBES:
+        is_unknown_host = not all(map(self._is_host_allowed, names))
+        if is_unknown_host and path not in _PROBES:
             hint = "use its address, or add the name to agent.listen_names"
             text = f"the Host header is not a name of this server: {hint}\n"
             return Response(HTTPStatus.MISDIRECTED_REQUEST, text.encode())
@@ -215,7 +215,7 @@ class WebServer(ThreadingTCPServer):
             page = make()
         except Exception as error:  # noqa: BLE001 - the client should see it
             return Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"a bug in the agent: {error!r}\n".encode())
-        if is_stranger:  # it gets yes or no, without details
+        if is_unknown_host:  # it gets yes or no, without details
             return Response(page.status, b"yes\n" if page.status == HTTPStatus.OK else b"no\n")
         return page
 

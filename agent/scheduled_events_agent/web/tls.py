@@ -35,7 +35,7 @@ class Tls:
         self._path = path
         self._on_error = on_error
         self._lock = threading.Lock()
-        self.refused = ""
+        self.failure = ""
         """Why the file as it is now was rejected; "" if it is in force."""
         config, self._context = _read(path)
         self._files = (path, *map(Path, named_files(path, config).values()))
@@ -55,19 +55,19 @@ class Tls:
 
     def _reload_if_changed(self) -> None:
         stamps = _fingerprints(self._files)
-        if stamps == self._fingerprints and not self.refused:
+        if stamps == self._fingerprints and not self.failure:
             return
         self._fingerprints = stamps
         try:
             config, self._context = _read(self._path)
         except TlsError as error:
-            refused = str(error)
+            failure = str(error)
         else:
-            refused = ""
+            failure = ""
             self._files = (self._path, *map(Path, named_files(self._path, config).values()))
-        if refused != self.refused:
-            self.refused = refused
-            self._on_error(refused)
+        if failure != self.failure:
+            self.failure = failure
+            self._on_error(failure)
 
 
 def load_web_config(path: Path) -> WebConfig:

@@ -38,9 +38,9 @@ from scheduled_events_agent.workflow.timing import approval_turn_at, start_of
 # An approval that waits for a later document checks this often whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
 # These reasons are not written to the journal: the answer of the fleet's table, or of the service, comes soon.
-_UNTOLD: tuple[WaitKind, ...] = ("fleet", "missing")
+_NOT_RECORDED: tuple[WaitKind, ...] = ("fleet", "missing")
 # Of each of these kinds only the first is written: its details change with each VM, or with each event that ends.
-_TOLD_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")
+_RECORDED_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +176,7 @@ def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> 
         return None
     records = (
         []
-        if reason is None or not _is_news(workflow.wait_reason, reason)
+        if reason is None or not _is_worth_recording(workflow.wait_reason, reason)
         else [Record(kind=_kind(reason), wait_reason=reason)]
     )
     needed_since = workflow.approval_needed_since
@@ -188,9 +188,9 @@ def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> 
     return Transition(workflow=explained, records=tuple(records)) if explained != workflow else None
 
 
-def _is_news(before: WaitReason | None, now: WaitReason) -> bool:
+def _is_worth_recording(before: WaitReason | None, now: WaitReason) -> bool:
     is_same_kind = before is not None and before.kind == now.kind
-    return before != now and now.kind not in _UNTOLD and not (is_same_kind and now.kind in _TOLD_ONCE)
+    return before != now and now.kind not in _NOT_RECORDED and not (is_same_kind and now.kind in _RECORDED_ONCE)
 
 
 def _kind(reason: WaitReason) -> RecordKind:
@@ -235,8 +235,8 @@ def next_wake_at(workflows: Workflows, context: Context) -> datetime | None:
             times.append(approval.retry_at)
             if context.document_at and approval.failed_at and context.document_at <= approval.failed_at:
                 times.append(context.now + _LATER_DOCUMENT)
-        if approval.state == "none" and (turn_at := approval_turn_at(workflow)):
-            times.append(turn_at)
+        if approval.state == "none" and (approve_at := approval_turn_at(workflow)):
+            times.append(approve_at)
         if can_start(workflow) and workflow.decision.rule and not workflow.is_over:
             times.append(start_of(workflow, context).at)
             latest = latest_begin(workflow, context)

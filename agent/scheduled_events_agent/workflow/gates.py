@@ -43,10 +43,10 @@ Gates = tuple[Callable[[Workflow, Context], GateResult], ...]
 
 def evaluate_gates(workflow: Workflow, context: Context, gates: Gates) -> GateResult:
     """The first of the strictest answers of all gates."""
-    answers = [gate(workflow, context) for gate in gates]
-    for word in ("deny", "wait"):
-        for result in answers:
-            if result.verdict == word:
+    results = [gate(workflow, context) for gate in gates]
+    for verdict in ("deny", "wait"):
+        for result in results:
+            if result.verdict == verdict:
                 return result
     return ALLOW
 
@@ -103,13 +103,13 @@ def not_started_gate(workflow: Workflow, _: Context) -> GateResult:
 def shared_event_gate(workflow: Workflow, context: Context) -> GateResult:
     """An approval counts for every VM that the event names, and not every VM may approve for all of them."""
     decision = workflow.decision
-    turn_at = approval_turn_at(workflow)
+    approve_at = approval_turn_at(workflow)
     if workflow.operator_action == "approve":
         return ALLOW
     if not decision.can_approve_for_all:
         return _deny("shared")
-    if turn_at is not None and not is_due(turn_at, context.now, decision.approve_after_seconds):
-        return GateResult("wait", WaitReason(kind="staggered", at=turn_at))
+    if approve_at is not None and not is_due(approve_at, context.now, decision.approve_after_seconds):
+        return GateResult("wait", WaitReason(kind="staggered", at=approve_at))
     return ALLOW
 
 

@@ -50,7 +50,7 @@ from scheduled_events_agent.workflow.stages import (
 from scheduled_events_agent.workflow.timing import drain_deadline
 
 Workflows = Mapping[str, Workflow]
-Move = Callable[[Workflow, Workflows, Context], Transition | WaitReason | None]
+PhaseFunction = Callable[[Workflow, Workflows, Context], Transition | WaitReason | None]
 """Returns the step that is due. If none is: the reason why the workflow waits.
 
 Without a step and without a reason, a hook, a drain, an approval or Azure is at work.
@@ -74,12 +74,12 @@ def gate_results(workflow: Workflow, context: Context) -> dict[str, GateResult]:
 
 
 def next_transition(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
-    """Make the step that is due, or return the reason why the workflow waits; see ``Move``."""
+    """Make the step that is due, or return the reason why the workflow waits; see ``PhaseFunction``."""
     next_move = _interrupt(workflow, context) or _PHASES[workflow.phase]
     return next_move(workflow, workflows, context)
 
 
-def _interrupt(workflow: Workflow, context: Context) -> Move | None:
+def _interrupt(workflow: Workflow, context: Context) -> PhaseFunction | None:
     """The function that moves the workflow instead of its phase's own function; None if there is none."""
     if context.document_at is None:
         return _stay
@@ -96,7 +96,7 @@ def _interrupt(workflow: Workflow, context: Context) -> Move | None:
     return _start if workflow.event.is_started else _interrupt_before_start(workflow, context)
 
 
-def _interrupt_before_start(workflow: Workflow, context: Context) -> Move | None:
+def _interrupt_before_start(workflow: Workflow, context: Context) -> PhaseFunction | None:
     """In the phases waiting, preparing, prepared, held and approved."""
     if not context.is_acting:
         return _observe
@@ -390,9 +390,9 @@ def _reset_reverted_hooks(workflow: Workflow, needed_by: list[Workflow]) -> Work
 
 
 def _close(workflow: Workflow) -> Transition:
-    by_hand = "an operator has repaired its recovery manually" if workflow.recover.state == "resolved" else ""
-    text = ", ".join(filter(None, [f"is over: {workflow.outcome}", by_hand]))
-    record = Record(kind="closed", text=text, addition=by_hand)
+    repaired = "an operator has repaired its recovery manually" if workflow.recover.state == "resolved" else ""
+    text = ", ".join(filter(None, [f"is over: {workflow.outcome}", repaired]))
+    record = Record(kind="closed", text=text, addition=repaired)
     return _enter(replace(workflow, wait_reason=None), "closed", record)
 
 
@@ -404,7 +404,7 @@ def _enter(workflow: Workflow, phase: Phase, *records: Record) -> Transition:
     return Transition(workflow=replace(workflow, phase=phase), records=records)
 
 
-_PHASES: dict[Phase, Move] = {
+_PHASES: dict[Phase, PhaseFunction] = {
     "waiting": _waiting,
     "preparing": _preparing,
     "prepared": _prepared_or_held,

@@ -134,7 +134,7 @@ def _update(workflow: Workflow, event: ScheduledEvent, context: Context) -> Tran
     decided = _decide_anew(seen, context)
     records = [*back]
     if decided.records or not (is_small and _was_just_noted(workflow, context)):
-        records += _changes_in_words(old, event, changed)
+        records += _describe_changes(old, event, changed)
     void = _why_approval_is_void(old, event)
     transition = Transition(workflow=decided.workflow, records=tuple(records))
     if void:
@@ -154,13 +154,13 @@ def _update(workflow: Workflow, event: ScheduledEvent, context: Context) -> Tran
     )
 
 
-def _changes_in_words(old: ScheduledEvent, new: ScheduledEvent, changed: Container[str]) -> list[Record]:
+def _describe_changes(old: ScheduledEvent, new: ScheduledEvent, changed: Container[str]) -> list[Record]:
     """One note about all changes; none if they need no line."""
     fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
     # NotBefore becomes blank when the event starts.
-    told = [name for name in fields if name in changed and not (name == "not_before" and new.is_started)]
-    text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(new, name))}" for name in told)
-    return [Record(kind="changed", text=text)] if told else []
+    named = [name for name in fields if name in changed and not (name == "not_before" and new.is_started)]
+    text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(new, name))}" for name in named)
+    return [Record(kind="changed", text=text)] if named else []
 
 
 def _small_changes(old: ScheduledEvent, new: ScheduledEvent, context: Context) -> set[str]:
@@ -232,10 +232,10 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     is_news = replace(new, reason=old.reason) != old
     text = f"{new.reason}; no hook any more: {', '.join(lost)}" if lost else new.reason
     records = (Record(kind="decided", text=text),) if is_news else ()
-    waits = workflow.wait_reason
-    if is_news and waits is not None and waits.kind in ("would_begin", "would_run_on_start"):
-        waits = None  # its text contains the decision, so it is noted again
-    return Transition(workflow=replace(workflow, decision=new, wait_reason=waits), records=records)
+    wait_reason = workflow.wait_reason
+    if is_news and wait_reason is not None and wait_reason.kind in ("would_begin", "would_run_on_start"):
+        wait_reason = None  # its text contains the decision, so it is noted again
+    return Transition(workflow=replace(workflow, decision=new, wait_reason=wait_reason), records=records)
 
 
 def _lost_hooks(workflow: Workflow, context: Context) -> tuple[str, ...]:
