@@ -4,15 +4,15 @@ It knows nothing about decisions. Invariant: only the thread that calls ``run`` 
 approval or client can delay the engine's next cycle.
 
     engine      reads the inbox, runs a cycle (the thread that calls ``run``; inbox.py)
-    poller      fetches, compares bytes, parses            -> inbox     (polling.py)
-    hedge      sends requests too, while the poller's own has no answer
+    poller      fetches, compares bytes, parses            -> inbox     (poller.py)
+    hedge       sends requests too, while the poller's own has no answer
     identity    asks for this VM's name and id, until they are known  -> inbox
-    approvals   one thread for each request to approve     -> inbox     (threads.py)
+    approvals   one thread for each request to approve     -> inbox     (executor.py)
     hooks       one thread for each hook that runs         -> inbox
     fleet       reads and writes the fleet's table (fleet.py), if the policy has one -> inbox
-    notify-...  one thread for each notification target    -> inbox     (senders.py)
+    notify-...  one thread for each notification target    -> inbox     (notifier.py)
     policy      reads the policy file again, when asked to -> inbox   (policy_reader.py)
-    pages       opens the web server, and retries until it is open (pages.py)
+    pages       opens the web server, and retries until it is open (web/endpoints.py)
     web         answers from the published snapshot
     operators   wakes the engine for a request in the state file
     watchdog    ends the process if the engine finishes no cycle, or the poller hangs (watchdog.py)
