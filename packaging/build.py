@@ -381,7 +381,11 @@ def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> 
             write(root / "usr/share/man" / place, _gzip(text.encode()))
         for shell, place in completions.items():
             command = [python, "-m", "shtab", "--shell", shell, "--error-unimportable"]
-            grammar = ["--prefix", NAME.replace("-", "_"), "scheduled_events_agent.cli.completion.hinted_parser"]
+            grammar = [
+                "--prefix",
+                NAME.replace("-", "_"),
+                "scheduled_events_agent.cli.completion.parser_with_completers",
+            ]
             write(root / place, run([*command, *grammar], env=environment).encode())
 
 

@@ -403,7 +403,7 @@ def test_doctor_fails_for_an_insecure_file_if_the_agent_is_root(
     for is_root, verdict in ((True, "error"), (False, "warning")):
         set_privileged(monkeypatch, is_root)
         findings = [*check_machine(loaded, is_root=is_root)]
-        found = doctor._look_at_files(loaded, findings, is_root_service=False)
+        found = doctor._check_permissions(loaded, findings, is_root_service=False)
         assert [(finding.severity, finding.message) for finding in found] == [(verdict, fault)]
 
 
@@ -430,7 +430,7 @@ def test_doctor_fails_if_one_reference_to_a_file_is_an_error(file: Path) -> None
     fault = danger(file.parent, "every account", f"chmod go-w {file.parent}")
     severities = [finding.severity for finding in findings if finding.message == fault]
     assert severities == ["error", "warning"]  # of the policy, and of the pages
-    found = doctor._look_at_files(loaded, findings, is_root_service=False)
+    found = doctor._check_permissions(loaded, findings, is_root_service=False)
     assert [(finding.severity, finding.message) for finding in found] == [("error", fault)]
 
 
@@ -546,7 +546,7 @@ def test_check_warns_of_an_insecure_state_directory_and_other_accounts_use_it(
     assert f"{policy}:1: agent.state_dir: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
     for is_root, verdict in ((True, "error"), (False, "warning")):
         set_privileged(monkeypatch, is_root)
-        found = doctor._look_at_state(state, None, is_in_use=False)
+        found = doctor._check_state(state, None, is_in_use=False)
         assert (found.severity, found.message) == (verdict, fault)
     monkeypatch.setattr("scheduled_events_agent.host.linux.files.is_privileged", lambda: False)
     assert state_refusal(state) is None
@@ -605,9 +605,9 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     loaded = load_policy(policy)
     assert told in machine_warnings(loaded)  # which an agent that starts logs
     findings = [*check_machine(loaded, is_root=False)]
-    found = [*doctor._look_at_files(loaded, findings, is_root_service=False)]
+    found = [*doctor._check_permissions(loaded, findings, is_root_service=False)]
     assert [(finding.severity, finding.message) for finding in found] == [("warning", told)]
-    of_hooks = doctor._look_at_hooks(loaded, findings, None, units_error="")
+    of_hooks = doctor._check_hooks(loaded, findings, None, units_error="")
     assert [finding.severity for finding in of_hooks] == ["ok"]  # it is said once
     policy.chmod(0o640)
     assert secret_warnings(policy, capsys) == []

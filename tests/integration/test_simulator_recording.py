@@ -327,7 +327,7 @@ def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_the_command_records_and_plays_its_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduled_events_agent.cli.simulate._LINGER_SECONDS", 0.0)
+    monkeypatch.setattr("scheduled_events_agent.cli.simulate._SHUTDOWN_DELAY_SECONDS", 0.0)
     path = tmp_path / "mine.jsonl"
     with Simulator(vms=("web_0",)) as azure:
         azure.schedule("Reboot", vms=["web_0"], id_="602d9444")

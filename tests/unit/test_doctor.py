@@ -10,19 +10,19 @@ import pytest
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.cli.config import load_policy
-from scheduled_events_agent.cli.doctor import judge_agent
+from scheduled_events_agent.cli.doctor import check_running_agent
 from scheduled_events_agent.cli.doctor_checks import (
     Finding,
+    check_clock,
+    check_disk,
+    check_document,
+    check_no_proxy,
+    check_notifications,
+    check_other_agents,
+    check_unreachable,
+    check_vm_name,
     failure,
-    in_words,
-    judge_clock,
-    judge_directness,
-    judge_disk,
-    judge_document,
-    judge_name,
-    judge_no_answer,
-    judge_notifications,
-    judge_others,
+    format_findings,
     ok,
     waiting,
     warning,
@@ -93,7 +93,7 @@ FINDINGS = [
 
 
 def test_findings_are_an_aligned_list_with_what_to_do_below_each() -> None:
-    assert list(in_words(FINDINGS, NOWHERE)) == [
+    assert list(format_findings(FINDINGS, NOWHERE)) == [
         "ok       endpoint       answers",
         "warning  clock          late",
         "                        -> set it",
@@ -105,7 +105,7 @@ def test_findings_are_an_aligned_list_with_what_to_do_below_each() -> None:
 
 
 def test_only_the_result_is_coloured() -> None:
-    lines = list(in_words(FINDINGS, WINDOW))
+    lines = list(format_findings(FINDINGS, WINDOW))
     assert lines[:2] == [
         "\x1b[32mok\x1b[0m       endpoint       answers",
         "\x1b[1;33mwarning\x1b[0m  clock          late",
@@ -114,7 +114,7 @@ def test_only_the_result_is_coloured() -> None:
 
 def test_findings_are_wrapped_to_the_window() -> None:
     finding = warning("clock", "two words and a lot more of them", "set it, or let another program set it")
-    assert list(in_words([finding], WINDOW))[:-1] == [
+    assert list(format_findings([finding], WINDOW))[:-1] == [
         "\x1b[1;33mwarning\x1b[0m  clock          two words and a lot",
         "                        more of them",
         "                        -> set it, or let",
@@ -138,7 +138,7 @@ def test_findings_are_wrapped_to_the_window() -> None:
     ],
 )
 def test_a_proxy_for_imds_is_a_failure(found: RawResponse, sign: str) -> None:
-    assert judge_directness([instance("vm"), found]) == failure(
+    assert check_no_proxy([instance("vm"), found]) == failure(
         "proxy",
         f"something other than the metadata service has answered, or changed the answer: {sign}",
         "exempt the endpoint from every proxy, also transparent ones",
@@ -146,7 +146,7 @@ def test_a_proxy_for_imds_is_a_failure(found: RawResponse, sign: str) -> None:
 
 
 def test_responses_without_a_sign_of_a_proxy_are_direct() -> None:
-    assert judge_directness([instance("vm"), answer()]) == ok("proxy", "no sign of a proxy")
+    assert check_no_proxy([instance("vm"), answer()]) == ok("proxy", "no sign of a proxy")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_responses_without_a_sign_of_a_proxy_are_direct() -> None:
     ],
 )
 def test_a_request_that_failed_is_reported_with_a_hint(kind: Any, advice: str) -> None:
-    found = judge_no_answer("endpoint", ImdsError("GET: no", kind=kind))
+    found = check_unreachable("endpoint", ImdsError("GET: no", kind=kind))
     assert (found.check, found.severity, found.message) == ("endpoint", "error", "GET: no")
     assert found.hint.startswith(advice)
 
@@ -203,11 +203,11 @@ def test_a_request_that_failed_is_reported_with_a_hint(kind: Any, advice: str) -
     ],
 )
 def test_events_show_whether_resources_name_this_vm(found: RawResponse, finding: Finding) -> None:
-    assert judge_document(found, ("vm",), "vm000001") == finding
+    assert check_document(found, ("vm",), "vm000001") == finding
 
 
 def test_an_invalid_document_is_a_failure() -> None:
-    found = judge_document(answer(body=b"{]"), ("vm",), "")
+    found = check_document(answer(body=b"{]"), ("vm",), "")
     assert (found.check, found.severity, found.hint) == ("events", "error", SOMETHING_ELSE)
 
 
@@ -242,12 +242,12 @@ def test_an_invalid_document_is_a_failure() -> None:
     ],
 )
 def test_the_name_is_the_policys_else_the_services(vm: VmSettings, said: str, finding: Finding) -> None:
-    assert judge_name(vm, said) == finding
+    assert check_vm_name(vm, said) == finding
 
 
 def clock(ahead: float, took: float = 0.1, says: str = "Sat, 11 Apr 2026 12:00:00 GMT") -> Finding:
     asked_at = NOON + timedelta(seconds=ahead)
-    return judge_clock(says, asked_at, asked_at + timedelta(seconds=took))
+    return check_clock(says, asked_at, asked_at + timedelta(seconds=took))
 
 
 @pytest.mark.parametrize("ahead", [-2.05, -0.1, 0, 0.9, 2.95])
@@ -321,7 +321,7 @@ MIB = 1024**2
 def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
     temporary: str | None, kind: str | None, free: int, finding: Finding
 ) -> None:
-    assert judge_disk("/s", temporary, kind, free * MIB) == finding
+    assert check_disk("/s", temporary, kind, free * MIB) == finding
 
 
 @pytest.mark.parametrize(
@@ -336,13 +336,13 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
 def test_another_agent_is_a_failure_only_if_both_would_act(
     life: ApproverState, is_acting: bool, state: str, text: str
 ) -> None:
-    (found,) = judge_others([Approver("X", "here", life, "stop it")], [], is_acting=is_acting)
+    (found,) = check_other_agents([Approver("X", "here", life, "stop it")], [], is_acting=is_acting)
     assert (found.severity, found.message) == (state, text)
     assert found.hint in ("stop it", "remove it; if it is to run again: stop it")
 
 
 def test_no_other_agent_passes() -> None:
-    assert list(judge_others([], [], is_acting=True)) == [
+    assert list(check_other_agents([], [], is_acting=True)) == [
         ok("other-agents", "no other agent that approves events was found")
     ]
 
@@ -353,7 +353,7 @@ def test_another_agent_of_this_program_is_a_warning_with_its_pid_and_command() -
         ActingAgent(18, "python -m scheduled_events_agent run"),
     ]
     advice = "stop one of the two, or start it with --observe"
-    assert list(judge_others([], agents, is_acting=True)) == [
+    assert list(check_other_agents([], agents, is_acting=True)) == [
         warning("other-agents", f"another agent acts on this machine, process {one.pid}: {one.command}", advice)
         for one in agents
     ]
@@ -374,7 +374,7 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
     lossy = a_target(lost=2, lost_at=NOON, lost_reason="it answers 400")
     unusable = [("ops", "to: /nowhere: cannot be read")]
     assert [
-        *judge_notifications(("ops",), unusable, (failing, lossy), CommandOptions(policy="--config /p.yaml"))
+        *check_notifications(("ops",), unusable, (failing, lossy), CommandOptions(policy="--config /p.yaml"))
     ] == [
         warning("notifications", "ops: to: /nowhere: cannot be read", TRY),
         warning("notifications", "ops: has failed since 2026-04-11 12:00:00 UTC: it answers 401", TRY),
@@ -383,11 +383,11 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
 
 
 def test_healthy_targets_are_one_finding_and_so_are_none() -> None:
-    assert [*judge_notifications(("ops", "audit"), (), (a_target(),), CommandOptions())] == [
+    assert [*check_notifications(("ops", "audit"), (), (a_target(),), CommandOptions())] == [
         ok("notifications", "2 targets: nothing is known to be wrong")
     ]
     none = ok("notifications", "the policy names no service to notify")
-    assert [*judge_notifications((), (), (), CommandOptions())] == [none]
+    assert [*check_notifications((), (), (), CommandOptions())] == [none]
 
 
 # --- the agent
@@ -417,7 +417,7 @@ def test_a_healthy_agent_that_differs_from_the_policy_is_a_warning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.yaml").write_text(f"agent: {{mode: {mode}}}\n")
-    found = judge_agent("17", msgspec.structs.replace(STATUS, **fields), load_policy(Path("p.yaml")))
+    found = check_running_agent("17", msgspec.structs.replace(STATUS, **fields), load_policy(Path("p.yaml")))
     runs = f"runs (pid 17), version {fields.get('version', __version__)}"
     assert found.severity == ("warning" if doubt else "ok")
     assert found.message == (f"{runs}, {doubt}" if doubt else runs)
@@ -429,16 +429,16 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
     )
     broken = Attention(kind="policy_rejected", severity="fix", since=None, message="The policy file is rejected.")
     for attention, expected in (((held, broken), "warning"), ((broken,), "ok")):
-        found = judge_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
+        found = check_running_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
         assert found.severity == expected
         assert (held.message in found.message) == (expected == "warning")
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     ill = msgspec.structs.replace(STATUS, health=("no poll has succeeded for 60s", "its disk is full"))
-    found = judge_agent("17", ill, None)
+    found = check_running_agent("17", ill, None)
     told = "and is not healthy: no poll has succeeded for 60s; its disk is full"
     assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__} {told}")
-    assert judge_agent("17", "the agent (pid 17) does not answer", None) == warning(
+    assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(
         "agent", "the agent (pid 17) does not answer", "see its log; if it stays, restart it"
     )

@@ -14,7 +14,7 @@ from memory_backend import MemoryBackend, MemoryStore
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import fleet as command
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.cli.fleet import FleetStatus, examine, in_words, release, summarize
+from scheduled_events_agent.cli.fleet import FleetStatus, examine, format_status, release, summarize
 from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.fleet.backend import BackendError, Record
 from scheduled_events_agent.fleet.plan import record_key
@@ -42,7 +42,7 @@ def status(*records: Record, max_events: int | None = 1, **more: Any) -> FleetSt
 
 
 def shown(*records: Record, width: int | None = None, **more: Any) -> list[str]:
-    return [*in_words(status(*records, **more), Terminal(width=width, has_colors=False))]
+    return [*format_status(status(*records, **more), Terminal(width=width, has_colors=False))]
 
 
 def test_slots_the_queue_and_the_vms_of_each_event_are_shown() -> None:

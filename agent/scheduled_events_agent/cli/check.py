@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for line in report.lines:
         print(*terminal.line(line, indent=2), sep="\n")
     if loaded and is_valid:
-        print("", *_policy_in_words(loaded, terminal), sep="\n")
+        print("", *_format_policy(loaded, terminal), sep="\n")
         return 0
     counts = [plural(len(report.errors), "error")]
     counts += [plural(len(report.warnings), "warning")] if report.warnings else []
@@ -118,7 +118,7 @@ def _examine(config: str | None, *, is_alone: bool) -> _Report:
     loaded = inspected.loaded
     found: list[Finding] = []
     if not is_alone:
-        found += [finding for finding in _look_around(loaded) if inspected.is_valid(finding.key)]
+        found += [finding for finding in _find_problems(loaded) if inspected.is_valid(finding.key)]
     errors = (*inspected.errors, *problems(loaded, [one for one in found if one.severity == "error"]))
     warnings = (*loaded.warnings, *problems(loaded, [one for one in found if one.severity == "warning"]))
     by_line = [(error.line, str(error)) for error in errors]
@@ -143,7 +143,7 @@ def load_checked(config: str | None) -> LoadedPolicy:
     return loaded
 
 
-def _look_around(loaded: LoadedPolicy) -> Iterator[Finding]:
+def _find_problems(loaded: LoadedPolicy) -> Iterator[Finding]:
     """Findings about the policy, from this machine, the targets of notifications and the fleet's table."""
     settings = loaded.settings
     yield from check_machine(loaded, is_root=host.is_privileged())
@@ -186,7 +186,7 @@ def _is_without_group(settings: Settings) -> bool:
         return False  # not on the VM that the policy is for
 
 
-def _policy_in_words(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
+def _format_policy(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
     settings = loaded.settings
     if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
         what = "names no rules" if loaded.parsed.lines else "is empty"
@@ -195,7 +195,7 @@ def _policy_in_words(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
     for rule in settings.rules:
         yield ""
         yield from terminal.line(rule.name, "bold")
-        when = Row("when", _when_in_words(rule.when))
+        when = Row("when", _format_conditions(rule.when))
         yield from terminal.rows([when, *plan_rows(_plan_of(rule, settings))])
     yield ""
     yield from terminal.line("Any other event is only observed: logged and counted.")
@@ -213,7 +213,7 @@ def _policy_in_words(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
     yield ""
     yield from terminal.line(f"The agent {poll}; {listen}{clear}{mode}.")
     for target in settings.notify:
-        words = f"{_when_in_words(target.when)}: when {_either(target.kinds).replace('_', ' ')}"
+        words = f"{_format_conditions(target.when)}: when {_join_or(target.kinds).replace('_', ' ')}"
         yield from terminal.line(f"It notifies {target.name} (format {target.format}). {words}.")
     if fleet := settings.fleet:
         limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""
@@ -226,21 +226,21 @@ def _policy_in_words(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
         yield from terminal.line(words)
 
 
-def _when_in_words(when: When) -> str:
+def _format_conditions(when: When) -> str:
     parts = []
     if when.type or when.status:
-        parts.append(" ".join(filter(None, (_either(when.status), _either(when.type) or "events"))))
+        parts.append(" ".join(filter(None, (_join_or(when.status), _join_or(when.type) or "events"))))
     else:
         parts.append("Any event")
     if when.source:
-        parts.append(f"from {_either(when.source)}")
+        parts.append(f"from {_join_or(when.source)}")
     if when.affects != ("self",):
         named = {"self": "this VM", "shared": "this VM and others", "others": "only other VMs"}
-        parts.append(f"that names {_either(named[word] for word in when.affects)}")
+        parts.append(f"that names {_join_or(named[word] for word in when.affects)}")
     if when.resource:
-        parts.append(f"with a resource like {_either(when.resource)}")
+        parts.append(f"with a resource like {_join_or(when.resource)}")
     if when.description:
-        parts.append(f"described as {_either(when.description)}")
+        parts.append(f"described as {_join_or(when.description)}")
     for kind, words in (("duration", "lasting"), ("notice", "announced")):
         below = getattr(when, f"{kind}_below")
         at_least = getattr(when, f"{kind}_at_least")
@@ -269,15 +269,15 @@ def _plan_of(rule: Rule, settings: Settings) -> Plan:
         approve += "; a recommendation is not approved"
     over = f" (a recommendation after {format_duration(rule.expire_after)})" if takes_recommendations else ""
     return Plan(
-        begins=_beginning_in_words(rule, settings) if is_prepared or _is_timed(rule) else "",
+        begins=_format_begin(rule, settings) if is_prepared or _is_timed(rule) else "",
         drain_for=rule.drain_for,
         prepare=rule.prepare,
-        limits=_limits_in_words(rule, settings),
+        limits=_format_limits(rule, settings),
         on_start=rule.on_start,
         approve=approve,
         recover=rule.recover,
         recover_when=f"once it is over{over}",
-        several_vms=_several_vms_in_words(rule, settings),
+        several_vms=_format_several_vms(rule, settings),
     )
 
 
@@ -285,7 +285,7 @@ def _is_timed(rule: Rule) -> bool:
     return rule.lead is not None or rule.window is not None
 
 
-def _beginning_in_words(rule: Rule, settings: Settings) -> str:
+def _format_begin(rule: Rule, settings: Settings) -> str:
     is_approved = rule.approve in ("immediately", "when-prepared")
     opens = f"in window {rule.window}, or " if rule.window is not None and is_approved else ""
     if rule.when.type == (RECOMMENDATION,):
@@ -294,10 +294,10 @@ def _beginning_in_words(rule: Rule, settings: Settings) -> str:
         return f"{opens}{format_duration(rule.lead)} before NotBefore"
     if opens:
         return f"{opens}shortly before NotBefore"
-    return "at once" if is_approved else _late_in_words(rule, settings)
+    return "at once" if is_approved else _format_late_begin(rule, settings)
 
 
-def _late_in_words(rule: Rule, settings: Settings) -> str:
+def _format_late_begin(rule: Rule, settings: Settings) -> str:
     if rule.when.type == ("Preempt",):
         return "at once"
     hooks = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
@@ -306,7 +306,7 @@ def _late_in_words(rule: Rule, settings: Settings) -> str:
     return f"{needed} before NotBefore{quicker}"
 
 
-def _limits_in_words(rule: Rule, settings: Settings) -> str:
+def _format_limits(rule: Rule, settings: Settings) -> str:
     """The time that Azure's promised notice leaves for the hooks of ``prepare``; "" if that is enough."""
     limits = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
     types_by_time: dict[float, list[str]] = {}
@@ -316,7 +316,7 @@ def _limits_in_words(rule: Rule, settings: Settings) -> str:
     parts: list[str] = []
     for left, types in types_by_time.items():
         verb = "" if parts else "leaves them "
-        parts.append(f"a {_either(types)} {verb}{format_duration(left)}")
+        parts.append(f"a {_join_or(types)} {verb}{format_duration(left)}")
     return ", ".join(parts)
 
 
@@ -325,7 +325,7 @@ def _may_approve_for_others(rule: Rule) -> bool:
     return rule.approve in ("immediately", "when-prepared") and bool({"self", "shared"} & set(rule.when.affects))
 
 
-def _several_vms_in_words(rule: Rule, settings: Settings) -> str:
+def _format_several_vms(rule: Rule, settings: Settings) -> str:
     """The difference for events that name other VMs too; "" if the sentence for all rules covers it."""
     if not _may_approve_for_others(rule):
         return ""
@@ -334,7 +334,7 @@ def _several_vms_in_words(rule: Rule, settings: Settings) -> str:
     if is_prepared and rule.lead is not None:
         late = f"begins {format_duration(rule.lead)} before NotBefore; not approved"
     elif is_prepared:
-        late = f"begins {_late_in_words(rule, settings)}; not approved"
+        late = f"begins {_format_late_begin(rule, settings)}; not approved"
     if rule.shared == "any":
         return "approved for all of them"
     if rule.shared == "all-ready":
@@ -349,6 +349,6 @@ def _several_vms_in_words(rule: Rule, settings: Settings) -> str:
     return late if differs else ""
 
 
-def _either(words: Iterable[str]) -> str:
+def _join_or(words: Iterable[str]) -> str:
     *first, last = [*words] or [""]
     return f"{', '.join(first)} or {last}" if first else last

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_run)
 
 
-def hinted_parser() -> argparse.ArgumentParser:
+def parser_with_completers() -> argparse.ArgumentParser:
     """The grammar, with a completer at each action, where shtab looks for it. Raises ImportError."""
     shtab = importlib.import_module("shtab")  # an extra
     ids = shtab.cmd(_IDS)
@@ -85,5 +85,5 @@ def _run(arguments: argparse.Namespace) -> int:
             f"the script for {arguments.shell} is made with shtab, which is not installed: install it beside the "
             "agent (pip install 'scheduled-events-agent[completion]'); the packages for Linux bring the script"
         ) from None
-    print(shtab.complete(hinted_parser(), shell=arguments.shell, root_prefix="scheduled_events_agent"))
+    print(shtab.complete(parser_with_completers(), shell=arguments.shell, root_prefix="scheduled_events_agent"))
     return 0

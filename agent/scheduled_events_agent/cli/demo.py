@@ -54,7 +54,7 @@ time.sleep({"drain": 1.0, "checkpoint": 1.5, "resume": 0.2}[name])
 """
 
 
-class _Scene(NamedTuple):
+class _Case(NamedTuple):
     """One event, and its expected end."""
 
     title: str
@@ -68,36 +68,36 @@ class _Scene(NamedTuple):
 
 
 _SOON = {"notice_seconds": 60, "start_delay_seconds": 0.4, "lasts_seconds": 0.8}
-_SCENES = (
-    _Scene(
+_CASES = (
+    _Case(
         "A user restarts the machine: nothing to prepare, approved at once",
         "Reboot",
         {**_SOON, "source": "User"},
         rule="user-initiated",
         hooks=(),
     ),
-    _Scene(
+    _Case(
         "Azure pauses the VM for 5 seconds: short enough, approved at once",
         "Freeze",
         {**_SOON, "duration_seconds": 5},
         rule="short-freeze",
         hooks=(),
     ),
-    _Scene(
+    _Case(
         "Azure reboots the host: drain, approve, wait for the end, put back in service",
         "Reboot",
         _SOON,
         rule="impactful",
         hooks=("drain: succeeded", "resume: succeeded"),
     ),
-    _Scene(
+    _Case(
         "A Spot VM is evicted in 8 seconds: the checkpoint must be written by then",
         "Preempt",
         {**_SOON, "notice_seconds": 8},
         rule="eviction",
         hooks=("checkpoint: succeeded",),
     ),
-    _Scene(
+    _Case(
         "The drain fails: nothing is approved, Azure waits until NotBefore; recovered anyway",
         "Redeploy",
         {"notice_seconds": 3, "lasts_seconds": 1.0},
@@ -108,7 +108,7 @@ _SCENES = (
 )
 
 
-class _Shown:
+class _DemoLog:
     """Prints one line at a time, and knows what the agent has logged. For any thread."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class _Shown:
         with self._changed:
             print(f"\n--- {title}", flush=True)
 
-    def note_logged(self, message: str, event_id: str) -> None:
+    def add_agent_message(self, message: str, event_id: str) -> None:
         with self._changed:
             self._logged.add((message, event_id))
             self._changed.notify_all()
@@ -137,31 +137,31 @@ class _Shown:
             return self._changed.wait_for(lambda: (message, event_id) in self._logged, seconds)
 
 
-def _show_azure(azure: Simulator, shown: _Shown) -> None:
+def _print_azure_log(azure: Simulator, log: _DemoLog) -> None:
     for entry in azure.stream():
         event = entry.event
         if event is None:
             continue
         name = f"{event.plan.type} {event.id[:8]}"
         notice = (event.not_before_at - event.scheduled_at).total_seconds()
-        words = {
+        messages = {
             "scheduled": f"announces {name}, at the earliest in {notice:.0f}s",
             "approved": f"gets the approval of {name}",
             "started": f"starts {name}",
             "gone": f"is done with {name}",
         }
-        if entry.kind in words:
-            shown.line("Azure", words[entry.kind])
+        if entry.kind in messages:
+            log.line("Azure", messages[entry.kind])
 
 
-class _ShownAgent:
+class _DemoAgent:
     """The agent, as a process whose log is shown."""
 
-    def __init__(self, config: Path, state_dir: Path, shown: _Shown) -> None:
+    def __init__(self, config: Path, state_dir: Path, log: _DemoLog) -> None:
         # Start it as this program was started: with -m, a script of pip's, or a package's launcher.
         this_program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
         command = [*this_program, "run", "--config", str(config), "--state-dir", str(state_dir)]
-        self._shown = shown
+        self._log = log
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8")
         self._reader = threading.Thread(target=self._show, daemon=True)
 
@@ -186,19 +186,19 @@ class _ShownAgent:
             try:
                 entry = json.loads(line)
             except ValueError:
-                self._shown.line("agent", line.rstrip())
+                self._log.line("agent", line.rstrip())
                 continue
             message = entry.get("message", "")
             reason = entry.get("reason", "")
             if message == "hook output":
-                self._shown.line("hook", f"{entry['hook']}: {entry['line']}")
+                self._log.line("hook", f"{entry['hook']}: {entry['line']}")
             elif message == "approving":
-                self._shown.line("agent", f"approves: {reason}")
+                self._log.line("agent", f"approves: {reason}")
             elif message in _SHOWN_MESSAGES:
-                self._shown.line("agent", reason)
+                self._log.line("agent", reason)
             elif entry.get("level") in ("warning", "error"):
-                self._shown.line("agent", f"{message}: {reason}" if reason else message)
-            self._shown.note_logged(message, entry.get("event_id", ""))
+                self._log.line("agent", f"{message}: {reason}" if reason else message)
+            self._log.add_agent_message(message, entry.get("event_id", ""))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,34 +211,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_arguments: argparse.Namespace) -> int:
-    shown = _Shown()
+    log = _DemoLog()
     with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=("web-1",)) as azure:
         directory = Path(name)
         config = _write_files(directory, azure.endpoint())
         print("Starts the real agent against a simulated Azure, both on loopback and in a temporary directory.\n")
         print("The policy:\n", flush=True)
         print("".join(f"    {line}\n" for line in _POLICY.splitlines()))
-        threading.Thread(target=_show_azure, args=(azure, shown), daemon=True).start()
-        with _ShownAgent(config, directory / "state", shown):
+        threading.Thread(target=_print_azure_log, args=(azure, log), daemon=True).start()
+        with _DemoAgent(config, directory / "state", log):
             azure.wait_polls(1, timeout_seconds=_WITHIN_SECONDS)
-            events = [_play(azure, scene, shown) for scene in _SCENES]
+            events = [_run_case(azure, case, log) for case in _CASES]
         with contextlib.closing(Store.open_readonly(directory / "state")) as store:
             histories = {history.workflow.event.id: history for history in store.load_histories()}
     print("\nHow it ended:\n")
-    ended = zip(_SCENES, events, strict=True)
-    ends = [_end_of(scene, event, histories.get(event.id)) for scene, event in ended]
-    print(*shown.terminal.table([end.row for end in ends]), sep="\n")
-    wrong = [end for end in ends if not end.is_right]
+    ended = zip(_CASES, events, strict=True)
+    results = [_verify(case, event, histories.get(event.id)) for case, event in ended]
+    print(*log.terminal.table([result.row for result in results]), sep="\n")
+    wrong = [result for result in results if not result.is_right]
     verdict = f"{len(wrong)} of {len(events)} did not end as expected" if wrong else "all as expected"
-    print(f"\n{verdict}, in {time.monotonic() - shown.began:.0f} seconds")
+    print(f"\n{verdict}, in {time.monotonic() - log.began:.0f} seconds")
     return 1 if wrong else 0
 
 
-def _play(azure: Simulator, scene: _Scene, shown: _Shown) -> SimulatedEvent:
-    shown.head(scene.title)
-    event_id = azure.schedule(scene.type, **scene.plan)  # type: ignore[arg-type]
+def _run_case(azure: Simulator, case: _Case, log: _DemoLog) -> SimulatedEvent:
+    log.head(case.title)
+    event_id = azure.schedule(case.type, **case.plan)  # type: ignore[arg-type]
     azure.wait_gone(event_id, timeout_seconds=_WITHIN_SECONDS)
-    shown.wait_for("closed", event_id, _WITHIN_SECONDS)  # else the journal shows what is missing
+    log.wait_for("closed", event_id, _WITHIN_SECONDS)  # else the journal shows what is missing
     return azure.event(event_id)
 
 
@@ -259,23 +259,23 @@ def _write_files(directory: Path, endpoint: str) -> Path:
     return config
 
 
-class _End(NamedTuple):
+class _CaseResult(NamedTuple):
     """The result of one event."""
 
     is_right: bool
     row: tuple[Cell, ...]
 
 
-def _end_of(scene: _Scene, event: SimulatedEvent, history: History | None) -> _End:
+def _verify(case: _Case, event: SimulatedEvent, history: History | None) -> _CaseResult:
     """The result of an event, from Azure and the agent's history, and whether it is as expected."""
     records = history.records if history else ()
     rule = history.workflow.decision.rule if history else None
     hooks = tuple(f"{record.hook}: {record.outcome}" for record in records if record.kind == "hook_finished")
     is_completed = history is not None and not history.workflow.is_open and history.workflow.outcome == "completed"
     is_approved = event.approved_at is not None
-    is_right = (rule, hooks, is_approved) == (scene.rule, scene.hooks, scene.is_approved) and is_completed
+    is_right = (rule, hooks, is_approved) == (case.rule, case.hooks, case.is_approved) and is_completed
     approved = "approved" if is_approved else "not approved"
     started = ((event.started_at or event.scheduled_at) - event.scheduled_at).total_seconds()
-    told = ", ".join((f"rule {rule or 'none'}", *hooks, approved, f"started after {started:.1f}s"))
+    summary = ", ".join((f"rule {rule or 'none'}", *hooks, approved, f"started after {started:.1f}s"))
     verdict = "ok" if is_right else "WRONG"
-    return _End(is_right, (Cell(verdict), Cell(scene.type), Cell(event.id[:8]), Cell(told)))
+    return _CaseResult(is_right, (Cell(verdict), Cell(case.type), Cell(event.id[:8]), Cell(summary)))

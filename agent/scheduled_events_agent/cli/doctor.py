@@ -35,7 +35,7 @@ from scheduled_events_agent.cli.doctor_checks import (
 )
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.cli.status import ask_status, start_command
-from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
+from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, warn_if_slow
 from scheduled_events_agent.hooks import preflight
 from scheduled_events_agent.host import conflicts, processes
 from scheduled_events_agent.host.conflicts import OwnService
@@ -117,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
             )
         )
     else:
-        for line in doctor_checks.in_words(examine(), Terminal.of(sys.stdout)):
+        for line in doctor_checks.format_findings(examine(), Terminal.of(sys.stdout)):
             print(line, flush=True)
     return 1 if any(finding.severity == "error" for finding in findings) else 0
 
@@ -137,7 +137,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     state_dir = state_dir_of(settings, state_option).absolute()
     agent = _find_agent(state_dir)
     if isinstance(agent.status, Status):
-        settings = _as_used(settings, agent.status, has_policy=loaded is not None)
+        settings = _as_the_agent_uses(settings, agent.status, has_policy=loaded is not None)
     service: OwnService | None = None
     service_error = ""
     try:
@@ -146,7 +146,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         service_error = str(error)
     account = service.account if service is not None and service.account != host.account_name() else None
 
-    yield from _look_at_imds(settings)
+    yield from _check_imds(settings)
     if policy_error is not None:
         is_hidden = isinstance(policy_error.__cause__, PermissionError)
         for problem in policy_error.problems:
@@ -158,21 +158,21 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     if loaded is None:
         yield from waiting(("hooks", "secrets", "permissions", "fleet", "notifications"), "policy")
     else:
-        yield from _look_at_policy(loaded, service, account)
-        yield _look_at_fleet(settings, account)
-        yield from _look_at_notifications(loaded, agent.status, account, options)
-    if _may_look_at(state_dir):
-        yield _look_at_state(state_dir, account, is_in_use=agent.pid is not None)
-        yield _look_at_disk(state_dir)
-        yield _look_at_agent(state_dir, agent, service, loaded, options)
+        yield from _check_policy(loaded, service, account)
+        yield _check_fleet(settings, account)
+        yield from _check_notifications(loaded, agent.status, account, options)
+    if _may_read(state_dir):
+        yield _check_state(state_dir, account, is_in_use=agent.pid is not None)
+        yield _check_disk(state_dir)
+        yield _check_agent(state_dir, agent, service, loaded, options)
     else:
         yield from (hidden(check, host.account_name()) for check in ("state", "disk", "agent"))
-    yield doctor_checks.judge_service(service, service_error)
+    yield doctor_checks.check_service(service, service_error)
     own_pids = {int(agent.pid)} if agent.pid and agent.pid.isdecimal() else set[int]()
     if agent.lock_error and service is not None:
         own_pids = {service.pid}  # as far as this account can tell
     others = conflicts.acting_agents(own_pids)
-    yield from doctor_checks.judge_others(
+    yield from doctor_checks.check_other_agents(
         processes.other_approvers(), others, is_acting=settings.agent.mode == "act"
     )
 
@@ -198,11 +198,11 @@ def _find_agent(state_dir: Path) -> _Agent:
         return _Agent(lock_error=str(error))
     if pid is None:
         return _Agent()
-    with remark_if_slow("waits for the agent, which does not answer"):
+    with warn_if_slow("waits for the agent, which does not answer"):
         return _Agent(pid, ask_status(state_dir, pid))
 
 
-def _as_used(settings: Settings, status: Status, *, has_policy: bool) -> Settings:
+def _as_the_agent_uses(settings: Settings, status: Status, *, has_policy: bool) -> Settings:
     """The settings with the endpoint that the agent asks; without a valid policy, also who it is and its mode."""
     settings = replace(settings, imds=replace(settings.imds, endpoint=status.endpoint))
     if has_policy:
@@ -212,7 +212,7 @@ def _as_used(settings: Settings, status: Status, *, has_policy: bool) -> Setting
     return replace(settings, vm=vm, agent=replace(settings.agent, mode=status.mode))
 
 
-def _look_at_imds(settings: Settings) -> Iterator[Finding]:
+def _check_imds(settings: Settings) -> Iterator[Finding]:
     endpoint = resolve_endpoint(settings.imds.endpoint)
     imds = settings.imds
     versions = candidate_versions(imds.api_version, has_recommendations=names_recommendations(settings.rules))
@@ -235,49 +235,49 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     try:
         instance = connect(endpoint, request_timeout=imds.request_timeout).probe("instance")
     except ImdsError as error:
-        yield doctor_checks.judge_no_answer("endpoint", error)
+        yield doctor_checks.check_unreachable("endpoint", error)
         yield from waiting(("proxy", *_NEED_AN_ANSWER), "endpoint")
         return
     answered_at = datetime.now(UTC)
-    direct = doctor_checks.judge_directness([instance])
+    direct = doctor_checks.check_no_proxy([instance])
     if instance.error is not None and direct.severity == "ok":  # there is no point in asking for more
-        yield doctor_checks.judge_no_answer("endpoint", instance.error)
+        yield doctor_checks.check_unreachable("endpoint", instance.error)
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "endpoint")
         return
     yield ok("endpoint", f"{endpoint} answers, in {(answered_at - asked_at).total_seconds() * 1000:.0f} ms")
-    if instance.error is not None or doctor_checks.is_page(instance):
+    if instance.error is not None or doctor_checks.is_html(instance):
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "proxy")
         return
     identity = parse_identity(instance.body)
-    said = identity.name if identity is not None else ""
-    names = tuple(filter(None, (settings.vm.name or said, *settings.vm.aliases)))
+    reported = identity.name if identity is not None else ""
+    names = tuple(filter(None, (settings.vm.name or reported, *settings.vm.aliases)))
     try:
-        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+        with warn_if_slow(FIRST_ANSWER_IS_SLOW):
             best = fetch_with_fallback(versions, fetch)
     except ImdsError as error:
         version = skipped("version", "waits for the check events")
-        events = doctor_checks.judge_no_answer("events", error)
+        events = doctor_checks.check_unreachable("events", error)
     else:
         document = best.content
-        version = doctor_checks.judge_version(best)
-        direct = doctor_checks.judge_directness([instance, document])
-        events = doctor_checks.judge_document(document, names, socket.gethostname())
+        version = doctor_checks.check_version(best)
+        direct = doctor_checks.check_no_proxy([instance, document])
+        events = doctor_checks.check_document(document, names, socket.gethostname())
     yield direct
-    yield doctor_checks.judge_name(settings.vm, said)
+    yield doctor_checks.check_vm_name(settings.vm, reported)
     yield version
     yield events
-    yield doctor_checks.judge_clock(instance.headers.get("date"), asked_at, answered_at)
+    yield doctor_checks.check_clock(instance.headers.get("date"), asked_at, answered_at)
 
 
 # --- the policy and what it names
 
 
-def _look_at_policy(loaded: LoadedPolicy, service: OwnService | None, account: str | None) -> Iterator[Finding]:
+def _check_policy(loaded: LoadedPolicy, service: OwnService | None, account: str | None) -> Iterator[Finding]:
     """Warnings about the policy. ``account``: the service's account, if this process runs as another one."""
-    may_look = account is None or host.is_privileged()
-    found = tuple(preflight.check_machine(loaded, is_root=_is_root(account))) if may_look else ()
+    may_read = account is None or host.is_privileged()
+    found = tuple(preflight.check_machine(loaded, is_root=_is_root(account))) if may_read else ()
     of_pages = [finding for finding in found if finding.subject == "web"]
     for problem in loaded.warnings:
         yield warning("policy", str(problem), "check that this is intended")
@@ -288,13 +288,13 @@ def _look_at_policy(loaded: LoadedPolicy, service: OwnService | None, account: s
         yield warning("policy", what, "set it to act when explain and the log show what you want")
     elif not loaded.warnings and not of_pages:
         yield ok("policy", f"{loaded.name}: valid")
-    yield from _look_at_units(loaded)
-    if may_look:
+    yield from _check_units(loaded)
+    if may_read:
         units_error = service.units_error if service is not None else ""
-        yield from _look_at_hooks(loaded, found, account, units_error=units_error)
-        yield from _look_at_secrets(account, is_loaded=service is not None and service.has_credentials)
+        yield from _check_hooks(loaded, found, account, units_error=units_error)
+        yield from _check_secrets(account, is_loaded=service is not None and service.has_credentials)
         is_root_service = service is not None and _is_system(service.account)
-        yield from _look_at_files(loaded, found, is_root_service=is_root_service)
+        yield from _check_permissions(loaded, found, is_root_service=is_root_service)
         return
     yield from (hidden(check, host.account_name()) for check in ("hooks", "secrets", "permissions"))
 
@@ -304,7 +304,7 @@ def _line_of(loaded: LoadedPolicy, finding: preflight.Finding) -> str:
     return str(loaded.parsed.problem(finding.key, finding.message))
 
 
-def _look_at_hooks(
+def _check_hooks(
     loaded: LoadedPolicy, findings: Sequence[preflight.Finding], account: str | None, *, units_error: str
 ) -> Iterator[Finding]:
     """``units_error``: why run-as-root cannot start a hook's unit."""
@@ -320,7 +320,7 @@ def _look_at_hooks(
         if any(path.startswith(f"hooks.{name}.") for path in found):
             continue
         try:
-            if problem := _access_fault(hook, account):
+            if problem := _access_error(hook, account):
                 found[name] = f"hooks.{name}.{problem}"
         except host.HostError as error:
             unknown.add(str(error))
@@ -332,7 +332,7 @@ def _look_at_hooks(
         yield ok("hooks", f"{plural(len(hooks), 'hook')}: all programs exist and can be started")
 
 
-def _look_at_units(loaded: LoadedPolicy) -> Iterator[Finding]:
+def _check_units(loaded: LoadedPolicy) -> Iterator[Finding]:
     """The units that hooks stop and start. The shipped hooks have their names in ``env``."""
     named = {
         f"hooks.{name}.env.{key}": unit
@@ -357,7 +357,7 @@ def _look_at_units(loaded: LoadedPolicy) -> Iterator[Finding]:
             )
 
 
-def _access_fault(hook: Hook, account: str | None) -> str | None:
+def _access_error(hook: Hook, account: str | None) -> str | None:
     """Why the account that runs the hook cannot, after the key that is wrong. Raises HostError."""
     who = account or host.account_name()
     if hook.user not in (None, who) and not _is_system(who):
@@ -371,7 +371,7 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
     return None
 
 
-def _look_at_secrets(account: str | None, *, is_loaded: bool) -> Iterator[Finding]:
+def _check_secrets(account: str | None, *, is_loaded: bool) -> Iterator[Finding]:
     """Whether hooks can read their secrets. ``is_loaded``: the service manager has loaded them for the service."""
     directory = processes.base_environment(None).get("CREDENTIALS_DIRECTORY")
     if is_loaded:
@@ -401,7 +401,7 @@ def _look_at_secrets(account: str | None, *, is_loaded: bool) -> Iterator[Findin
         yield ok("secrets", f"hooks can read {plural(len(files), 'file')} in {directory}")
 
 
-def _look_at_files(
+def _check_permissions(
     loaded: LoadedPolicy, findings: Sequence[preflight.Finding], *, is_root_service: bool
 ) -> Iterator[Finding]:
     exposed: dict[str, preflight.Finding] = {}
@@ -409,12 +409,12 @@ def _look_at_files(
         if finding.subject == "permission":  # of one file at several places, the first is the worst
             exposed.setdefault(finding.message, finding)
     for message, finding in exposed.items():
-        judge = failure if finding.severity == "error" else warning
-        yield judge("permissions", message, finding.hint)
+        finding_of = failure if finding.severity == "error" else warning
+        yield finding_of("permissions", message, finding.hint)
     secrets = [finding for finding in findings if finding.subject == "secret"]
     for finding in secrets:
         yield warning("permissions", _line_of(loaded, finding), finding.hint)
-    own = _own_code_fault() if is_root_service else None
+    own = _own_code_risk() if is_root_service else None
     if own is not None:
         advice = (
             "install the agent where only root or administrators can write: who changes its code is one of them"
@@ -427,7 +427,7 @@ def _look_at_files(
         yield ok("permissions", f"no other account can change {what}")
 
 
-def _look_at_notifications(
+def _check_notifications(
     loaded: LoadedPolicy, status: Status | str, account: str | None, options: CommandOptions
 ) -> Iterator[Finding]:
     """Whether notifications work.
@@ -436,18 +436,20 @@ def _look_at_notifications(
     ``status``: the agent's status, if it answers.
     """
     targets = loaded.settings.notify
-    told = status.notify if isinstance(status, Status) else ()
+    known_targets = status.notify if isinstance(status, Status) else ()
     unusable: list[tuple[str, str]] = []
     if account is None or host.is_privileged():
         for target in targets:
-            unusable += [(target.name, text) for text in _target_faults(target, account)]
+            unusable += [(target.name, text) for text in _target_errors(target, account)]
     elif targets:
         yield hidden("notifications", host.account_name())
         return
-    yield from doctor_checks.judge_notifications([target.name for target in targets], unusable, told, options)
+    yield from doctor_checks.check_notifications(
+        [target.name for target in targets], unusable, known_targets, options
+    )
 
 
-def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
+def _target_errors(target: NotifyTarget, account: str | None) -> Iterator[str]:
     """Why the account cannot use the target; each reason once."""
     yield from dict.fromkeys(problem for _, problem in notifications.warnings([target]))
     if account is None:
@@ -461,7 +463,7 @@ def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
             yield f"{key}: {error}"
 
 
-def _own_code_fault() -> str | None:
+def _own_code_risk() -> str | None:
     """Which account could change the agent's code, and what to do. One is enough: there may be hundreds."""
     code = {Path(sys.argv[0]), Path(sys.executable), *Path(scheduled_events_agent.__file__).parent.rglob("*.py")}
     for module in tuple(sys.modules.values()):
@@ -484,7 +486,7 @@ def _is_system(account: str) -> bool:
     return account.rpartition("\\")[2].casefold() in ("root", "localsystem", "system")
 
 
-def _look_at_fleet(settings: Settings, account: str | None) -> Finding:
+def _check_fleet(settings: Settings, account: str | None) -> Finding:
     if settings.fleet is None:
         return ok("fleet", "the policy names no fleet")
     from scheduled_events_agent.cli import fleet  # noqa: PLC0415  # most policies have none
@@ -496,7 +498,7 @@ def _look_at_fleet(settings: Settings, account: str | None) -> Finding:
 # --- the state and the agent
 
 
-def _may_look_at(directory: Path) -> bool:
+def _may_read(directory: Path) -> bool:
     """Whether this account may look into the directory. True if the directory does not exist."""
     try:
         with os.scandir(directory):
@@ -507,14 +509,14 @@ def _may_look_at(directory: Path) -> bool:
         return True
 
 
-def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> Finding:
+def _check_state(directory: Path, account: str | None, *, is_in_use: bool) -> Finding:
     """Whether the state directory can be used. ``is_in_use``: an agent runs with it."""
     who = account or host.account_name()
     is_unknown = account is None and not host.is_privileged()
     try:
         if problem := host.find_replacement_risk(directory):
-            judge = failure if _is_root(account) else warning
-            return judge("state", problem, "run that command, or name another directory with agent.state_dir")
+            finding_of = failure if _is_root(account) else warning
+            return finding_of("state", problem, "run that command, or name another directory with agent.state_dir")
         if not directory.exists():
             return ok("state", f"{directory} is not there yet: the agent makes it when it first starts")
         if not directory.is_dir():
@@ -540,7 +542,7 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
     return ok("state", f"{directory} is there, for {who} alone, and writable")
 
 
-def _look_at_disk(directory: Path) -> Finding:
+def _check_disk(directory: Path) -> Finding:
     try:
         place = next(path for path in (directory, *directory.parents) if path.exists())
         temporary = processes.temporary_disk(place)
@@ -549,12 +551,12 @@ def _look_at_disk(directory: Path) -> Finding:
     except (OSError, StopIteration) as error:
         return warning("disk", f"{directory}: {error}", _AS_AGENT)
     kind = system[0] if system else None
-    return doctor_checks.judge_disk(
+    return doctor_checks.check_disk(
         str(directory), None if temporary is None else str(temporary), kind, free_bytes
     )
 
 
-def _look_at_agent(
+def _check_agent(
     state_dir: Path,
     agent: _Agent,
     service: OwnService | None,
@@ -566,11 +568,11 @@ def _look_at_agent(
     if agent.lock_error:
         return warning("agent", agent.lock_error, "check the disk of the state directory")
     if agent.pid is None:
-        return _judge_no_agent(state_dir, service, options)
-    return judge_agent(agent.pid, agent.status, loaded)
+        return _check_absent_agent(state_dir, service, options)
+    return check_running_agent(agent.pid, agent.status, loaded)
 
 
-def _judge_no_agent(state_dir: Path, service: OwnService | None, options: CommandOptions) -> Finding:
+def _check_absent_agent(state_dir: Path, service: OwnService | None, options: CommandOptions) -> Finding:
     if service is not None and service.is_running:
         return warning(
             "agent",
@@ -583,7 +585,7 @@ def _judge_no_agent(state_dir: Path, service: OwnService | None, options: Comman
     return warning("agent", f"no agent runs with the state directory {state_dir}", hint)
 
 
-def judge_agent(pid: str, status: Status | str, loaded: LoadedPolicy | None) -> Finding:
+def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | None) -> Finding:
     """Whether the agent that runs is well, and does what the policy file says."""
     if isinstance(status, str):
         return warning("agent", status, "see its log; if it stays, restart it")

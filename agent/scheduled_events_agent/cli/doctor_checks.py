@@ -100,7 +100,7 @@ def hidden(check: str, account: str) -> Finding:
     return skipped(check, f"cannot be checked by {account}: run as root")
 
 
-def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
+def format_findings(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
     """The lines to show, each as soon as there is a finding, the last of them a summary."""
     counts = dict.fromkeys(_STYLES, 0)
 
@@ -120,23 +120,23 @@ def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
 # --- the metadata service
 
 
-def judge_no_answer(check: str, error: ImdsError) -> Finding:
+def check_unreachable(check: str, error: ImdsError) -> Finding:
     """The findings of a request that failed."""
     return failure(check, str(error), _ADVICE.get(error.kind, _SOMETHING_ELSE))
 
 
-def is_page(answer: RawResponse) -> bool:
+def is_html(answer: RawResponse) -> bool:
     """Whether the answer is a web page, as from a proxy."""
     return "html" in answer.headers.get("content-type", "").lower() or answer.body.lstrip()[:1] == b"<"
 
 
-def judge_directness(answers: Iterable[RawResponse]) -> Finding:
+def check_no_proxy(answers: Iterable[RawResponse]) -> Finding:
     """Whether the answers come from the service itself."""
     for answer in answers:
         signs = [f"the header {name}: {answer.headers[name]}" for name in _OF_PROXIES if name in answer.headers]
         if 300 <= answer.status < 400:
             signs = [f"a redirect ({answer.status}) to {answer.headers.get('location', 'nowhere')}"]
-        if is_page(answer):
+        if is_html(answer):
             signs.append("a web page")
         if signs:
             return failure(
@@ -147,7 +147,7 @@ def judge_directness(answers: Iterable[RawResponse]) -> Finding:
     return ok("proxy", "no sign of a proxy")
 
 
-def judge_version(best: FallbackResult[RawResponse]) -> Finding:
+def check_version(best: FallbackResult[RawResponse]) -> Finding:
     """Whether the document comes in the newest api-version that the policy needs."""
     if best.content.status != 200:
         return skipped("version", "waits for the check events")
@@ -161,10 +161,10 @@ def judge_version(best: FallbackResult[RawResponse]) -> Finding:
     )
 
 
-def judge_document(answer: RawResponse, names: Sequence[str], host_name: str) -> Finding:
+def check_document(answer: RawResponse, names: Sequence[str], host_name: str) -> Finding:
     """The pending events of the document, and whether Resources call this VM by one of ``names``."""
     if answer.error is not None:
-        return judge_no_answer("events", answer.error)
+        return check_unreachable("events", answer.error)
     if not answer.body:
         return warning(
             "events",
@@ -192,37 +192,37 @@ def judge_document(answer: RawResponse, names: Sequence[str], host_name: str) ->
     return ok("events", f"{pending}, for other VMs only: {shown or 'none is named'}")
 
 
-def judge_name(vm: VmSettings, said: str) -> Finding:
-    """Whether it is known who this VM is. ``said``: its name according to the service, or ""."""
-    if not vm.name and not said:
+def check_vm_name(vm: VmSettings, reported: str) -> Finding:
+    """Whether it is known who this VM is. ``reported``: its name according to the service, or ""."""
+    if not vm.name and not reported:
         return failure(
             "vm-name",
             "the service does not know this VM's name",
             "set vm.name in the policy to the name in Resources: without a name nothing is approved",
         )
-    if vm.name and said and vm.name.casefold().lstrip("_") != said.casefold().lstrip("_"):
+    if vm.name and reported and vm.name.casefold().lstrip("_") != reported.casefold().lstrip("_"):
         return warning(
             "vm-name",
-            f"the policy calls this VM {vm.name}, the service {said}",
+            f"the policy calls this VM {vm.name}, the service {reported}",
             "remove vm.name from the policy, unless Resources use that name",
         )
     also = f", also known as {', '.join(vm.aliases)}" if vm.aliases else ""
-    return ok("vm-name", f"this VM is {vm.name or said}{also}")
+    return ok("vm-name", f"this VM is {vm.name or reported}{also}")
 
 
-def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> Finding:
+def check_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> Finding:
     """Compare this clock with the Date header, which has whole seconds and was written between the two moments."""
     try:
-        said = parsedate_to_datetime(date or "")
+        reported = parsedate_to_datetime(date or "")
     except ValueError:
         return warning(
             "clock",
             "the answer has no Date header, so this clock cannot be compared",
             "check the clock by other means: NotBefore is compared with it",
         )
-    said = said if said.tzinfo is not None else said.replace(tzinfo=UTC)
-    latest = said + timedelta(seconds=1)
-    skew = (max(asked_at - latest, timedelta()) + min(answered_at - said, timedelta())).total_seconds()
+    reported = reported if reported.tzinfo is not None else reported.replace(tzinfo=UTC)
+    latest = reported + timedelta(seconds=1)
+    skew = (max(asked_at - latest, timedelta()) + min(answered_at - reported, timedelta())).total_seconds()
     if abs(skew) < _SKEW_WARNING_SECONDS:
         return ok("clock", "within 2 s of the service's")
     which = "ahead of" if skew > 0 else "behind"
@@ -238,18 +238,18 @@ def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
 # --- notifications
 
 
-def judge_notifications(
+def check_notifications(
     names: Sequence[str],
     unusable: Sequence[tuple[str, str]],
-    told: Sequence[NotifiedTarget],
+    known_targets: Sequence[NotifiedTarget],
     options: CommandOptions,
 ) -> Iterator[Finding]:
     """Whether targets receive notifications. ``unusable``: names of targets, and why they cannot be used here.
 
-    ``told``: the targets in a running agent's status. ``options``: the command-line options in force.
+    ``known_targets``: the targets in a running agent's status. ``options``: the command-line options in force.
     """
     found = [*unusable]
-    for target in told:
+    for target in known_targets:
         if target.failure:
             found.append((target.name, f"has failed since {utc(target.failure.since)}: {target.failure.reason}"))
         if target.lost_at:
@@ -269,7 +269,7 @@ def judge_notifications(
 # --- the machine
 
 
-def judge_service(service: OwnService | None, error: str) -> Finding:
+def check_service(service: OwnService | None, error: str) -> Finding:
     """Whether the agent is a service that starts with the machine. ``error``: why that is not known."""
     if error:
         return warning(
@@ -299,7 +299,7 @@ def judge_service(service: OwnService | None, error: str) -> Finding:
     return ok("service", what)
 
 
-def judge_disk(place: str, temporary: str | None, kind: str | None, free_bytes: int) -> Finding:
+def check_disk(place: str, temporary: str | None, kind: str | None, free_bytes: int) -> Finding:
     """Whether the state's disk survives, and has room. ``temporary``: the root of Azure's temporary disk."""
     elsewhere = "name a directory on the system's or a data disk with agent.state_dir"
     if temporary is not None:
@@ -321,7 +321,7 @@ def judge_disk(place: str, temporary: str | None, kind: str | None, free_bytes: 
     return ok("disk", f"{place} is on a persistent disk{of_kind}, {free}")
 
 
-def judge_others(
+def check_other_agents(
     approvers: Sequence[Approver], agents: Sequence[ActingAgent], *, is_acting: bool
 ) -> Iterator[Finding]:
     """Other programs that approve events, and other agents of this program."""

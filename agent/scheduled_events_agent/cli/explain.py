@@ -21,7 +21,7 @@ from scheduled_events_agent.cli.config import find_config, load_policy, state_di
 from scheduled_events_agent.cli.operator import find_agent, options_of
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.status import event_rows, head, load_status
-from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
+from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, warn_if_slow
 from scheduled_events_agent.hooks.durations import KnownTimes, decode, estimate_seconds
 from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
 from scheduled_events_agent.imds.compare import Seen
@@ -84,7 +84,7 @@ class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Literal["allow", "manual", "deny"]
     at: datetime | None
-    """When at the earliest; None unless ``answer`` is yes, or if it was approved already."""
+    """When at the earliest; None unless ``verdict`` is allow, or if it was approved already."""
     text: str
     """When it would be approved, or why not."""
 
@@ -165,7 +165,7 @@ def _time(text: str) -> datetime:
 # --- one event
 
 
-class _Life:
+class _Forecast:
     """A rehearsal of an event until it would start, in which every hook succeeds at once."""
 
     def __init__(self, event: ScheduledEvent, known: Workflow | None, context: Context) -> None:
@@ -178,7 +178,7 @@ class _Life:
         self.prepare: list[str] = []
         self.hooks_until: datetime | None = None
 
-    def rehearse(self, signals: list[Signal], workflows: dict[str, Workflow]) -> None:
+    def simulate(self, signals: list[Signal], workflows: dict[str, Workflow]) -> None:
         """Continue from these workflows. ``context`` is then that of the end."""
         while True:
             result = advance(workflows, signals, self.context)
@@ -187,11 +187,11 @@ class _Life:
             workflows = result.workflows
             now = self.context.now
             signals = []
-            for step in result.transitions:
-                self._look_at(step.workflow)
-                for effect in step.effects:
+            for transition in result.transitions:
+                self._follow(transition.workflow)
+                for effect in transition.effects:
                     if isinstance(effect, RunHook):
-                        signals.append(self.run(step.workflow, effect.stage, effect.hook, effect.run))
+                        signals.append(self.run(transition.workflow, effect.stage, effect.hook, effect.run))
                     elif isinstance(effect, Approve):
                         self.approved_at = now
                         signals.append(ApprovalAnswered(workflow_id=effect.workflow_id))
@@ -203,7 +203,7 @@ class _Life:
                 return
             self.context = replace(self.context, now=wake_at, document_at=wake_at)
 
-    def _look_at(self, workflow: Workflow) -> None:
+    def _follow(self, workflow: Workflow) -> None:
         now = self.context.now
         if self.begins_at is None and workflow.phase in ("preparing", "prepared"):
             self.begins_at = now
@@ -244,27 +244,29 @@ class _Assumed(NamedTuple):
 
 
 def _explain(event: ScheduledEvent, known: WorkflowView | None, assumed: _Assumed) -> Explanation:
-    life = _Life(event, known, _context(event, known, assumed))
+    forecast = _Forecast(event, known, _context(event, known, assumed))
     if known is None or not known.is_over:
-        life.rehearse(_first_signals(life, event, known, assumed), {} if known is None else {known.id: known})
-    decision = life.workflow.decision
+        forecast.simulate(
+            _first_signals(forecast, event, known, assumed), {} if known is None else {known.id: known}
+        )
+    decision = forecast.workflow.decision
     now = assumed.now
     has_begun = known is not None and known.handling_since is not None
-    start = decision.start(event, now, needed_seconds(decision, life.context))
-    facts = MatchContext(names=assumed.names, not_before_seen_at=life.workflow.not_before_seen_at)
+    start = decision.start(event, now, needed_seconds(decision, forecast.context))
+    facts = MatchContext(names=assumed.names, not_before_seen_at=forecast.workflow.not_before_seen_at)
     above = rejected_rules(assumed.settings.rules, decision.rule, event, facts) if assumed.is_same_policy else []
     return Explanation(
         event=event,
         workflow=known,
         decision=decision,
         rejected_rules=tuple([RejectedRule(rule=rule, reason=reason) for rule, reason in above]),
-        begins_at=life.begins_at,
-        begins_reason=start.reason if life.begins_at is not None and not has_begun else "",
-        needs_slot=not has_begun and needs_slot(life.workflow, life.context),
-        drain_seconds=life.drain_seconds,
-        prepare=tuple(life.prepare),
-        hooks_until=life.hooks_until,
-        expected_approval=_approval(life, assumed),
+        begins_at=forecast.begins_at,
+        begins_reason=start.reason if forecast.begins_at is not None and not has_begun else "",
+        needs_slot=not has_begun and needs_slot(forecast.workflow, forecast.context),
+        drain_seconds=forecast.drain_seconds,
+        prepare=tuple(forecast.prepare),
+        hooks_until=forecast.hooks_until,
+        expected_approval=_approval(forecast, assumed),
     )
 
 
@@ -286,11 +288,15 @@ def _context(event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -
         reserve=settings.agent.reserve,
         boot_id=boot_id,
         document_at=assumed.now,
-        fleet=_willing_fleet(settings, event, workflow_id(event.key, assumed.now) if known is None else known.id),
+        fleet=_permissive_fleet(
+            settings, event, workflow_id(event.key, assumed.now) if known is None else known.id
+        ),
     )
 
 
-def _first_signals(life: _Life, event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -> list[Signal]:
+def _first_signals(
+    forecast: _Forecast, event: ScheduledEvent, known: Workflow | None, assumed: _Assumed
+) -> list[Signal]:
     """The signals since the agent's last status. Hooks and requests that are under way end now."""
     if known is None:
         return [Seen(event)]
@@ -298,16 +304,16 @@ def _first_signals(life: _Life, event: ScheduledEvent, known: Workflow | None, a
         return [AgentRestarted(), Seen(event)]
     signals: list[Signal] = [] if event == known.event else [Seen(event)]
     for stage in _STAGES:
-        progress = known.stage_status(stage)
-        if progress.current is not None:
-            signals.append(life.run(known, stage, progress.current, progress.run))
+        stage_status = known.stage_status(stage)
+        if stage_status.current is not None:
+            signals.append(forecast.run(known, stage, stage_status.current, stage_status.run))
     if known.approval.state == "requested":
-        life.approved_at = assumed.now
+        forecast.approved_at = assumed.now
         signals.append(ApprovalAnswered(workflow_id=known.id))
     return signals
 
 
-def _willing_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> FleetView | None:
+def _permissive_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> FleetView | None:
     """A fleet that has a slot for the event, and in which all VMs are ready."""
     fleet = settings.fleet
     if fleet is None:
@@ -317,17 +323,17 @@ def _willing_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> 
     return FleetView(max_events=fleet.max_events, members=fleet.members, statuses={event.key: status})
 
 
-def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
-    workflow = life.workflow
+def _approval(forecast: _Forecast, assumed: _Assumed) -> ExpectedApproval:
+    workflow = forecast.workflow
     event = workflow.event
     decision = workflow.decision
-    approved_at = life.approved_at
+    approved_at = forecast.approved_at
     if approved_at is not None:
         is_now = approved_at == assumed.now
         when = "at once" if is_now else f"at {format_clock(approved_at, assumed.now)} at the earliest"
-        if decision.approve == "when-prepared" and life.prepare:
-            count = len(life.prepare)
-            hooks = f"hook {life.prepare[0]} has" if count == 1 else f"its {count} hooks have"
+        if decision.approve == "when-prepared" and forecast.prepare:
+            count = len(forecast.prepare)
+            hooks = f"hook {forecast.prepare[0]} has" if count == 1 else f"its {count} hooks have"
             text = f"as soon as {hooks} succeeded"
             text += "" if is_now else f", {when}"
             text += ", and once the other VMs are ready" if needs_all(workflow) else ""
@@ -338,7 +344,7 @@ def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
         return ExpectedApproval(verdict="allow", at=None, text="already")
     if workflow.is_over:
         return ExpectedApproval(verdict="deny", at=None, text="not approved: it is over")
-    result = evaluate_approval_gates(workflow, life.context)
+    result = evaluate_approval_gates(workflow, forecast.context)
     if result.verdict == "wait" and decision.approve == "manual":
         line = command(assumed.options, "approve", quoted(event.id))
         return ExpectedApproval(verdict="manual", at=None, text=f"when an operator says so: {line}")
@@ -382,11 +388,11 @@ def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsC
         )
         return client.fetch(), client
 
-    with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+    with warn_if_slow(FIRST_ANSWER_IS_SLOW):
         return fetch_with_fallback(versions, fetch).content
 
 
-def _rehearsal(arguments: argparse.Namespace, settings: Settings, state_dir: Path) -> _Found:
+def _load_file(arguments: argparse.Namespace, settings: Settings, state_dir: Path) -> _Found:
     """The events of a document. No agent is asked about them. Raises AgentError."""
     name: str = arguments.vm or settings.vm.name or ""
     if arguments.document is not None:
@@ -449,7 +455,7 @@ def _run(arguments: argparse.Namespace) -> int:
     options = options_of(arguments, state_dir)
     status: Status | None = None
     if arguments.document is not None or arguments.vm or arguments.at:
-        found = _rehearsal(arguments, settings, state_dir)
+        found = _load_file(arguments, settings, state_dir)
     else:
         status, absence = _ask_agent(state_dir, options)
         found = _ask_both(settings, status, absence)

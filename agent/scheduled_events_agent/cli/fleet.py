@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "release the event only if the VM does not come back. Exit code 1: the table cannot be used, there is no "
         "such event, or a VM of it is not silent."
     )
-    parser.add_argument("word", choices=("status", "release"), metavar="status|release", help="what to do")
+    parser.add_argument("action", choices=("status", "release"), metavar="status|release", help="what to do")
     parser.add_argument("event", nargs="?", metavar="EVENT", help="release: the event's full id (status --json)")
     add_config_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if (arguments.word == "release") != bool(arguments.event):
+    if (arguments.action == "release") != bool(arguments.event):
         raise AgentError("expected: fleet status, or fleet release EVENT", kind="usage")
     loaded = load_policy(find_config(arguments.config))
     settings = loaded.settings
@@ -134,7 +134,7 @@ def _carry_out(
 ) -> None:
     now = datetime.now(UTC)
     terminal = Terminal.of(sys.stdout)
-    if arguments.word == "release":
+    if arguments.action == "release":
         event_id, vms = release(backend, arguments.event)
         if arguments.json:
             print_json(FleetRelease(at=now, group=group, event_id=event_id, vms=vms))
@@ -157,7 +157,7 @@ def _carry_out(
     if arguments.json:
         print_json(status)
     else:
-        print(*in_words(status, terminal), sep="\n")
+        print(*format_status(status, terminal), sep="\n")
 
 
 def _ask_group(settings: Settings) -> str:
@@ -190,13 +190,13 @@ def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
 
 def _explain(error: BackendError, skew: float | None) -> tuple[str, str]:
     """The error, and a hint."""
-    told = _skew_in_words(skew)
-    if told and error.kind == "denied":
-        return f"{error}; {told}", "synchronize the clock, and run this again"
-    return "; ".join(filter(None, (str(error), told))), _ADVICE[error.kind]
+    skew_message = _format_skew(skew)
+    if skew_message and error.kind == "denied":
+        return f"{error}; {skew_message}", "synchronize the clock, and run this again"
+    return "; ".join(filter(None, (str(error), skew_message))), _ADVICE[error.kind]
 
 
-def _skew_in_words(seconds: float | None) -> str:
+def _format_skew(seconds: float | None) -> str:
     """How far the clocks differ; "" if it is little. With a large difference, a token or signature is rejected."""
     if seconds is None or abs(seconds) < _SKEW_WARNING_SECONDS:
         return ""
@@ -248,11 +248,11 @@ def _vm(one: VmRecord) -> FleetVm:
     return FleetVm(name=one.vm, state=state, age_seconds=one.record.age, waits_for=one.waits_for)
 
 
-def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
+def format_status(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
     """The lines to show."""
     slots = f": {status.slots_taken} of {status.max_events} slots taken" if status.max_events else ""
     yield from terminal.line(f"Group {status.group}, in {status.table}{slots}", "bold", indent=2)
-    if skew := _skew_in_words(status.clock_skew_seconds):
+    if skew := _format_skew(status.clock_skew_seconds):
         yield from terminal.line(f"{skew[0].upper()}{skew[1:]}.", "yellow")
     for text in status.warnings:
         yield from terminal.line(text, "yellow")
@@ -260,13 +260,13 @@ def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
         yield from terminal.line("The policy has no max_events: events begin without a slot.")
     short = short_ids(event.event_id for event in status.events)
     for event in status.events:
-        yield from terminal.rows([Row(f"event {short[event.event_id]}", _event_in_words(event, status))])
+        yield from terminal.rows([Row(f"event {short[event.event_id]}", _format_event(event, status))])
         yield from terminal.rows(map(_vm_row, event.vms), indent=4)
     if not status.events:
         yield from terminal.rows([Row("events", "none")])
 
 
-def _event_in_words(event: FleetEvent, status: FleetStatus) -> str:
+def _format_event(event: FleetEvent, status: FleetStatus) -> str:
     parts = []
     if event.has_slot:
         parts.append("has a slot")
@@ -282,8 +282,8 @@ def _event_in_words(event: FleetEvent, status: FleetStatus) -> str:
 
 def _vm_row(vm: FleetVm) -> Row:
     heard = "not known when it was heard" if vm.age_seconds is None else f"heard {_ago(vm.age_seconds)}"
-    waits = f"; waits for {vm.waits_for}" if vm.waits_for else ""
-    return Row(vm.name, f"{vm.state.replace('_', ' ')}, {heard}{waits}")
+    waiting_for = f"; waits for {vm.waits_for}" if vm.waits_for else ""
+    return Row(vm.name, f"{vm.state.replace('_', ' ')}, {heard}{waiting_for}")
 
 
 def _ago(seconds: float) -> str:
@@ -331,10 +331,10 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
 
     ``account``: the service's, if it is not this one.
     """
-    given = fleet.credential if isinstance(fleet.credential, FleetCredential) else FleetCredential()
-    if given.sas_file and os.path.lexists(given.sas_file):
+    credential = fleet.credential if isinstance(fleet.credential, FleetCredential) else FleetCredential()
+    if credential.sas_file and os.path.lexists(credential.sas_file):
         try:
-            if problem := processes.find_access_error(Path(given.sas_file), "read", account):
+            if problem := processes.find_access_error(Path(credential.sas_file), "read", account):
                 return failure("fleet", problem, "let the account of the service read it")
         except host.HostError as error:
             return warning("fleet", str(error), "run this as root, or as the account of the service")
@@ -359,10 +359,10 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
     if found.age is None:
         text = "the table does not tell when a record was written: no VM counts as ready, or as silent"
         return warning("fleet", text, "keep proxies away that remove the header Date")
-    if told := _skew_in_words(skew):
-        return warning("fleet", told, "synchronize the clock")
-    if given.sas_file and (doubt := "; ".join(sas_warnings(Path(given.sas_file), datetime.now(UTC)))):
-        return warning("fleet", doubt, "docs/fleet.md has the command for a new one")
+    if skew_message := _format_skew(skew):
+        return warning("fleet", skew_message, "synchronize the clock")
+    if credential.sas_file and (message := "; ".join(sas_warnings(Path(credential.sas_file), datetime.now(UTC)))):
+        return warning("fleet", message, "docs/fleet.md has the command for a new one")
     return ok("fleet", f"group {group}: {fleet.table} can be read, written and deleted from")
 
 

@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
         ]
         print_json(Journal(at=datetime.now(UTC), histories=tuple(histories)))
         return 0
-    lines = list(_in_words(shown, datetime.now(UTC), Terminal.of(sys.stdout)))
+    lines = list(_format_journal(shown, datetime.now(UTC), Terminal.of(sys.stdout)))
     print(*(lines or ["The journal has no matching entries."]), sep="\n")
     return 0
 
@@ -89,12 +89,12 @@ class _Shown(NamedTuple):
     """The parts of the journal to show."""
 
     histories: Sequence[History]
-    notes: Sequence[JournalRecord]
-    """Notes about the agent itself, by time; shown in a timeline, or between timelines."""
+    agent_records: Sequence[JournalRecord]
+    """Records about the agent itself, by time; shown in a timeline, or between timelines."""
     is_chosen: bool
-    """Whether only one event is wanted: then no notes are shown between timelines."""
+    """Whether only one event is wanted: then no records of the agent are shown between timelines."""
     limit: int
-    """The most notes between timelines; -1: no limit."""
+    """The most records between timelines; -1: no limit."""
 
 
 def _load(arguments: argparse.Namespace) -> _Shown:
@@ -106,45 +106,45 @@ def _load(arguments: argparse.Namespace) -> _Shown:
         histories = store.load_histories(
             since=arguments.since, limit=limit, is_wanted=lambda one: key is None or one.event.key == key
         )
-        notes = sorted(store.load_records(since=arguments.since), key=lambda note: note.at)
-    return _Shown(histories, notes, arguments.event is not None, limit)
+        agent_records = sorted(store.load_records(since=arguments.since), key=lambda record: record.at)
+    return _Shown(histories, agent_records, arguments.event is not None, limit)
 
 
 def _merge(shown: _Shown) -> list[History | JournalRecord]:
-    """Events, and notes that are in no timeline, oldest first."""
+    """Events, and records of the agent that are in no timeline, oldest first."""
     items: list[tuple[datetime, History | JournalRecord]] = [
         (history.workflow.first_seen_at, history) for history in shown.histories
     ]
     if not shown.is_chosen:
-        placed = {index for history in shown.histories for index in _span(history, shown.notes)}
-        apart = [note for index, note in enumerate(shown.notes) if index not in placed]
-        items += [(note.at, note) for note in (apart if shown.limit < 0 else apart[-shown.limit :])]
+        placed = {index for history in shown.histories for index in _span(history, shown.agent_records)}
+        apart = [record for index, record in enumerate(shown.agent_records) if index not in placed]
+        items += [(record.at, record) for record in (apart if shown.limit < 0 else apart[-shown.limit :])]
     return [item for _, item in sorted(items, key=lambda item: item[0])]
 
 
-def _span(history: History, notes: Sequence[JournalRecord]) -> range:
-    """The notes from the time of the event. They are shown in its timeline."""
-    begins = bisect_left(notes, history.workflow.first_seen_at, key=lambda note: note.at)
+def _span(history: History, agent_records: Sequence[JournalRecord]) -> range:
+    """The records of the agent from the time of the event. They are shown in its timeline."""
+    begins = bisect_left(agent_records, history.workflow.first_seen_at, key=lambda record: record.at)
     if not _is_over(history):
-        return range(begins, len(notes))
-    return range(begins, bisect_right(notes, history.records[-1].at, key=lambda note: note.at))
+        return range(begins, len(agent_records))
+    return range(begins, bisect_right(agent_records, history.records[-1].at, key=lambda record: record.at))
 
 
 def _is_over(history: History) -> bool:
-    # An event of another machine was closed by a journal entry alone.
+    # An event of another machine was closed by a record alone.
     return bool(history.records) and history.records[-1].kind == "closed"
 
 
-def _in_words(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]:
-    was_note = True
+def _format_journal(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]:
+    was_agent_record = True
     for index, item in enumerate(_merge(shown)):
-        is_note = not isinstance(item, History)
-        if index and not (is_note and was_note):
+        is_agent_record = not isinstance(item, History)
+        if index and not (is_agent_record and was_agent_record):
             yield ""
-        was_note = is_note
+        was_agent_record = is_agent_record
         if isinstance(item, History):
-            notes = [shown.notes[index] for index in _span(item, shown.notes)]
-            yield from _timeline(item, notes, now, terminal)
+            agent_records = [shown.agent_records[index] for index in _span(item, shown.agent_records)]
+            yield from _timeline(item, agent_records, now, terminal)
         else:
             style = _STYLES.get(item.kind, "dim")
             text = f"{format_clock(item.at, now)}  {item.kind.replace('_', ' ')}: {item.text}"
@@ -152,7 +152,7 @@ def _in_words(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]
 
 
 def _timeline(
-    history: History, notes: Iterable[JournalRecord], now: datetime, terminal: Terminal
+    history: History, agent_records: Iterable[JournalRecord], now: datetime, terminal: Terminal
 ) -> Iterator[str]:
     workflow = history.workflow
     began = history.workflow.first_seen_at
@@ -167,22 +167,22 @@ def _timeline(
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
     yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
     yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
-    # Notes of the event keep their order, even if the clock was changed.
-    entries = list(heapq.merge(history.records, notes, key=lambda entry: entry.at))
-    rows = [row for entry in entries for row in _entry_rows(entry, began)]
+    # Records of the event keep their order, even if the clock was changed.
+    records = list(heapq.merge(history.records, agent_records, key=lambda record: record.at))
+    rows = [row for record in records for row in _record_rows(record, began)]
     yield from terminal.table(rows, indent=2, right=(1,))
 
 
-def _entry_rows(entry: JournalRecord, began: datetime) -> Iterator[tuple[Cell, ...]]:
-    style = _HOOK_STYLES.get(entry.outcome, "") or _STYLES.get(entry.kind, "" if entry.event_id else "dim")
+def _record_rows(record: JournalRecord, began: datetime) -> Iterator[tuple[Cell, ...]]:
+    style = _HOOK_STYLES.get(record.outcome, "") or _STYLES.get(record.kind, "" if record.event_id else "dim")
     texts = (
-        format_clock(entry.at, began),
-        f"+{format_elapsed(began, entry.at)}",
-        entry.kind.replace("_", " "),
-        entry.text,
+        format_clock(record.at, began),
+        f"+{format_elapsed(began, record.at)}",
+        record.kind.replace("_", " "),
+        record.text,
     )
     yield tuple([Cell(text, style) for text in texts])
-    for line in entry.detail.splitlines():
+    for line in record.detail.splitlines():
         yield Cell(""), Cell(""), Cell(""), Cell(f"| {line}", "dim", indent=2)
 
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and prints its answer. At PagerDuty a second one resolves the incident. The agent need not run. Exit "
         "code 0: all have accepted it; 1: not all; 2: the policy is not valid or has no such target."
     )
-    parser.add_argument("word", choices=("test",), metavar="test", help="the only action")
+    parser.add_argument("action", choices=("test",), metavar="test", help="the only action")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the target's name (default: all of them)")
     add_config_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(NotifyTest(at=datetime.now(UTC), targets=tested))
     else:
-        print(*map(_in_words, tested), sep="\n")
+        print(*map(_format_result, tested), sep="\n")
     return 0 if all(one.is_delivered for one in tested) else 1
 
 
@@ -85,7 +85,7 @@ def _test(target: NotifyTarget, vm: str) -> TestedTarget:
     )
 
 
-def _in_words(tested: TestedTarget) -> str:
+def _format_result(tested: TestedTarget) -> str:
     what = f"delivered, it answers {tested.status}" if tested.is_delivered else f"failed: {tested.failure}"
     answer = f": {tested.answer}" if tested.answer not in ("", "nothing") else ""
     return f"{tested.name}: {what}{answer}"

@@ -175,7 +175,7 @@ def _how_it_ended(prefix: str, action: OperatorAction, pending: Sequence[Workflo
     return ""
 
 
-class _Asked(NamedTuple):
+class _RequestResult(NamedTuple):
     """The event of a request, and the agent's answer."""
 
     event_id: str
@@ -186,27 +186,27 @@ class _Asked(NamedTuple):
 
 def _request(arguments: argparse.Namespace) -> int:
     try:
-        asked = _ask(arguments)
+        outcome = _ask(arguments)
     except AgentError as error:
         if not arguments.json or error.kind in ("config", "usage"):
             raise
-        asked = _Asked("", "", RequestAnswer(succeeded=False, message=str(error)))
+        outcome = _RequestResult("", "", RequestAnswer(succeeded=False, message=str(error)))
     if arguments.json:
         result = OperatorResult(
             at=datetime.now(UTC),
             command=arguments.command,
-            event_id=asked.event_id,
-            workflow_id=asked.workflow_id,
-            succeeded=asked.answer.succeeded,
-            message=asked.answer.message,
+            event_id=outcome.event_id,
+            workflow_id=outcome.workflow_id,
+            succeeded=outcome.answer.succeeded,
+            message=outcome.answer.message,
         )
         print_json(result)
     else:
-        print(printable(asked.answer.message))
-    return 0 if asked.answer.succeeded else 1
+        print(printable(outcome.answer.message))
+    return 0 if outcome.answer.succeeded else 1
 
 
-def _ask(arguments: argparse.Namespace) -> _Asked:
+def _ask(arguments: argparse.Namespace) -> _RequestResult:
     """Find the event, and ask the agent. Raises AgentError if there is no such event, or no answer."""
     action: OperatorAction = arguments.command
     state_dir = find_state_dir(arguments)
@@ -237,7 +237,7 @@ def _ask(arguments: argparse.Namespace) -> _Asked:
             f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
             f"withdrawn: is it stopped, or its disk slow? See {look}"
         )
-    return _Asked(event_id, workflow_id, answer)
+    return _RequestResult(event_id, workflow_id, answer)
 
 
 def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) -> str:

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
 
 def plan_rows(plan: Plan) -> Iterator[Row]:
     """The rows, in the order of what happens."""
-    steps = [f"not ready for {_drain_in_words(plan)}"] if plan.drain_for else []
+    steps = [f"not ready for {_format_drain(plan)}"] if plan.drain_for else []
     if plan.prepare:
         until = f", until {plan.until} at the latest" if plan.until else ""
         steps.append(f"run {', '.join(plan.prepare)}{until}")
@@ -48,7 +48,7 @@ def plan_rows(plan: Plan) -> Iterator[Row]:
             yield Row(label, text)
 
 
-def _drain_in_words(plan: Plan) -> str:
+def _format_drain(plan: Plan) -> str:
     whole = format_duration(plan.drain_for)
     seconds = plan.drain_for if plan.drain_seconds is None else round(plan.drain_seconds)
     return whole if seconds >= plan.drain_for else f"{format_duration(seconds)} ({whole}, cut for the notice)"

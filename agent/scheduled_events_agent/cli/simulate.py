@@ -36,7 +36,7 @@ from scheduled_events_agent.simulator.table import SimulatedTable
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION
 from scheduled_events_agent.status.actions import command, quoted
 
-_LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
+_SHUTDOWN_DELAY_SECONDS = 3.0  # in which clients can still see that the last event is gone
 
 
 class ListedScenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +204,7 @@ def _run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         bind=arguments.bind,
         begins_at_first_poll=not arguments.now,
-        shutdown_delay_seconds=_LINGER_SECONDS
+        shutdown_delay_seconds=_SHUTDOWN_DELAY_SECONDS
         if arguments.control is None and arguments.table is None
         else math.inf,
         requests_file=arguments.requests,
@@ -225,7 +225,7 @@ def _run(arguments: argparse.Namespace) -> int:
             for line in chain(endpoints, [start], records):
                 print_json(line, is_line=True)
         else:
-            for text in _in_words(endpoints, start, records, Terminal.of(sys.stdout)):
+            for text in _format_records(endpoints, start, records, Terminal.of(sys.stdout)):
                 print(text, flush=True)
     return 0
 
@@ -330,7 +330,7 @@ def _event_of(event: SimulatedEvent) -> ShownSimulatedEvent:
     )
 
 
-def _in_words(
+def _format_records(
     endpoints: Iterable[SimulatorEndpoint],
     start: SimulatorStart,
     records: Iterable[SimulatorRecord],

@@ -19,7 +19,7 @@ import msgspec.inspect
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import find_agent, find_state_dir, options_of, wait_for_answer
-from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, remark_if_slow
+from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, warn_if_slow
 from scheduled_events_agent.imds.document import Affects, ScheduledEvent
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import (
@@ -99,7 +99,7 @@ def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Statu
     pid = find_agent(state_dir)
     answer: Status | str = NO_AGENT
     if pid is not None:
-        with remark_if_slow(_AGENT_IS_SLOW):
+        with warn_if_slow(_AGENT_IS_SLOW):
             answer = ask_status(state_dir, pid)
     if isinstance(answer, Status):
         return answer
@@ -201,7 +201,7 @@ def _status(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[st
         yield from terminal.line(status.headline, "cyan" if is_busy else "green")
     needed = {one.workflow_id for one in status.attention}
     rest = {workflow_id: lines for workflow_id, lines in outputs.items() if workflow_id not in needed}
-    yield from _cards(status, rest, terminal)
+    yield from _format_events(status, rest, terminal)
     yield from [""] if status.attention or status.pending else []
     yield from terminal.rows(_rows(status) if status.source == "agent" else _last_known_rows(status))
 
@@ -247,8 +247,8 @@ def _rows(status: Status) -> Iterator[Row]:
     if fleet := status.fleet:
         since = f" since {format_clock(fleet.unavailable_since, now)}" if fleet.unavailable_since else ""
         error = f"; its table cannot be used{since}: {fleet.error}" if fleet.error else ""
-        waits = f"; waits for {', '.join(fleet.not_ready)}" if fleet.not_ready else ""
-        yield Row("fleet", f"group {fleet.group or 'not known'}{error}{waits}", "yellow" if error else "")
+        waiting_for = f"; waits for {', '.join(fleet.not_ready)}" if fleet.not_ready else ""
+        yield Row("fleet", f"group {fleet.group or 'not known'}{error}{waiting_for}", "yellow" if error else "")
         for warning in fleet.warnings:
             yield Row("fleet", warning, "yellow")
     present = {workflow.event.key for workflow in status.pending if not workflow.is_over}
@@ -262,8 +262,8 @@ def _rows(status: Status) -> Iterator[Row]:
 def _last_known_rows(status: Status) -> Iterator[Row]:
     yield Row("vm", "".join(status.vm.names) or "its name is not known")
     yield Row("source", f"everything but the first lines is from {status.state_file}")
-    for note in status.agent_log:
-        yield Row("agent", _life(note, status.at))
+    for record in status.agent_log:
+        yield Row("agent", _start_or_stop(record, status.at))
     if status.health == (NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
         why = "it was killed, the machine went down, or its disk was full"
         yield Row("", f"and did not say that it stopped: {why}", "yellow")
@@ -271,16 +271,16 @@ def _last_known_rows(status: Status) -> Iterator[Row]:
         yield Row("notify", f"{target.name}: notifications waiting: {target.waiting}")
 
 
-def _cards(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
+def _format_events(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
     short = short_ids([workflow.event.id for workflow in status.pending])
     for workflow in by_urgency(status.pending):
         short_id = short[workflow.event.id]
         yield ""
         yield from terminal.line(head(workflow.event, short_id, status.at, is_over=workflow.is_over), "bold")
-        yield from terminal.rows(_card(workflow, status, outputs.get(workflow.id, ()), short_id))
+        yield from terminal.rows(_format_event(workflow, status, outputs.get(workflow.id, ()), short_id))
 
 
-def _card(workflow: WorkflowView, status: Status, output: Sequence[str], short_id: str) -> Iterator[Row]:
+def _format_event(workflow: WorkflowView, status: Status, output: Sequence[str], short_id: str) -> Iterator[Row]:
     decision = workflow.decision
     running = status.running_for(workflow.id)
     doing = activity(workflow, running, status.at)
@@ -296,11 +296,11 @@ def _card(workflow: WorkflowView, status: Status, output: Sequence[str], short_i
     if workflow.operator_action:
         yield Row("operator", f"an operator has {ACTION_TEXTS[workflow.operator_action]} it")
     yield from event_rows(workflow.event, decision.affects)
-    told = {one.command for needed in status.attention for one in needed.commands}
+    shown = {one.command for needed in status.attention for one in needed.commands}
     label = "overrule"
     for action in offered_actions(status, workflow):
         line = command(status.command_options, action, quoted(short_id))
-        if line not in told:
+        if line not in shown:
             yield Row(label, line)
             label = ""
 
@@ -322,10 +322,10 @@ def _last_poll(status: Status) -> Row:
     return Row("last poll", f"{when}; {where}")
 
 
-def _life(note: JournalRecord, now: datetime) -> str:
-    what = "started" if note.kind == "agent_started" else "stopped"
-    text = f": {note.text}" if note.text else ""
-    return f"{what} {_ago(note.at, now)}{text}"
+def _start_or_stop(record: JournalRecord, now: datetime) -> str:
+    what = "started" if record.kind == "agent_started" else "stopped"
+    text = f": {record.text}" if record.text else ""
+    return f"{what} {_ago(record.at, now)}{text}"
 
 
 def _ago(at: datetime, now: datetime) -> str:

@@ -152,7 +152,7 @@ def print_json(value: object, *, is_line: bool = False) -> None:
 
 
 @contextmanager
-def remark_if_slow(text: str) -> Iterator[None]:
+def warn_if_slow(text: str) -> Iterator[None]:
     """Print the text on standard error if the body takes longer than three seconds."""
     timer = threading.Timer(_SLOW_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True

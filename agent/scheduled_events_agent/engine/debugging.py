@@ -20,7 +20,7 @@ class DebugReporter:
         """By workflow and gate: the answer that was logged last."""
 
     def report(self, transitions: Iterable[Transition], workflows: Workflows, context: Context) -> None:
-        """Log the reasons for these steps, and the present answers of the gates."""
+        """Log the reasons for these transitions, and the present answers of the gates."""
         if not is_debugging():
             self._answers.clear()
             return

@@ -1,4 +1,4 @@
-"""Outbox: stores notifications with the step that they report, and deletes those that were delivered or lost."""
+"""Outbox: stores notifications with the transition that they report, and deletes delivered and lost ones."""
 
 import contextlib
 from collections import deque
@@ -66,9 +66,9 @@ class Outbox:
     def make(
         self, transitions: Sequence[Transition], workflows: Workflows, now: datetime, vm: Vm, settings: Settings
     ) -> list[tuple[str, str]]:
-        """Target and body of each notification about these steps, to be committed with them.
+        """Target and body of each notification about these transitions, to be committed with them.
 
-        ``workflows``: the open workflows after the steps.
+        ``workflows``: the open workflows after the transitions.
         """
         targets = settings.notify
         if not targets or not any(map(leads_to_notification, transitions)):

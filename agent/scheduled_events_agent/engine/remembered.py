@@ -83,7 +83,7 @@ def changes_by_transitions(
     unlisted: Iterable[str],
     now: datetime,
 ) -> RememberedChanges:
-    """The changes by these steps, to be committed with them. ``unlisted``: keys that two answers lack."""
+    """The changes by these transitions, to be committed with them. ``unlisted``: keys that two answers lack."""
     transitions = list(transitions)
     put, removed = _changes_of_holds(known, signals, transitions, now)
     removed |= known.keys() & set(unlisted)

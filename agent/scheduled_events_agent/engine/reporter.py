@@ -1,4 +1,4 @@
-"""Reports notes of events to log and metrics, and news of the engine itself to log and journal."""
+"""Reports records of events to log and metrics, and news of the engine itself to log and journal."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ class EventReporter:
         self._bugs = ChangeLogger("handling an event", LogId.EVENT_BUG)
 
     def report_transitions(self, transitions: Sequence[Transition], now: datetime) -> None:
-        """Report every note of the steps of one cycle; the notes have their texts already."""
+        """Report every record of the transitions of one cycle; the records have their texts already."""
         self.mute(
             [
                 transition.workflow.id

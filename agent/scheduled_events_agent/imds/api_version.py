@@ -96,7 +96,7 @@ def candidate_versions(
     fallback: VersionFallback = NO_FALLBACK,
     now: float = 0.0,
 ) -> tuple[ApiVersion, ...]:
-    """What to ask in; the second version only if the first one fails.
+    """The versions to ask in; the second version only if the first one fails.
 
     ``has_recommendations``: whether documents must list them. ``now`` is monotonic.
     """

@@ -1,7 +1,7 @@
-"""Notifications: what is told of an event, in which words and form, and how it gets to a service.
+"""Notifications: their content, their formats, and their delivery to a service.
 
 Owns the value that a notice is kept as, the bodies that services want, and one exchange with a service. Keeps
-nothing, retries nothing and starts no thread. The one invariant: no URL, header or key of a target is in an error.
+nothing, retries nothing and starts no thread. Invariant: no URL, header or key of a target is in an error.
 
     notification.py  what has happened to an event, and which targets want to hear of it
     formats.py       CloudEvents, Slack, Teams, PagerDuty, templates

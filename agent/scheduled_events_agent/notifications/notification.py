@@ -52,16 +52,16 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def leads_to_notification(transition: Transition) -> bool:
-    """Whether the step leads to a notification."""
+    """Whether the transition leads to a notification."""
     return any(record.kind in _KINDS for record in transition.records)
 
 
 def notifications_of(
     transitions: Iterable[Transition], status: Status
 ) -> Iterator[tuple[Transition, Notification]]:
-    """The notifications of the steps, in order. The steps' notes already have their messages.
+    """The notifications of the transitions, in order. Their records already have their messages.
 
-    ``status``: the agent's status after the last step.
+    ``status``: the agent's status after the last transition.
     """
     at = status.at
     needs = {one.workflow_id: one for one in of_events(status)}
@@ -153,5 +153,5 @@ _DECODER = msgspec.json.Decoder(Notification)
 
 
 def decode_notification(body: str | bytes) -> Notification:
-    """What an outbox has stored. For any thread. Raises msgspec.MsgspecError."""
+    """Decode a notification that the outbox has stored. For any thread. Raises msgspec.MsgspecError."""
     return _DECODER.decode(body)

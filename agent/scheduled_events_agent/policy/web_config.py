@@ -34,7 +34,7 @@ class WebConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def parse_web_config(text: bytes, name: str) -> Parsed[WebConfig]:
-    """What the file says; ``name`` is how its problems call it."""
+    """Parse the file; ``name`` is how its problems call it."""
     parsed = parse(text, WebConfig, name)
     if "basic_auth_users" in parsed.lines:
         return replace(parsed, value=None, problems=(parsed.problem("basic_auth_users", _NO_PASSWORDS),))

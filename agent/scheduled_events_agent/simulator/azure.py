@@ -211,7 +211,7 @@ class Azure:
         if plan.begins_started and plan.type != _RECOMMENDATION:
             self._start(now, key)
         else:
-            self.tell("scheduled", now, event)
+            self.log("scheduled", now, event)
             self._document_changed()
         return event_id
 
@@ -230,10 +230,10 @@ class Azure:
                 return False
             if missing := [vm for vm in event.plan.vms if vm not in approvers]:
                 self._keep(key, _replace(event, approvers=approvers))
-                self.tell("approved", now, self._events[key], by, f"still without {', '.join(missing)}")
+                self.log("approved", now, self._events[key], by, f"still without {', '.join(missing)}")
                 return True
         self._keep(key, _replace(event, approved_at=_time(now), approved_by=by, approvers=approvers))
-        self.tell("approved", now, self._events[key], by)
+        self.log("approved", now, self._events[key], by)
         return True
 
     def cancel(self, now: float, event_id: str) -> None:
@@ -260,7 +260,7 @@ class Azure:
         self.advance(now)
         self._document_changed()
         self.incarnation = incarnation
-        self.tell("reset", now, text=f"DocumentIncarnation is {incarnation}")
+        self.log("reset", now, text=f"DocumentIncarnation is {incarnation}")
 
     def advance(self, now: float) -> None:
         """Do everything that is due until ``now``, each thing at its own time."""
@@ -274,7 +274,7 @@ class Azure:
                 self._leave(at, key, "completed")
         self._reached = max(self._reached, now)
 
-    def tell(
+    def log(
         self,
         kind: LogEntryKind,
         now: float,
@@ -316,7 +316,7 @@ class Azure:
             if vm not in event.seen_by and _is_shown(event, version):
                 seen = _replace(event, seen_by=(*event.seen_by, vm))
                 self._events[key] = self._live[key] = seen
-                self.tell("polled", now, seen, vm)
+                self.log("polled", now, seen, vm)
 
     # How
 
@@ -331,15 +331,15 @@ class Azure:
             new_id = self._new_id()
             self._first_id[new_id.casefold()] = key
             started = _replace(started, id=new_id, ids=(*event.ids, new_id))
-            self.tell("renamed", now, started, text=f"the new id of {event.id} is {new_id}")
+            self.log("renamed", now, started, text=f"the new id of {event.id} is {new_id}")
         self._keep(key, started)
-        self.tell("started", now, started)
+        self.log("started", now, started)
         self._document_changed()
 
     def _leave(self, now: float, key: str, outcome: Outcome) -> None:
         gone = _replace(self._events[key], status="Gone", outcome=outcome, gone_at=_time(now))
         self._keep(key, gone)
-        self.tell("gone", now, gone)
+        self.log("gone", now, gone)
         self._document_changed()
 
     def _keep(self, key: str, event: SimulatedEvent) -> None:

@@ -69,7 +69,7 @@ _ACTIONS: dict[str, tuple[str, type[msgspec.Struct]]] = {
 }
 
 
-class _RefusedError(Exception):
+class _RejectedError(Exception):
     """A request is rejected."""
 
     def __init__(self, status: int, message: str, *headers: tuple[str, str]) -> None:
@@ -114,31 +114,31 @@ class Control:
         try:
             self._check_sender(request)
             return self._respond(request)
-        except _RefusedError as refusal:
-            return _json_answer({"error": str(refusal)}, refusal.status, refusal.headers)
+        except _RejectedError as rejection:
+            return _json_answer({"error": str(rejection)}, rejection.status, rejection.headers)
         except SimulatorError as error:
             return _json_answer({"error": str(error)}, 400)
 
     def _check_sender(self, request: Request) -> None:
         host = request.headers.get("host", "").lower()
         if host not in self._hosts and not self._server.is_open:
-            raise _RefusedError(403, f'expected the Host 127.0.0.1:{self.port}; got "{host}"')
+            raise _RejectedError(403, f'expected the Host 127.0.0.1:{self.port}; got "{host}"')
         if request.method != "POST":
             return
         origin = request.headers.get("origin")
         if origin is not None and origin.lower() != f"http://{host}":
-            raise _RefusedError(403, f'a page of another origin may not do this; got "{origin}"')
+            raise _RejectedError(403, f'a page of another origin may not do this; got "{origin}"')
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
-            raise _RefusedError(415, f'expected Content-Type: application/json; got "{content_type}"')
+            raise _RejectedError(415, f'expected Content-Type: application/json; got "{content_type}"')
 
     def _respond(self, request: Request) -> Answer:
         path = request.target.partition("?")[0]
         if path not in (*_FILES, "/state", *_ACTIONS):
-            raise _RefusedError(404, f"there is no {path[:100]} here; there are /, /state, {', '.join(_ACTIONS)}")
+            raise _RejectedError(404, f"there is no {path[:100]} here; there are /, /state, {', '.join(_ACTIONS)}")
         method = "POST" if path in _ACTIONS else "GET"
         if request.method != method:
-            raise _RefusedError(405, f"{path} is for {method}; got {request.method[:20]}", ("Allow", method))
+            raise _RejectedError(405, f"{path} is for {method}; got {request.method[:20]}", ("Allow", method))
         if path in _FILES:
             name, content_type = _FILES[path]
             content = (resources.files(__package__) / name).read_bytes()
@@ -202,11 +202,11 @@ def _read(body: bytes, type_: type[T], name: str) -> T:
         # JSON as it is written from here is YAML; not all that may be sent is.
         text = json.dumps(json.loads(body.decode() or "{}"), ensure_ascii=False)
     except (ValueError, RecursionError) as error:
-        raise _RefusedError(400, f"{name}: expected JSON; {error}") from error
+        raise _RejectedError(400, f"{name}: expected JSON; {error}") from error
     parsed = typed_yaml.parse(text, type_, name)
     if parsed.value is None:
-        told = [f"{one.path}: {one.message}" if one.path else one.message for one in parsed.problems]
-        raise _RefusedError(400, f"{name}: {'; '.join(told)}")
+        problems = [f"{one.path}: {one.message}" if one.path else one.message for one in parsed.problems]
+        raise _RejectedError(400, f"{name}: {'; '.join(problems)}")
     return parsed.value
 
 

@@ -94,7 +94,7 @@ class FaultQueue:
         """The faults that may still hit a request."""
         return tuple(one for one in self._faults if one.until is None or now < one.until)
 
-    def take(self, now: float, purpose: Purpose, version: str) -> Fault | None:
+    def next_fault(self, now: float, purpose: Purpose, version: str) -> Fault | None:
         """The fault that hits a request of this purpose and api-version that comes now."""
         for index, (fault, until, left) in enumerate(self._faults):
             is_meant = fault.on in ("any", purpose) and fault.api_version in (None, version)

@@ -25,7 +25,7 @@ _FIRST_TIMEOUT_SECONDS = 120.0  # the first request switches the service on, whi
 _DOCUMENT_PATHS = tuple(f"/metadata/scheduledevents?api-version={version}" for version in EVENTS_VERSIONS[:-3:-1])
 _INSTANCE_PATH = "/metadata/instance/compute?api-version=2021-12-13"
 
-Tell = Callable[[datetime, str], None]
+Report = Callable[[datetime, str], None]
 """Called with a time and a message, whenever the message has changed."""
 
 
@@ -37,20 +37,20 @@ class _Compute(msgspec.Struct):
     scale_set: str = msgspec.field(name="vmScaleSetName", default="")
 
 
-class _TroubleError(Exception):
+class _EndpointError(Exception):
     """The endpoint does not answer, or not as it should."""
 
 
-class _RefusedError(_TroubleError):
+class _UnknownRequestError(_EndpointError):
     """The endpoint does not know what it was asked for."""
 
 
 def record(
-    endpoint: str, path: Path, stop_requested: threading.Event, tell: Tell, *, interval_seconds: float = 1.0
+    endpoint: str, path: Path, stop_requested: threading.Event, report: Report, *, interval_seconds: float = 1.0
 ) -> None:
     """Write each document that differs from the one before to a new file, until stopped.
 
-    Raises SimulatorError for a wrong address and for a file that cannot be made or written. ``tell`` gets the
+    Raises SimulatorError for a wrong address and for a file that cannot be made or written. ``report`` gets the
     failures of the endpoint, which is then asked again.
     """
     host, port = _parse(endpoint)
@@ -58,7 +58,7 @@ def record(
         with path.open("xb") as stream:
             origin: Origin | None = None
             last: bytes | None = None
-            said = ""
+            last_trouble = ""
             timeout = _FIRST_TIMEOUT_SECONDS
             document_path = _DOCUMENT_PATHS[0]
             while True:
@@ -67,21 +67,21 @@ def record(
                     if origin is None:
                         origin = _origin(_get(host, port, _INSTANCE_PATH, timeout))
                         _append(stream, origin)
-                        tell(datetime.now(UTC), f"records the documents of {origin.vm}")
+                        report(datetime.now(UTC), f"records the documents of {origin.vm}")
                     body = _get(host, port, document_path, timeout)
                     timeout = _TIMEOUT_SECONDS
                     if body != last:
                         recorded = make_recorded(datetime.now(UTC), body)
                         last = body
                         _append(stream, recorded)
-                        tell(recorded.at, summarize(recorded))
-                except _TroubleError as error:
+                        report(recorded.at, summarize(recorded))
+                except _EndpointError as error:
                     trouble = f"{endpoint} {error}"
-                    if isinstance(error, _RefusedError):
+                    if isinstance(error, _UnknownRequestError):
                         document_path = _DOCUMENT_PATHS[document_path == _DOCUMENT_PATHS[0]]
-                    if trouble != said:
-                        tell(datetime.now(UTC), trouble)
-                said = trouble
+                    if trouble != last_trouble:
+                        report(datetime.now(UTC), trouble)
+                last_trouble = trouble
                 if stop_requested.wait(interval_seconds):
                     return
     except FileExistsError:
@@ -103,15 +103,15 @@ def _get(host: str, port: int, path: str, timeout: float) -> bytes:
             response = connection.getresponse()
             body = response.read(_MAX_BODY_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
-        raise _TroubleError(f"does not answer: {str(error) or type(error).__name__}") from error
+        raise _EndpointError(f"does not answer: {str(error) or type(error).__name__}") from error
     if response.status != http.client.OK:
-        is_refusal = response.status in (http.client.BAD_REQUEST, http.client.NOT_FOUND)
-        kind = _RefusedError if is_refusal else _TroubleError
+        is_unknown = response.status in (http.client.BAD_REQUEST, http.client.NOT_FOUND)
+        kind = _UnknownRequestError if is_unknown else _EndpointError
         raise kind(f"answers {response.status} {response.reason}")
     if len(body) > _MAX_BODY_BYTES:
-        raise _TroubleError(f"answers more than {_MAX_BODY_BYTES >> 20} MiB")
+        raise _EndpointError(f"answers more than {_MAX_BODY_BYTES >> 20} MiB")
     if response.length:
-        raise _TroubleError("answers with less than it announced")
+        raise _EndpointError("answers with less than it announced")
     return body
 
 
@@ -119,7 +119,7 @@ def _origin(body: bytes) -> Origin:
     try:
         compute = msgspec.json.decode(body, type=_Compute)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _TroubleError("answers with instance data that does not name the VM") from error
+        raise _EndpointError("answers with instance data that does not name the VM") from error
     return Origin(vm=compute.name, vm_id=compute.vm_id, scale_set=compute.scale_set)
 
 

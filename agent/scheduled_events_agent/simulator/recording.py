@@ -68,7 +68,7 @@ class Replay(Azure):
         self._ids = frozenset(str(event.get("EventId", "")).casefold() for event in events)
         incarnation = (recorded.document or {}).get("DocumentIncarnation")
         self.incarnation = incarnation if isinstance(incarnation, int) else self.incarnation
-        self.tell("document", now, text=summarize(recorded))
+        self.log("document", now, text=summarize(recorded))
 
     def document(self, version: str) -> bytes:  # noqa: ARG002 - it is as it was recorded
         return self._body
@@ -80,7 +80,7 @@ class Replay(Azure):
         return event_id.casefold() in self._ids
 
     def approve(self, now: float, event_id: str, by: str) -> bool:
-        self.tell("approved", now, vm=by, text=f"{event_id}; the recording does not change")
+        self.log("approved", now, vm=by, text=f"{event_id}; the recording does not change")
         return False
 
     def schedule(self, now: float, plan: Plan) -> str:  # noqa: ARG002 - rejected, whatever it is

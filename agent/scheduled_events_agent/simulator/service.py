@@ -53,7 +53,7 @@ class Service:
         self.has_ended = False
         self._scenario = scenario
         self._speed = speed
-        self._linger_seconds = shutdown_delay_seconds
+        self._shutdown_delay_seconds = shutdown_delay_seconds
         self._ends_at = math.inf
         self._agenda: deque[tuple[float, Callable[[float], object]]] = deque()  # what to do when
         plan = scenario if isinstance(scenario, Scenario) else Scenario()
@@ -78,11 +78,11 @@ class Service:
                 self._agenda.append((at, partial(self._replay.show, recorded=recorded, body=body)))
         elif isinstance(self._scenario, Scenario):
             for step in sorted(self._scenario.timeline, key=lambda step: step.at):
-                self._agenda.append((now + step.at / self._speed, partial(self._take, step=step)))
+                self._agenda.append((now + step.at / self._speed, partial(self._run_step, step=step)))
             if self._scenario.ends is not None:
                 self._ends_at = now + self._scenario.ends / self._speed
         if self._agenda:
-            self.azure.tell("began", now)
+            self.azure.log("began", now)
 
     def advance(self, now: float) -> None:
         """Do everything that is due, each thing at its own time."""
@@ -102,14 +102,19 @@ class Service:
 
     def _end_due(self) -> float:
         """When the scenario ends, as far as is known now."""
-        if self._scenario is None or self.began_at is None or self.has_ended or self._linger_seconds == math.inf:
+        if (
+            self._scenario is None
+            or self.began_at is None
+            or self.has_ended
+            or self._shutdown_delay_seconds == math.inf
+        ):
             return math.inf
         if self._ends_at < math.inf:
             return self._ends_at
         if self._agenda or self.azure.next_due < math.inf:
             return math.inf
         last = self.azure.history[-1].at.timestamp() if self.azure.history else self.began_at
-        return max(last, *(book.ends_at() for book in self.faults.values())) + self._linger_seconds
+        return max(last, *(book.ends_at() for book in self.faults.values())) + self._shutdown_delay_seconds
 
     # Requests
 
@@ -119,7 +124,7 @@ class Service:
         if self.began_at is None and purpose == "poll":
             self.begin(now)
         self.advance(now)
-        return self.faults[vm].take(now, purpose, version_of(request))
+        return self.faults[vm].next_fault(now, purpose, version_of(request))
 
     def answer(self, now: float, vm: str, request: Request, fault: Fault | None) -> Answer:
         """The answer to a request."""
@@ -176,7 +181,7 @@ class Service:
         """End the faults of these ports."""
         for name in vms:
             self.faults[name].clear()
-            self.azure.tell("behaved", now, vm=name)
+            self.azure.log("behaved", now, vm=name)
 
     def find(self, event_id: str) -> SimulatedEvent | None:
         """The event of this id or name, or None while it is only planned."""
@@ -194,14 +199,14 @@ class Service:
             raise SimulatorError(f"no VM {name!r} here; expected one of {', '.join(self.vms)}", kind="usage")
         return name or next(iter(self.vms))
 
-    def _take(self, now: float, step: Step) -> None:
+    def _run_step(self, now: float, step: Step) -> None:
         """Carry out one step of the scenario; a step that is no longer possible is reported and skipped."""
         if step.event and step.event.name:
             self._planned.discard(step.event.name)
         try:
             self.play(now, step)
         except SimulatorError as error:
-            self.azure.tell("skipped", now, text=str(error))
+            self.azure.log("skipped", now, text=str(error))
 
     def _add_fault(self, now: float, fault: Fault) -> None:
         vms = [self.vm(vm) for vm in fault.vms] or list(self.vms)
@@ -210,7 +215,7 @@ class Service:
         for name in vms:
             scaled = msgspec.structs.replace(fault, delay_seconds=fault.delay_seconds / self._speed)
             self.faults[name].add(scaled, until)
-            self.azure.tell("fault", now, vm=name, text=text)
+            self.azure.log("fault", now, vm=name, text=text)
 
 
 def _machines(

@@ -244,17 +244,17 @@ class Simulator:
 
     def stream(self) -> Iterator[LogEntry]:
         """Every log entry as it is written, from the first one on, until the scenario ends or ``close``."""
-        told = 0
+        sent = 0
         history = self._service.azure.history
         while True:
             with self._changed:
-                while not (len(history) > told or self.is_finished or self._is_closed):
+                while not (len(history) > sent or self.is_finished or self._is_closed):
                     self._changed.wait(1.0)  # on Windows Ctrl-C cannot break a wait, only come after it
-                news = history[told:]
-                told = len(history)
-            if not news:
+                unsent = history[sent:]
+                sent = len(history)
+            if not unsent:
                 return
-            yield from news
+            yield from unsent
 
     # Waiting. Time limits are real seconds.
 
@@ -343,10 +343,10 @@ class Simulator:
         """The service with everything done that was due, under the lock."""
         with self._changed:
             history = self._service.azure.history
-            told = len(history)
+            sent = len(history)
             has_ended = self.is_finished
             self._service.advance(self._clock())
-            if len(history) > told or self.is_finished != has_ended:
+            if len(history) > sent or self.is_finished != has_ended:
                 self._changed.notify_all()
             yield self._service
 

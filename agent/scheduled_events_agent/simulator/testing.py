@@ -85,7 +85,7 @@ class ScheduledEvents:
         self._others: dict[str, ScheduledEvents] = {}
         self._policy_file = directory / "policy.json"
         self._state_dir = directory / "state"
-        self._notes_file = directory / "hooks.jsonl"
+        self._hooks_file = directory / "hooks.jsonl"
         self._recorder_file = directory / "record_hook.py"
         self._log_file = directory / "agent.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,7 +152,7 @@ class ScheduledEvents:
 
     def hooks(self, event_id: str = "", *, name: str = "", stage: str = "") -> tuple[HookResult, ...]:
         """Hooks that have ended, oldest first: all, or those of one event, name or stage."""
-        notes = self._notes()
+        environments = self._environments()
         return tuple(
             HookResult(
                 name=entry.hook,
@@ -161,7 +161,7 @@ class ScheduledEvents:
                 outcome=entry.outcome,
                 reason=entry.text,
                 output=entry.detail,
-                environment=notes.get((entry.hook, entry.event_id.casefold(), entry.stage), {}),
+                environment=environments.get((entry.hook, entry.event_id.casefold(), entry.stage), {}),
             )
             for entry in self._journal()
             if entry.kind in ("hook_finished", "hook_canceled")
@@ -192,20 +192,20 @@ class ScheduledEvents:
 
     def wait_held(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until the agent holds the event, and return the reason."""
-        return self._wait_told("held", event_id, "was held", timeout_seconds)
+        return self._wait_record("held", event_id, "was held", timeout_seconds)
 
     def wait_approved(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until Azure has accepted the agent's approval, and return why it was given."""
-        self._wait_told("approved", event_id, "was approved by the agent", timeout_seconds)
-        return self._wait_told("approving", event_id, "was approved by the agent", timeout_seconds)
+        self._wait_record("approved", event_id, "was approved by the agent", timeout_seconds)
+        return self._wait_record("approving", event_id, "was approved by the agent", timeout_seconds)
 
     def wait_recovery_failed(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until a recover hook has failed and the event waits for an operator, and return why."""
-        return self._wait_told("recovery_failed", event_id, "had failed to be recovered from", timeout_seconds)
+        return self._wait_record("recovery_failed", event_id, "had failed to be recovered from", timeout_seconds)
 
     def wait_closed(self, event_id: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Wait until the agent is done with the event, recovery included, and return its last journal entry."""
-        return self._wait_told("closed", event_id, "was closed", timeout_seconds)
+        return self._wait_record("closed", event_id, "was closed", timeout_seconds)
 
     def was_approved(self, event_id: str) -> bool:
         """Whether this agent has ever sent an approval of the event that Azure accepted."""
@@ -244,10 +244,10 @@ class ScheduledEvents:
         self._policy_file.write_text(content, encoding="utf-8")
 
     def _recorded(self, name: str, hook: Hook) -> Hook:
-        """The hook, noting its environment before it begins; one of another account could not write the notes."""
+        """The hook, noting its environment before it begins; one of another account could not write that file."""
         if hook.user is not None:
             return hook
-        program = (sys.executable, "-I", "-S", str(self._recorder_file), str(self._notes_file), name)
+        program = (sys.executable, "-I", "-S", str(self._recorder_file), str(self._hooks_file), name)
         return msgspec.structs.replace(hook, run=(*program, hook.shell or "", *(hook.run or ())), shell=None)
 
     def _start(self) -> None:
@@ -291,23 +291,23 @@ class ScheduledEvents:
         with closing(store):
             return store.load_journal()
 
-    def _notes(self) -> dict[tuple[str, str, str], dict[str, str]]:
+    def _environments(self) -> dict[tuple[str, str, str], dict[str, str]]:
         """The variables that a hook was given last, by its name, its event's id (folded) and its stage."""
-        if not self._notes_file.exists():
+        if not self._hooks_file.exists():
             return {}
-        notes = {}
-        lines = self._notes_file.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may not be whole yet
-        for note in map(json.loads, lines):
-            given = note["given"]
+        environments = {}
+        lines = self._hooks_file.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may not be whole yet
+        for line in map(json.loads, lines):
+            given = line["given"]
             event_id = given.get("SCHEDULED_EVENT_ID", "").casefold()
-            notes[note["hook"], event_id, given.get("SCHEDULED_EVENT_STAGE", "")] = given
-        return notes
+            environments[line["hook"], event_id, given.get("SCHEDULED_EVENT_STAGE", "")] = given
+        return environments
 
     def _is(self, found: str, event_id: str) -> bool:
         """Whether an id of the journal is that of an event, which may have gone on under another one."""
         return found.casefold() in {known.casefold() for known in self.azure.event(event_id).ids}
 
-    def _wait_told(self, kind: str, event_id: str, what: str, timeout_seconds: float) -> str:
+    def _wait_record(self, kind: str, event_id: str, what: str, timeout_seconds: float) -> str:
         __tracebackhide__ = True
 
         def found() -> list[str]:
@@ -332,8 +332,8 @@ class ScheduledEvents:
         return result
 
     def _account(self) -> str:
-        told = self.journal()[-15:]
-        lines = "".join(f"\n  {line}" for line in told) or " nothing"
+        records = self.journal()[-15:]
+        lines = "".join(f"\n  {line}" for line in records) or " nothing"
         last = "\n".join(f"  {line}" for line in self.log.splitlines()[-15:]) or "  nothing"
         return f"the agent's journal says:{lines}\nand its log ends:\n{last}"
 

@@ -75,8 +75,8 @@ def offered_actions(status: Status, workflow: Workflow) -> tuple[OperatorAction,
 def effect_of(action: OperatorAction, workflow: Workflow) -> str:
     """Given an action and the workflow that it is for, return what it does to the event, as a phrase."""
     if action == "retry":
-        progress = workflow.recover if workflow.is_over else workflow.prepare
-        return f"run {progress.failed_hook or 'the hook'} again, then the rest"
+        stage_status = workflow.recover if workflow.is_over else workflow.prepare
+        return f"run {stage_status.failed_hook or 'the hook'} again, then the rest"
     if action == "approve":
         if workflow.prepare.state in ("failed", "canceled"):
             return "let Azure start it as it is"

@@ -124,14 +124,14 @@ def _since(kind: AttentionKind, workflow: WorkflowView) -> datetime:
 
 def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
     event = workflow.event
-    progress = workflow.recover if workflow.is_over else workflow.prepare
+    stage_status = workflow.recover if workflow.is_over else workflow.prepare
     name = f"{event.type or 'event'} of {next(iter(status.vm.names), 'this VM')}"
     is_ahead = event.not_before is not None and event.not_before > status.at
     unready_since = workflow.handling_since or workflow.phase_since or workflow.first_seen_at
     return {
         "the_event": f"the {name}",
         "The_event": f"The {name}",
-        "why": progress.failure or f"it was {progress.state}",
+        "why": stage_status.failure or f"it was {stage_status.state}",
         "hook": workflow.wait_reason.detail if workflow.wait_reason else "",
         "failures": str(workflow.approval.failures),
         "when": f"at {utc(event.not_before, status.at)}" if event.not_before and is_ahead else "at any moment",

@@ -1,4 +1,4 @@
-"""Texts for people about events: status lines, wait reasons, notes, titles of notifications.
+"""Texts for people about events: status lines, wait reasons, records, titles of notifications.
 
 The terminal, the status page, the log and the service manager use them. Pure: reads no file and no clock.
 Invariant: a text states only what the workflow or the journal states, and nothing that is only expected.
@@ -124,7 +124,7 @@ def with_messages(transition: Transition) -> Transition:
 
 
 def record_message(workflow: Workflow, record: Record) -> str:
-    """The text of a note for the journal."""
+    """The text of a record for the journal."""
     if record.kind == "approval_needed":
         starts = _not_before(workflow)
         before = f" before {starts}" if starts else ""
@@ -136,7 +136,7 @@ def record_message(workflow: Workflow, record: Record) -> str:
 
 
 def record_addition(workflow: Workflow, record: Record) -> str | None:
-    """The part of the note that the title of its notification does not say; None means all of its text."""
+    """The part of the record that the title of its notification does not say; None means all of its text."""
     if record.kind == "approval_needed":
         return record.text
     if record.kind == "held" and record.wait_reason is not None:
@@ -163,7 +163,7 @@ def _not_before(workflow: Workflow) -> str:
 
 
 def record_log_message(workflow: Workflow, record: Record, text: str) -> str:
-    """The text of a note as one log line for people, which names the event. ``text``: that of the journal."""
+    """The text of a record as one log line for people, which names the event. ``text``: that of the journal."""
     match record.kind:
         case "seen":
             text = _seen(workflow)

@@ -39,7 +39,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
-    """An event with its entries, or a note of the agent alone."""
+    """An event with its records, or a record of the agent alone."""
 
     workflow: WorkflowView | None
     records: tuple[JournalRecord, ...]

@@ -71,14 +71,14 @@ def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
         ("on_start", decision.on_start, workflow.on_start, is_over),
         ("recover", decision.recover, workflow.recover, workflow.phase == "closed"),
     )
-    for stage, hooks, progress, is_past in stages:
-        failed = progress.failed_hook or next((hook for hook in hooks if hook not in progress.done), None)
+    for stage, hooks, stage_status, is_past in stages:
+        failed = stage_status.failed_hook or next((hook for hook in hooks if hook not in stage_status.done), None)
         for hook in hooks:
-            if (stage, hook) in running or progress.current == hook:
+            if (stage, hook) in running or stage_status.current == hook:
                 yield HookStep(stage=stage, hook=hook, state=running.get((stage, hook), "running"))
-            elif hook in progress.done:
+            elif hook in stage_status.done:
                 yield HookStep(stage=stage, hook=hook, state="done")
-            elif progress.state == "failed" and hook == failed:
+            elif stage_status.state == "failed" and hook == failed:
                 yield HookStep(stage=stage, hook=hook, state="failed")
             else:
                 yield HookStep(stage=stage, hook=hook, state="not_run" if is_past else "open")

@@ -1,4 +1,4 @@
-"""What must survive: workflows, journal, requests, unsent notifications, in one SQLite file.
+"""The state that survives: workflows, journal, requests, unsent notifications, in one SQLite file.
 
 store.py     open, load, commit
 file.py      the file: made, opened, upgraded, quarantined if it is damaged

@@ -1,4 +1,4 @@
-"""Notifications that were not delivered yet. Each is written together with its step, or not at all."""
+"""Notifications that were not delivered yet. Each is written together with its transition, or not at all."""
 
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence

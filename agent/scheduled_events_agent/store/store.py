@@ -1,7 +1,7 @@
 """SQLite state: workflows, the journal, operators' requests and unsent notifications.
 
 It decides what is written and how much is kept, but nothing about events. Invariant: when ``commit`` returns, the
-steps are on disk (WAL with synchronous=FULL), all of them or none.
+transitions are on disk (WAL with synchronous=FULL), all of them or none.
 
 A Store is for one thread at a time. The agent opens the file as its owner. Other processes (``approve``, ``hold``,
 ``status``) open it to add requests, or only to read. The permissions of the file are the authorization.
@@ -215,7 +215,7 @@ class Store:
         notifications: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
     ) -> CommitResult:
-        """Write workflows, notes, answers to operators' requests, notifications and remembered events to disk.
+        """Write workflows, records, answers to operators' requests, notifications and remembered events to disk.
 
         The records have their texts already. ``notifications``: target and body of each; if the disk is full, all
         else is written without them. Raises StoreError, or WithdrawnError if one of the requests is gone; then
@@ -266,7 +266,7 @@ class Store:
             return self.outbox.add(stamp, notifications)
 
     def record(self, kind: str, text: str, at: datetime, detail: str = "") -> None:
-        """Put an entry about the agent itself into the journal."""
+        """Put a record about the agent itself into the journal."""
         with self._transaction():
             self._insert_records([(_stamp(at), "", "", kind, "", "", "", text, detail)])
 

@@ -9,7 +9,7 @@ from typing import Self
 
 
 class LogId(IntEnum):
-    """Number and meaning; notes about an event have their kind's name here."""
+    """Number and meaning; records of an event have their kind's name here."""
 
     meaning: str
 

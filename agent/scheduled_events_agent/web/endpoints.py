@@ -28,7 +28,7 @@ from scheduled_events_agent.web.static import FILES
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.workflow import Workflow
 
-# /history shows this many events and pauses, and entries of each event. The page shows one entry less.
+# /history shows this many events and pauses, and records of each event. The page shows one record less.
 _RECENT = 20
 _MAX_RECORDS = 41
 # The journal is read at most once in this time, and a client waits this long for a disk that hangs.
@@ -172,7 +172,7 @@ class Endpoints:
         return _json_page(Journal(at=datetime.now(UTC), histories=tuple(items)))
 
     def _shown(self, records: Sequence[JournalRecord]) -> tuple[JournalRecord, ...]:
-        """The last entries, with hooks' output only where the policy shows it."""
+        """The last records, with hooks' output only where the policy shows it."""
         if self._snapshot().settings.agent.show_hook_output:
             return tuple(records[-_MAX_RECORDS:])
         return tuple(replace(record, detail="") for record in records[-_MAX_RECORDS:])
@@ -184,7 +184,7 @@ class Endpoints:
 
 
 def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalRecord, ...]:
-    """The entries that hold the output of hooks of pending events."""
+    """The records that hold the output of hooks of pending events."""
     open_ids = {workflow.id for workflow in pending}
     records = [record for history in recent if history.workflow.id in open_ids for record in history.records]
     return tuple([record for record in records if record.hook and record.detail])

@@ -1,12 +1,13 @@
-"""What happens next: the life of one event, from first sight to recovery, as a pure state machine.
+"""The pure state machine of one event, from first sight to recovery.
 
 Decides when hooks run, when to approve and when to recover. Does no I/O, reads no clock, keeps no state.
-``advance`` takes the board of open workflows and signals, and returns the new board with the steps that led to it;
-the caller writes the steps to disk and then performs their effects. The one invariant: a step follows from what is
-in the workflow, so that after a crash at any moment the same workflow leads to the same next step.
+``advance`` gets the open workflows and signals, and returns the workflows as they are now, with the transitions
+that led to them. The caller writes the transitions to disk and then performs their effects. Invariant: a
+transition follows from what is in the workflow. So after a crash at any moment the same workflow makes the same
+transition.
 
-    model.py      the values: a workflow, its phases and their arrows, signals, effects, steps
-    advance.py    proceed: takes signals in, then moves every workflow as far as it goes
+    model.py      the values: a workflow, its phases, signals, effects, transitions
+    advance.py    advance: applies the signals, then moves every workflow as far as it goes
     signals.py    what each signal changes in a workflow
     phases.py     what is due in each phase, or why nothing is
     stages.py     the hooks of a stage, in order; hooks that events share

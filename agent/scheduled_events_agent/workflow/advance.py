@@ -49,7 +49,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     workflows: dict[str, Workflow]
     """The open workflows as they are now. Closed ones are left out."""
     transitions: tuple[Transition, ...]
-    """All steps, in the order in which they were made."""
+    """All transitions, in the order in which they were made."""
     errors: tuple[tuple[str, Exception], ...]
     """Bugs that were met, each with the id of its workflow, or of its event if that is new.
 
@@ -70,7 +70,7 @@ def advance(workflows: Workflows, signals: Iterable[Signal], context: Context) -
 
 
 class _Reducer:
-    """One call of ``advance``: the workflows as they change, and the steps that changed them."""
+    """One call of ``advance``: the workflows as they change, and the transitions that changed them."""
 
     def __init__(self, workflows: Workflows, context: Context) -> None:
         self.workflows = dict(workflows)
@@ -126,7 +126,7 @@ class _Reducer:
     def apply_safely(
         self, key: str, find_transition: Callable[..., Transition | WaitReason | None], *arguments: object
     ) -> WaitReason | None:
-        """Make the step, or return why there is none. A bug in one event must not stop the other events."""
+        """Make the transition, or return why there is none. A bug in one event must not stop the other events."""
         try:
             found = find_transition(*arguments)
             if not isinstance(found, Transition):
@@ -160,7 +160,7 @@ class _Reducer:
 
 
 def _breach(before: Workflow, transition: Transition, context: Context) -> str:
-    """Which effect of the step is not allowed to the workflow as it was before, as a sentence; "" if all are."""
+    """What the transition does that the workflow before it does not allow, as a sentence; "" if nothing."""
     for effect in transition.effects:
         if isinstance(effect, Approve) and evaluate_approval_gates(before, context).verdict != "allow":
             return "it was to be approved although its gates do not allow that"
@@ -171,7 +171,7 @@ def _breach(before: Workflow, transition: Transition, context: Context) -> str:
 
 
 def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> Transition | None:
-    """Record why the workflow waits now, and since when it needs an operator's approval; news gets a note."""
+    """Note why the workflow waits now, and since when an operator must approve it; a new reason gets a record."""
     if not workflow.is_open:
         return None
     records = (

@@ -1,4 +1,4 @@
-"""Types of the workflow: phases, signals, effects, notes, context.
+"""Types of the workflow: phases, signals, effects, records, context.
 
 A workflow is stored in the form that it has here. Once released, another form needs a migration in
 ``store/file.py``. Stored types forbid unknown fields, so that a renamed field is an error and not lost silently.
@@ -72,7 +72,7 @@ ACTION_TEXTS: dict[OperatorAction, str] = {
 
 
 class WorkflowError(AgentError):
-    """A bug: a transition or an effect that is not allowed, or steps without end."""
+    """A bug: a transition or an effect that is not allowed, or transitions without end."""
 
 
 class StageStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -172,8 +172,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def stage_status(self, stage: Stage) -> StageStatus:
         return {"prepare": self.prepare, "on_start": self.on_start, "recover": self.recover}[stage]
 
-    def with_stage(self, stage: Stage, progress: StageStatus) -> "Workflow":
-        changes: dict[str, Any] = {stage: progress}
+    def with_stage(self, stage: Stage, stage_status: StageStatus) -> "Workflow":
+        changes: dict[str, Any] = {stage: stage_status}
         return replace(self, **changes)
 
     @property
@@ -300,7 +300,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     hook: str = ""
     outcome: str = ""
-    """How the hook ended; "" in other notes."""
+    """How the hook ended; "" in other records."""
     detail: str = ""
     """More about it, such as the end of a hook's output."""
     addition: str | None = None
@@ -362,7 +362,7 @@ class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a step depends on besides the workflows."""
+    """Everything that a transition depends on besides the workflows."""
 
     now: datetime
     names: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Phases: one function for each phase. It makes the step that is due, or returns the reason why none is.
+"""Phases: one function for each phase. It makes the transition that is due, or returns the reason why none is.
 
-The phase drives: a function looks only at what belongs to its phase, and leaves it along an arrow of
+The phase drives: a function looks only at what belongs to its phase, and leaves it by one of the
 ``ALLOWED_TRANSITIONS``. What leads away from anywhere is in ``_interrupt``.
 """
 
@@ -51,9 +51,9 @@ from scheduled_events_agent.workflow.timing import drain_deadline
 
 Workflows = Mapping[str, Workflow]
 PhaseFunction = Callable[[Workflow, Workflows, Context], Transition | WaitReason | None]
-"""Returns the step that is due. If none is: the reason why the workflow waits.
+"""Returns the transition that is due. If none is: the reason why the workflow waits.
 
-Without a step and without a reason, a hook, a drain, an approval or Azure is at work.
+Without a transition and without a reason, a hook, a drain, an approval or Azure is at work.
 """
 
 APPROVAL_GATES: Gates = (*LOCAL_APPROVAL_GATES, fleet_gate, stale_gate)
@@ -66,7 +66,7 @@ def evaluate_approval_gates(workflow: Workflow, context: Context) -> GateResult:
 
 
 def gate_results(workflow: Workflow, context: Context) -> dict[str, GateResult]:
-    """The answer of each gate that matters for the event's next step, by the gate's name."""
+    """The answer of each gate that matters for the event's next transition, by the gate's name."""
     gates: Gates = PREPARE_GATES if workflow.phase == "waiting" else ()
     if workflow.phase in ("waiting", "preparing", "prepared", "held") and not workflow.event.is_recommendation:
         gates += APPROVAL_GATES
@@ -74,7 +74,7 @@ def gate_results(workflow: Workflow, context: Context) -> dict[str, GateResult]:
 
 
 def next_transition(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
-    """Make the step that is due, or return the reason why the workflow waits; see ``PhaseFunction``."""
+    """Make the transition that is due, or return the reason why the workflow waits; see ``PhaseFunction``."""
     next_move = _interrupt(workflow, context) or _PHASES[workflow.phase]
     return next_move(workflow, workflows, context)
 

@@ -80,10 +80,10 @@ def waiting_for_hook(signal: HookFinished, workflows: Mapping[str, Workflow]) ->
     owner = workflows.get(signal.workflow_id)
     if owner is None:
         return []
-    progress = owner.stage_status(signal.stage)
-    if (progress.current, progress.run) != (signal.hook, signal.run):
+    stage_status = owner.stage_status(signal.stage)
+    if (stage_status.current, stage_status.run) != (signal.hook, signal.run):
         return []  # a restart has given up this run
-    if signal.stage != "recover" or (signal.outcome == "canceled" and progress.is_canceling):
+    if signal.stage != "recover" or (signal.outcome == "canceled" and stage_status.is_canceling):
         return [owner.id]
     return [owner.id, *(peer.id for peer in other_prepared(owner, workflows) if is_to_recover(peer, signal.hook))]
 
@@ -155,7 +155,7 @@ def _update(workflow: Workflow, event: ScheduledEvent, context: Context) -> Tran
 
 
 def _describe_changes(old: ScheduledEvent, new: ScheduledEvent, changed: Container[str]) -> list[Record]:
-    """One note about all changes; none if they need no line."""
+    """One record about all changes; none if they need no line."""
     fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
     # NotBefore becomes blank when the event starts.
     named = [name for name in fields if name in changed and not (name == "not_before" and new.is_started)]
@@ -240,10 +240,10 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
 
 def _lost_hooks(workflow: Workflow, context: Context) -> tuple[str, ...]:
     """Prepare hooks that have still to run and are no longer in the policy."""
-    progress = workflow.prepare
-    if progress.state != "running":
+    stage_status = workflow.prepare
+    if stage_status.state != "running":
         return ()
-    ran = (*progress.done, progress.current)
+    ran = (*stage_status.done, stage_status.current)
     return tuple(hook for hook in workflow.decision.prepare if hook not in ran and hook not in context.hooks)
 
 
@@ -259,7 +259,7 @@ def can_resume(workflow: Workflow, event: ScheduledEvent) -> bool:
     """
     if (workflow.was_started or workflow.event.is_started) and not event.is_started:
         return False
-    is_idle = all(progress.current is None for progress in workflow.stages)
+    is_idle = all(stage_status.current is None for stage_status in workflow.stages)
     is_untouched = not workflow.is_reverted and workflow.recover.state in ("idle", "running")
     is_aborted_by_stop = workflow.prepare.state == "canceled" and not workflow.was_started
     return is_idle and is_untouched and not is_aborted_by_stop
@@ -348,10 +348,10 @@ def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context
 def _retry(workflow: Workflow, record: Record, context: Context) -> Transition:
     """Run the hook that failed again, and then the rest of its stage."""
     stage: Stage = "recover" if workflow.is_over else "prepare"
-    progress = workflow.stage_status(stage)
-    if progress.state != "failed":
+    stage_status = workflow.stage_status(stage)
+    if stage_status.state != "failed":
         return Transition(workflow=workflow, records=(record,))
-    again = workflow.with_stage(stage, retried(progress))
+    again = workflow.with_stage(stage, retried(stage_status))
     if workflow.is_over:
         return Transition(workflow=again, records=(record,))
     transition = _decide_anew(again, context)  # the hook may have been removed from the policy meanwhile
@@ -359,12 +359,12 @@ def _retry(workflow: Workflow, record: Record, context: Context) -> Transition:
 
 
 def _finish_hook(workflow: Workflow, signal: HookFinished) -> Transition:
-    progress = workflow.stage_status(signal.stage)
+    stage_status = workflow.stage_status(signal.stage)
     phrase = f"hook {signal.hook}: {signal.detail or signal.outcome}"
-    was_cut_short = signal.outcome == "canceled" and progress.is_canceling
-    progress = replace(progress, current=None, is_canceling=False)
+    was_cut_short = signal.outcome == "canceled" and stage_status.is_canceling
+    stage_status = replace(stage_status, current=None, is_canceling=False)
     if not was_cut_short:
-        progress = with_result(progress, signal)
+        stage_status = with_result(stage_status, signal)
     text = f"{phrase} ({signal.outcome})" if signal.detail else phrase
     record = Record(
         kind="hook_canceled" if was_cut_short else "hook_finished",
@@ -374,8 +374,8 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Transition:
         outcome=signal.outcome,
         detail=signal.tail,
     )
-    workflow = workflow.with_stage(signal.stage, progress)
-    if signal.stage == "prepare" and progress.state == "failed":
+    workflow = workflow.with_stage(signal.stage, stage_status)
+    if signal.stage == "prepare" and stage_status.state == "failed":
         return with_void_approval(Transition(workflow=workflow, records=(record,)), f"hook {signal.hook} failed")
     return Transition(workflow=workflow, records=(record,))
 
@@ -385,30 +385,30 @@ def _apply_shared_hook(workflow: Workflow, signal: HookFinished) -> Transition |
     recover = workflow.recover
     if recover.state == "resolved":
         return None
-    progress = with_result(recover, signal)
-    fails_now = progress.state == "failed" and recover.state != "failed"
-    has_failed_before = progress.state == "failed" and recover.state == "failed"
+    stage_status = with_result(recover, signal)
+    fails_now = stage_status.state == "failed" and recover.state != "failed"
+    has_failed_before = stage_status.state == "failed" and recover.state == "failed"
     would_run_it_next = workflow.phase == "recovering" and signal.hook == next_hook(workflow, "recover")
     # The failure counts for an event that would run the hook next. Others have hooks before it, and try it later.
     if fails_now and not (would_run_it_next and recover.current is None):
         return None
-    if has_failed_before and signal.hook not in progress.done:
+    if has_failed_before and signal.hook not in stage_status.done:
         return None
     text = f"hook {signal.hook}: has run for another event, once for both"
     record = Record(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
-    return Transition(workflow=replace(workflow, recover=progress), records=(record,))
+    return Transition(workflow=replace(workflow, recover=stage_status), records=(record,))
 
 
 def _restart(workflow: Workflow, context: Context) -> Transition:
     """No hook runs any more. A hook that ran runs again, and an approval without an answer is sent again."""
     stages: tuple[Stage, ...] = ("prepare", "on_start", "recover")
     for stage in stages:
-        progress = workflow.stage_status(stage)
-        if progress.current is not None:
-            is_cut = progress.is_canceling and stage == "prepare" and _is_past(workflow)
-            state = "canceled" if is_cut else progress.state
-            progress = replace(progress, current=None, is_canceling=False, state=state)
-            workflow = workflow.with_stage(stage, progress)
+        stage_status = workflow.stage_status(stage)
+        if stage_status.current is not None:
+            is_cut = stage_status.is_canceling and stage == "prepare" and _is_past(workflow)
+            state = "canceled" if is_cut else stage_status.state
+            stage_status = replace(stage_status, current=None, is_canceling=False, state=state)
+            workflow = workflow.with_stage(stage, stage_status)
     if workflow.approval.state == "requested":
         workflow = replace(workflow, approval=replace(workflow.approval, state="none", retry_at=None))
     workflow = _without_what_a_reboot_has_undone(workflow, context)

@@ -23,8 +23,8 @@ def run_next(
     workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
 ) -> Transition | WaitReason | None:
     """Start the stage's next hook, or end the stage. If neither is due: why it waits, or None."""
-    progress = workflow.stage_status(stage)
-    if progress.current is not None:
+    stage_status = workflow.stage_status(stage)
+    if stage_status.current is not None:
         return give_way(workflow, stage, workflows, context)
     recoveries = [p for p in other_prepared(workflow, workflows) if p.is_over and p.recover.current is not None]
     if stage == "prepare":
@@ -35,7 +35,7 @@ def run_next(
             return None  # wait until that recovery is canceled: it must not run beside hooks that it would undo
     hook = next_hook(workflow, stage)
     if hook is None:
-        return Transition(workflow=workflow.with_stage(stage, replace(progress, state="succeeded")))
+        return Transition(workflow=workflow.with_stage(stage, replace(stage_status, state="succeeded")))
     if stage != "on_start" and _has_earlier_hook(workflow, workflows):
         return None
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
@@ -47,11 +47,11 @@ def run_next(
     if stage == "recover" and hook not in context.hooks:
         # A prepare hook may fail: the event is held. A recovery that fails unnoticed leaves the VM out of service.
         return WaitReason(kind="lost_hook", detail=hook)
-    progress = replace(progress, state="running", current=hook, run=progress.run + 1)
+    stage_status = replace(stage_status, state="running", current=hook, run=stage_status.run + 1)
     return Transition(
-        workflow=workflow.with_stage(stage, progress),
+        workflow=workflow.with_stage(stage, stage_status),
         effects=(
-            RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run, rank=rank_of(workflow)),
+            RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=stage_status.run, rank=rank_of(workflow)),
         ),
         records=(Record(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
@@ -61,13 +61,15 @@ def give_way(
     workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
 ) -> Transition | None:
     """Cancel a serialized prepare hook if an eviction needs it; it runs again later."""
-    progress = workflow.stage_status(stage)
-    if stage != "prepare" or progress.current is None or progress.is_canceling:
+    stage_status = workflow.stage_status(stage)
+    if stage != "prepare" or stage_status.current is None or stage_status.is_canceling:
         return None
-    eviction = _eviction_that_needs(progress.current, workflow, workflows, context)
+    eviction = _eviction_that_needs(stage_status.current, workflow, workflows, context)
     if eviction is None:
         return None
-    return _cancel(workflow, stage, f"hook {progress.current} gives way to {eviction.event.id}", is_urgent=True)
+    return _cancel(
+        workflow, stage, f"hook {stage_status.current} gives way to {eviction.event.id}", is_urgent=True
+    )
 
 
 def _eviction_that_needs(
@@ -99,7 +101,7 @@ def _has_earlier_hook(workflow: Workflow, workflows: Mapping[str, Workflow]) -> 
     return any(
         other.event.key == workflow.event.key
         and other.first_seen_at < workflow.first_seen_at
-        and any(progress.current is not None for progress in other.stages)
+        and any(stage_status.current is not None for stage_status in other.stages)
         for other in workflows.values()
     )
 
@@ -113,24 +115,24 @@ def next_hook(workflow: Workflow, stage: Stage) -> str | None:
 
 def cancel_stage(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -> Transition | None:
     """End a running stage: first the hook that runs, then the stage."""
-    progress = workflow.stage_status(stage)
-    if progress.current is None:
+    stage_status = workflow.stage_status(stage)
+    if stage_status.current is None:
         is_untouched = stage == "prepare" and is_nothing_done(workflow)
-        ended = replace(progress, state="idle" if is_untouched else "canceled")
+        ended = replace(stage_status, state="idle" if is_untouched else "canceled")
         transition = Transition(workflow=workflow.with_stage(stage, ended))
         return with_void_approval(transition, "preparation was canceled") if stage == "prepare" else transition
-    if progress.is_canceling:
+    if stage_status.is_canceling:
         return None
-    return _cancel(workflow, stage, f"hook {progress.current} is canceled", is_urgent=is_urgent)
+    return _cancel(workflow, stage, f"hook {stage_status.current} is canceled", is_urgent=is_urgent)
 
 
 def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> Transition:
     """End the hook that runs."""
-    progress = workflow.stage_status(stage)
+    stage_status = workflow.stage_status(stage)
     return Transition(
-        workflow=workflow.with_stage(stage, replace(progress, is_canceling=True)),
+        workflow=workflow.with_stage(stage, replace(stage_status, is_canceling=True)),
         effects=(CancelHook(workflow_id=workflow.id, stage=stage, is_urgent=is_urgent),),
-        records=(Record(kind="hook_canceled", text=text, stage=stage, hook=progress.current or ""),),
+        records=(Record(kind="hook_canceled", text=text, stage=stage, hook=stage_status.current or ""),),
     )
 
 
@@ -150,19 +152,19 @@ def with_void_approval(transition: Transition, why: str) -> Transition:
     )
 
 
-def with_result(progress: StageStatus, signal: HookFinished) -> StageStatus:
+def with_result(stage_status: StageStatus, signal: HookFinished) -> StageStatus:
     """Apply the result of a hook that was not canceled."""
     if signal.outcome != "succeeded":
-        progress = replace(progress, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
+        stage_status = replace(stage_status, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
         if signal.is_required and signal.stage != "on_start":
-            return replace(progress, state="failed", failed_hook=signal.hook)
-    if progress.failed_hook == signal.hook:
-        progress = retried(progress)
-    return replace(progress, done=(*progress.done, signal.hook))
+            return replace(stage_status, state="failed", failed_hook=signal.hook)
+    if stage_status.failed_hook == signal.hook:
+        stage_status = retried(stage_status)
+    return replace(stage_status, done=(*stage_status.done, signal.hook))
 
 
-def retried(progress: StageStatus) -> StageStatus:
-    return replace(progress, state="running", failure="", failed_hook="")
+def retried(stage_status: StageStatus) -> StageStatus:
+    return replace(stage_status, state="running", failure="", failed_hook="")
 
 
 def other_prepared(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:

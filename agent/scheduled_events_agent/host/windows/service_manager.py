@@ -63,7 +63,7 @@ _NOT_INSTALLED = 1060
 _ALREADY_RUNNING = 1056
 _CANNOT_ACCEPT = 1061
 _NOT_RUNNING = 1062
-_WAYS_OUT = {
+_HINTS = {
     5: "access is denied: run it in an elevated prompt (Run as administrator)",
     _NOT_INSTALLED: "the service is not installed: use `scheduled-events-agent service install`",
     _NOT_RUNNING: "the service does not run: use `scheduled-events-agent service start`",
@@ -369,4 +369,4 @@ def _service(rights: int) -> Iterator[Any]:
 
 def _explain(code: int, reason: str) -> str:
     """The message for an error of the SCM."""
-    return _WAYS_OUT.get(code) or f"the service control manager reports an error: {reason.strip()} ({code})"
+    return _HINTS.get(code) or f"the service control manager reports an error: {reason.strip()} ({code})"
