@@ -48,7 +48,7 @@ class Host(Agent):
 
     def wait_words(self, event: str, words: str) -> None:
         def found() -> bool:
-            return words in self.pending().get(event, {}).get("waits_for", "")
+            return words in self.pending().get(event, {}).get("wait_message", "")
 
         self.wait_until(found, f"it reported: {words}")
 
