@@ -160,7 +160,7 @@ class _Reducer:
 
 
 def _breach(before: Workflow, transition: Transition, context: Context) -> str:
-    """What the transition does that the workflow before it does not allow, as a sentence; "" if nothing."""
+    """The effect that the workflow before the transition does not allow, as a sentence; "" if there is none."""
     for effect in transition.effects:
         if isinstance(effect, Approve) and evaluate_approval_gates(before, context).verdict != "allow":
             return "it was to be approved although its gates do not allow that"
