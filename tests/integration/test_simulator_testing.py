@@ -69,7 +69,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.timeout(280)  # a second pytest and its agents are started
 @pytest.mark.parametrize("only", ["test_a_user", pytest.param("test", marks=pytest.mark.nightly)])
 def test_the_example_of_the_page_passes(directory: Path, only: str) -> None:
-    files = ("test_policy.py", "test_multi_vm_events.py")
+    files = ("test_policy.py", "test_shared.py")
     assert set(EXAMPLE) == {"conftest.py", "policy.yaml", "drain.py", "resume.py", *files}
     ran = run_pytest(directory, "-k", only)
     tests = [test for file in files for test in re.findall(rf"^def ({only}\w+)", EXAMPLE[file], re.MULTILINE)]
@@ -266,7 +266,7 @@ def test_the_agents_of_several_vms_have_each_their_own_state(tmp_path: Path) -> 
 def test_a_failure_shows_what_the_agents_of_all_vms_wrote_and_leaves_none(directory: Path) -> None:
     (directory / "test_policy.py").unlink()
     more = "    agents[1].wait_approved(restart, 0.1)\n"
-    (directory / "test_multi_vm_events.py").write_text(EXAMPLE["test_multi_vm_events.py"] + more, encoding="utf-8")
+    (directory / "test_shared.py").write_text(EXAMPLE["test_shared.py"] + more, encoding="utf-8")
     ran = run_pytest(directory)
     assert ran.returncode == 1
     _, _, logs = ran.stdout.partition("log of scheduled-events-agent call")
