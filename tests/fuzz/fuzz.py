@@ -25,11 +25,11 @@ from typing import Any
 _FIRST = 10
 """Faults of one target after which there is no use in going on."""
 _SLOW_SECONDS = 5.0
-"""Of the processor, for one input."""
+"""Seconds of the processor for one input."""
 _HANG_SECONDS = 120.0
 _ADDRESS_SPACE = 2 << 30
 _GROWTH = 48 << 20
-"""Of resident memory, from a quarter of the inputs to the last one."""
+"""Growth of resident memory, from a quarter of the inputs to the last one."""
 _PROGRESS_SECONDS = 10.0
 
 

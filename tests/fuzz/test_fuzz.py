@@ -26,7 +26,7 @@ from scheduled_events_agent.web.tls import load_web_config
 
 ROOT = Path(__file__).parents[2]
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "6000"))
-"""Of all targets together."""
+"""The inputs of all targets together."""
 
 
 @pytest.mark.parametrize("target", TARGETS)

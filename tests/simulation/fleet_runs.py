@@ -10,9 +10,9 @@ from oracle import BrokenError
 
 _LARGE = 200
 _LARGE_EVERY = 200
-"""Of so many seeds one has a large fleet."""
+"""One seed in so many has a large fleet."""
 _CLOCKS_EVERY = 10
-"""Of so many seeds one is lived with right clocks and with wrong ones, and must go the same way."""
+"""One seed in so many runs with right clocks and with wrong ones, and must go the same way."""
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class Judge:
         self.lives: dict[str, Life] = {}
         self.rules: tuple[Rule, ...] = ()
         self.all_rules: tuple[Rule, ...] = ()
-        """Of every policy that was in force since the events began."""
+        """The policies that were in force since the events began."""
         self.runs: list[Run] = []
         self.is_blind = True
         """The agent has decided on no document since it started."""

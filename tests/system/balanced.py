@@ -213,7 +213,7 @@ class Load:
         self._news = threading.Condition()
         self.results: list[Result] = []
         self.underway: dict[str, list[float]] = {"a": [], "b": []}
-        """Of each server, when the downloads began that it is at."""
+        """When the running downloads of each server began."""
         clients = [("new", "/", 0.05)] * 3 + [("kept", "/", 0.05)] * 3 + [("slow", "/slow", 0.1)] * 4
         self._threads = [threading.Thread(target=self._client, args=client) for client in clients]
         for thread in self._threads:

@@ -20,7 +20,7 @@ from scheduled_events_agent.policy.settings import FleetSettings
 
 pytestmark = pytest.mark.timeout(1800)
 LIMIT = 2
-"""Of events that are prepared for at a time."""
+"""So many events are prepared for at a time."""
 WITHOUT_SLOT = "it begins without a slot of the fleet: it can wait no longer"
 
 

@@ -115,7 +115,7 @@ class Account:
         self.passed: list[str] = []
         self.failed: list[str] = []
         self.reasons: Counter[str] = Counter()
-        """Of what was skipped, and how often."""
+        """The reasons of skipped tests, and how often each came."""
         self.files: set[str] = set()
         suite = ET.parse(report).getroot().find("testsuite")  # our own file
         assert suite is not None

@@ -159,7 +159,7 @@ class World:
     truth: dict[str, str] = field(default_factory=dict)
     """Event -> status in the document."""
     read: dict[str, str] = field(default_factory=dict)
-    """The same, as the agent has read it; what it misses is there as it was."""
+    """The document as the agent has read it. An event that it misses is there as it was."""
     missing: frozenset[str] = frozenset()
     """What the last answer lacked and the one before it did not."""
     counts: dict[str, int] = field(default_factory=dict)

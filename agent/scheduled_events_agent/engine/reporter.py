@@ -79,7 +79,7 @@ class EventReporter:
         if len(workflow_ids) > _MAX_LOGGED_AT_ONCE:
             self._muted.update(workflow_ids[_LOGGED_OF_MANY:])
             text = "very many events at once: only the first ones are logged, the command history shows all"
-            self._log.warning(text, log_id=LogId.MANY_EVENTS, events=len(workflow_ids), told=_LOGGED_OF_MANY)
+            self._log.warning(text, log_id=LogId.MANY_EVENTS, events=len(workflow_ids), logged=_LOGGED_OF_MANY)
 
     def is_logged(self, workflow_id: str) -> bool:
         """Whether this event is logged."""
