@@ -45,7 +45,7 @@ def test_on_a_full_disk_status_works_and_operators_learn_why_a_request_fails(
     )
     assert re.match(rf"ACT  {problem}\.", status.stdout)
     assert "\nACT  The Reboot of vm-1 needs an operator's approval. " in status.stdout
-    assert "waiting: an operator must approve it\n" in status.stdout
+    assert "waits: an operator must approve it\n" in status.stdout
     history = agent.run("history", "--state-dir", str(full_disk))
     assert (history.returncode, history.stderr) == (0, "")
     assert f"Reboot {event} is pending: prepared\n" in history.stdout
