@@ -217,7 +217,7 @@ def test_the_trees_of_an_agent_end_with_it() -> None:
 _AGENT_THAT_DIES = """
 import os, sys
 from scheduled_events_agent.host.windows import processes as windows_process
-from scheduled_events_agent.hooks import HookRun
+from scheduled_events_agent.hooks.run import HookRun
 from scheduled_events_agent.policy import Hook
 
 def die(job, process):
