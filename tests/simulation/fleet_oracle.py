@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fleet_machines import Sent, Vm
     from fleet_simulation import FleetWorld
 
+# A client that was cut off looks again 125 s after its first list, and once more if it then deleted a record.
+_REST_SECONDS = 2 * 125.0 + 60.0
 _SLOT_SECONDS = 1800.0
 _STATUS_SECONDS = 10.0
 """So old a list may be by which an event begins, or is approved."""
@@ -655,7 +657,7 @@ class FleetJudge:
         """Long after the last event, and before a new one."""
         world = self._world
         over_at = max((life.over_at for life in self.lives.values()), default=0.0)
-        rest_at = max(over_at, self._recovered_at, self._trouble_until(world.vms.values())) + 180.0
+        rest_at = max(over_at, self._recovered_at, self._trouble_until(world.vms.values())) + _REST_SECONDS
         for life in self.lives.values():
             for vm_id, work in life.works.items():
                 if work.has_begun and not world.vms[vm_id].is_dead:
