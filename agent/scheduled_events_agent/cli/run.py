@@ -5,8 +5,10 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from scheduled_events_agent import AgentError, host
@@ -91,17 +93,41 @@ def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, L
     ) as daemon:
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes
-        responses = {  # SIGBREAK (Ctrl-Break) is Windows' alone, SIGHUP is Linux's alone
-            "SIGINT": daemon.stop, "SIGTERM": daemon.stop, "SIGBREAK": daemon.stop, "SIGHUP": daemon.reload,
-        }  # fmt: skip
-        for name, respond in responses.items():
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), lambda *_, respond=respond: respond())
+        handle_signals(
+            # SIGBREAK (Ctrl-Break) is Windows' alone, SIGHUP is Linux's alone
+            {"SIGINT": daemon.stop, "SIGTERM": daemon.stop, "SIGBREAK": daemon.stop, "SIGHUP": daemon.reload}
+        )
         daemon.run()
     if sys.stderr is not None:  # None if it was closed from the beginning
         with contextlib.suppress(OSError, ValueError):  # the reader of the log may be gone
             sys.stderr.flush()
     return 0
+
+
+def handle_signals(handlers: Mapping[str, Callable[[], None]]) -> None:
+    """Have a thread call the handler of each signal that comes, until the process ends. For the main thread.
+
+    ``handlers``: by the signal's name; a name that this system does not know is left out.
+
+    Python runs its own handlers in the main thread, between two instructions. A signal that comes just before that
+    thread begins to wait, or that another thread gets, would be handled only after the wait.
+    """
+    handler_of = {
+        int(getattr(signal, name)): handler for name, handler in handlers.items() if hasattr(signal, name)
+    }
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)  # open as long as the process
+    for number in handler_of:
+        signal.signal(number, lambda *_: None)  # without a handler in Python the number is not sent
+
+    def call_handlers() -> None:
+        while True:
+            for number in receiving.recv(64):
+                if number in handler_of:
+                    handler_of[number]()
+
+    threading.Thread(target=call_handlers, name="signals", daemon=True).start()
 
 
 def _warn_of_other_agents() -> None:

@@ -15,6 +15,7 @@ approval or client can delay the engine's next cycle.
     pages       opens the web server, and retries until it is open (web/endpoints.py)
     web         answers from the published snapshot
     operators   wakes the engine for a request in the state file
+    signals     asks for a stop or a reload (cli/run.py)
     watchdog    ends the process if the engine finishes no cycle, or the poller hangs (watchdog.py)
 """
 
@@ -71,7 +72,7 @@ DEFAULT_STOP_TIMEOUT = 5.0
 
 
 class Daemon:
-    """The agent as a process. ``stop`` and ``reload`` may be called from any thread and from signal handlers."""
+    """The agent as a process. ``stop`` and ``reload`` may be called from any thread."""
 
     def __init__(
         self,

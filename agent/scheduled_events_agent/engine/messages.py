@@ -84,7 +84,7 @@ Message = Document | Identity | ApprovalAnswered | HookDone | MachinePaused | No
 
 
 class Notify(Protocol):
-    """Has the new notifications in the state file sent. WaitReason for nothing."""
+    """Has the new notifications in the state file sent. Waits for nothing."""
 
     def __call__(self, *, is_urgent: bool) -> None:
         """For each notification NotificationDone comes back. ``is_urgent``: retry a target that failed now."""

@@ -13,7 +13,7 @@ if sys.platform == "win32":
 
 
 class WakeUp:
-    """WaitReason for ``wake`` with the same path. One thread waits; any may close."""
+    """Waits for ``wake`` with the same path. One thread waits; any may close."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, for one where the file system has no pipes."""

@@ -16,7 +16,7 @@ if sys.platform == "win32" or TYPE_CHECKING:
 
 
 class WakeUp:
-    """WaitReason for ``wake`` with the same path. One thread waits; any may close."""
+    """Waits for ``wake`` with the same path. One thread waits; any may close."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""

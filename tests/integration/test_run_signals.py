@@ -1,0 +1,32 @@
+"""The signals of the command ``run``, in a process of their own."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no other process can send it these signals")
+
+# The main thread waits as if for a message, without end. The signal goes to another thread.
+_PROGRAM = """
+import os, queue, signal, sys, threading, time
+from scheduled_events_agent.cli.run import handle_signals
+
+calls = queue.SimpleQueue()
+handle_signals({"SIGTERM": lambda: calls.put("stop"), "SIGHUP": lambda: calls.put("reload"), "SIGNONE": os.abort})
+
+def get_the_signal():
+    time.sleep(0.3)  # the main thread has begun to wait
+    signal.pthread_kill(threading.get_ident(), getattr(signal, sys.argv[1]))
+
+threading.Thread(target=get_the_signal).start()
+print(calls.get())
+"""
+
+
+@pytest.mark.parametrize(("name", "call"), [("SIGTERM", "stop"), ("SIGHUP", "reload")])
+def test_a_signal_that_another_thread_gets_is_handled_while_the_main_thread_waits(name: str, call: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, name], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == (f"{call}\n", "", 0)
