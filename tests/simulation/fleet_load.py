@@ -5,19 +5,19 @@ while; it approves when all VMs of the event are ready; the event lasts; it reco
 each sync has a thread of its own, of which one runs at a time: VMs then write between the requests of others.
 """
 
-import heapq
-import itertools
 import random
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from math import inf
 from typing import Literal
 
 from memory_backend import MemoryStore
 from msgspec.structs import replace
+from simulation import Schedule
+from stepped_thread import SteppedThread
 
 from scheduled_events_agent.fleet.backend import Record
 from scheduled_events_agent.fleet.client import FleetClient
@@ -48,39 +48,33 @@ class Event:
     without_slot: set[str] = field(default_factory=set)
 
 
-class LoadWorld:
+class LoadSimulation(Schedule):
     """One group, its store, and what will happen. ``latency``: how long each request takes."""
 
     def __init__(self, vms: int, *, latency: Seconds = (0.0, 0.0), max_events: int = 1) -> None:
-        self.now = 0.0
+        super().__init__()
         self.latency = latency
         self.max_events = max_events
-        self.store = MemoryStore(lambda: self.now)
+        self.store = MemoryStore(lambda: self.at)
         self.chance = random.Random("load")
         self.requests: Counter[str] = Counter()
         """By VM."""
         self.listed = 0
         """How many records the lists gave."""
         self.events: list[Event] = []
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
         self.vms = {name: LoadVm(self, name) for name in (f"vm_{number}" for number in range(vms))}
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + seconds, next(self._order), what))
-
-    def run(self, until: float = float("inf")) -> None:
+    def run(self, until: float = inf) -> None:
         """Without ``until``: until nothing more happens."""
-        while self._queue and self._queue[0][0] <= until:
-            self.now, _, what = heapq.heappop(self._queue)
-            what()
-        if until != float("inf"):
-            self.now = until
+        while self.next_at <= until and self.next_at < inf:
+            self.jump()()
+        if until != inf:
+            self.at = until
 
     def start_agents(self) -> None:
         for vm in self.vms.values():
             vm.sync()
-        self.run(self.now + 1.0)
+        self.run(self.at + 1.0)
 
     def announce(
         self,
@@ -96,8 +90,8 @@ class LoadWorld:
         event = Event(
             name=f"event-{len(self.events)}",
             vms=vms,
-            announced_at=self.now,
-            not_before=self.now + notice,
+            announced_at=self.at,
+            not_before=self.at + notice,
             prepare=prepare,
             lasts=lasts,
             recover=recover,
@@ -121,48 +115,22 @@ class LoadWorld:
                 self.after(self.chance.uniform(*event.lasts), partial(self.vms[name].recover, event))
 
 
-class _Reducer:
-    """A thread that runs while the world waits for it."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._has_turn, self._is_back = threading.Semaphore(0), threading.Semaphore(0)
-        self._work = work
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def resume(self) -> None:
-        """For the world."""
-        self._has_turn.release()
-        self._is_back.acquire()
-
-    def pause(self) -> None:
-        """For the thread."""
-        self._is_back.release()
-        self._has_turn.acquire()
-
-    def _run(self) -> None:
-        self._has_turn.acquire()
-        try:
-            self._work()
-        finally:
-            self._is_back.release()
-
-
 class LoadVm:
     """A VM with a real client. Counts its requests."""
 
-    def __init__(self, world: LoadWorld, name: str) -> None:
+    def __init__(self, simulation: LoadSimulation, name: str) -> None:
         self.name = name
-        self._world = world
+        self._simulation = simulation
         self._requests: dict[str, FleetRequest] = {}
         self._events: dict[str, Event] = {}
         self._client = FleetClient(
             self,
             vm_id=f"id-{name}",
-            max_events=world.max_events,
+            max_events=simulation.max_events,
             random=random.Random(name),
-            monotonic=lambda: world.now,
+            monotonic=lambda: simulation.at,
         )
-        self._turn: _Reducer | None = None
+        self._thread: SteppedThread | None = None
         self._is_syncing = False
         self._has_news = False
         self._woken = 0
@@ -171,23 +139,23 @@ class LoadVm:
 
     def list(self) -> list[Record]:
         self._spend()
-        found = self._world.store.list()
-        self._world.listed += len(found)
+        found = self._simulation.store.list()
+        self._simulation.listed += len(found)
         return found
 
     def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
         self._spend()
-        return self._world.store.put(key, fields, etag)
+        return self._simulation.store.put(key, fields, etag)
 
     def delete(self, key: str, etag: str) -> bool:
         self._spend()
-        return self._world.store.delete(key, etag)
+        return self._simulation.store.delete(key, etag)
 
     def _spend(self) -> None:
-        self._world.requests[self.name] += 1
-        if self._turn is not None:
-            self._world.after(self._world.chance.uniform(*self._world.latency), self._turn.resume)
-            self._turn.pause()
+        self._simulation.requests[self.name] += 1
+        if self._thread is not None:
+            self._simulation.after(self._simulation.chance.uniform(*self._simulation.latency), self._resume)
+            self._thread.pause()
 
     # --- the fleet's thread
 
@@ -197,11 +165,21 @@ class LoadVm:
         if self._is_syncing:
             return
         self._is_syncing = True
-        if self._world.latency[1]:
-            self._turn = _Reducer(self._sync)
-            self._turn.resume()
+        if self._simulation.latency[1]:
+            self._thread = self._thread or SteppedThread()
+            self._thread.begin(self._sync)
+            self._raise_failure()
         else:
             self._sync()
+
+    def _resume(self) -> None:
+        assert self._thread is not None
+        self._thread.resume()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._thread is not None and self._thread.failure is not None:
+            raise self._thread.failure
 
     def _sync(self) -> None:
         while self._has_news:
@@ -212,7 +190,7 @@ class LoadVm:
         self._woken += 1
         at = self._client.next_sync_at
         if at is not None:
-            self._world.after(max(0.0, at - self._world.now), partial(self._wake, self._woken))
+            self._simulation.after(max(0.0, at - self._simulation.at), partial(self._wake, self._woken))
 
     def _wake(self, woken: int) -> None:
         if woken == self._woken:
@@ -231,7 +209,7 @@ class LoadVm:
                 self._approve(self._events[name])
 
     def see(self, event: Event) -> None:
-        world = self._world
+        simulation = self._simulation
         self._events[event.name] = event
         self._requests[event.name] = FleetRequest(
             event=event.name,
@@ -243,9 +221,9 @@ class LoadVm:
             needs_slot=True,
             needs_all=len(event.vms) > 1,
             requested_vms=event.vms,
-            seen_at=world.now,
+            seen_at=simulation.at,
         )
-        world.after(event.not_before - LATEST_BEGIN_SECONDS - world.now, partial(self._begin_late, event))
+        simulation.after(event.not_before - LATEST_BEGIN_SECONDS - simulation.at, partial(self._begin_late, event))
         self.sync()
 
     def _begin_late(self, event: Event) -> None:
@@ -256,25 +234,25 @@ class LoadVm:
     def _begin(self, event: Event) -> None:
         if self.name in event.handling_since:
             return
-        event.handling_since[self.name] = self._world.now
+        event.handling_since[self.name] = self._simulation.at
         self._become(event, "not_ready")
-        self._world.after(self._world.chance.uniform(*event.prepare), partial(self._end_prepare, event))
+        self._simulation.after(self._simulation.chance.uniform(*event.prepare), partial(self._end_prepare, event))
 
     def _end_prepare(self, event: Event) -> None:
         if len(event.vms) == 1:
-            self._world.start(event)
+            self._simulation.start(event)
         elif not event.has_started:
             self._become(event, "ready")
 
     def _approve(self, event: Event) -> None:
         self._become(event, "not_ready")
-        self._world.start(event)
+        self._simulation.start(event)
 
     def see_started(self, event: Event) -> None:
         self._become(event, "not_ready")
 
     def recover(self, event: Event) -> None:
-        self._world.after(self._world.chance.uniform(*event.recover), partial(self._end, event))
+        self._simulation.after(self._simulation.chance.uniform(*event.recover), partial(self._end, event))
 
     def _end(self, event: Event) -> None:
         del self._requests[event.name], self._events[event.name]

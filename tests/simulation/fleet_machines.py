@@ -11,19 +11,18 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from math import ceil, floor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import vm_simulation as alone
-from fleet_threads import KilledError, Strand
+from machine import Machine, SimulatedExecutor
 from msgspec.structs import replace
 from oracle import BrokenError
+from stepped_thread import KilledError, SteppedThread
 
 from scheduled_events_agent.daemon import fleet as thread
-from scheduled_events_agent.engine import Engine, FleetUpdate, HookCommand, Host, MachinePaused, hook_key
+from scheduled_events_agent.engine import Engine, FleetUpdate, HookCommand, MachinePaused
 from scheduled_events_agent.fleet.backend import BackendError, Record
 from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.imds.client import Identity
-from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.store import Store, file
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
@@ -36,7 +35,7 @@ from scheduled_events_agent.workflow import (
 )
 
 if TYPE_CHECKING:
-    from fleet_simulation import FleetWorld
+    from fleet_simulation import FleetSimulation
 
 _POLL_SECONDS = 1
 _MAX_PAST_WAKES = 100
@@ -57,16 +56,14 @@ class Sent(NamedTuple):
     fields: Mapping[str, str] | None = None
 
 
-class Vm(Host):
+class Vm(Machine):
     """One VM. ``engine`` is None while its agent does not run."""
 
-    def __init__(self, world: "FleetWorld", vm_id: str, name: str) -> None:
+    def __init__(self, simulation: "FleetSimulation", vm_id: str, name: str) -> None:
         """``name``: what Azure calls it. Two VMs may have one."""
-        self.world = world
+        self.simulation = simulation
         self.vm_id = vm_id
         self.name = name
-        self.wall_offset = 0
-        """How wrong its wall clock is, in seconds."""
         self.clock_set_at = 0.0
         self.is_dead = False
         self.frozen_until = 0.0
@@ -88,12 +85,9 @@ class Vm(Host):
         """What it asks of its fleet."""
         self.listed_at = 0.0
         """When the last list was sent that has been answered."""
-        self.life = 0
-        self.boot = 0
-        self.engine: Engine | None = None
-        self.executor = Hooks(cast("alone.World", self))
+        self.executor = SimulatedExecutor(self)
         self._poll_phase = self.chance("polls").random()
-        self._strand = Strand()
+        self._fleet_thread = SteppedThread()
         self._frozen: list[Callable[[], None]] = []
         """What goes on when the VM does."""
         self._operators: dict[str, str] = {}
@@ -106,28 +100,23 @@ class Vm(Host):
 
     # --- the machine
 
-    def now(self) -> datetime:
-        return alone.START + timedelta(seconds=self.world.at + self.wall_offset)
-
-    def monotonic(self) -> float:
-        return 1000.0 + self.world.at
-
-    def boot_id(self) -> str:
-        return f"boot {self.boot}"
+    @property
+    def schedule(self) -> "FleetSimulation":
+        return self.simulation
 
     def is_shutting_down(self) -> bool:
         return False
 
     def chance(self, what: str) -> random.Random:
-        return self.world.chance(f"{self.vm_id}: {what}")
+        return self.simulation.chance(f"{self.vm_id}: {what}")
 
     @property
     def is_frozen(self) -> bool:
-        return self.world.at < self.frozen_until
+        return self.simulation.at < self.frozen_until
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         """Do it then, if the agent lives so long; if the VM stands still, when it goes on."""
-        self.at(self.world.at + seconds, what)
+        self.at(self.simulation.at + seconds, what)
 
     def at(self, at: float, what: Callable[[], None]) -> None:
         """Do it at this time, if the agent lives so long; if the VM stands still, when it goes on."""
@@ -141,23 +130,23 @@ class Vm(Host):
             else:
                 what()
 
-        self.world.do_at(at, go)
+        self.simulation.do_at(at, go)
 
     def freeze(self, seconds: float) -> None:
         """The VM stands still."""
         if self.is_dead or self.is_frozen:
             return
-        self.world.tell(f"{self.vm_id} stands still for {seconds:.0f} s")
-        self.frozen_until = self.world.at + seconds
+        self.simulation.log(f"{self.vm_id} stands still for {seconds:.0f} s")
+        self.frozen_until = self.simulation.at + seconds
         self.disturb(seconds + 5.0)
-        self.world.judge.stopped(self)
-        self.world.after(seconds, lambda: self._thaw(seconds))
+        self.simulation.oracle.stopped(self)
+        self.simulation.after(seconds, lambda: self._thaw(seconds))
 
     def _thaw(self, seconds: float) -> None:
         if self.is_dead:
             return
-        self.world.tell(f"{self.vm_id} goes on")
-        self.up_since = self.world.at
+        self.simulation.log(f"{self.vm_id} goes on")
+        self.up_since = self.simulation.at
         waiting, self._frozen = self._frozen, []
         if self.engine is not None:
             self._mail.append(MachinePaused(seconds))
@@ -165,25 +154,25 @@ class Vm(Host):
             self.turn_soon()
         for go in waiting:
             go()
-        self.world.judge.looks(self)
+        self.simulation.oracle.looks(self)
 
     def disturb(self, seconds: float) -> None:
         """Something is wrong with it for so long."""
-        self.disturbed_until = max(self.disturbed_until, self.world.at + seconds)
+        self.disturbed_until = max(self.disturbed_until, self.simulation.at + seconds)
 
     def set_clock(self, offset: int) -> None:
         if self.is_frozen:
             # Once it has polled again: see below.
-            self.world.after(self.frozen_until - self.world.at + 2.0, lambda: self.set_clock(offset))
+            self.simulation.after(self.frozen_until - self.simulation.at + 2.0, lambda: self.set_clock(offset))
             return
-        self.world.tell(f"{self.vm_id}: its clock is set, now {offset:+d} s")
+        self.simulation.log(f"{self.vm_id}: its clock is set, now {offset:+d} s")
         if self.engine is not None and self._read_at is not None:
-            # Until the next poll the wall clock says how old the document is: that is not judged here.
+            # Until the next poll the wall clock says how old the document is: that is not checked here.
             self._read_at += timedelta(seconds=offset - self.wall_offset)
         self.wall_offset = offset
-        self.clock_set_at = self.world.at
+        self.clock_set_at = self.simulation.at
         self.turn_soon()
-        self.world.judge.looks(self)
+        self.simulation.oracle.looks(self)
 
     # --- the agent's life
 
@@ -191,7 +180,7 @@ class Vm(Host):
         """Nothing of the fleet is stored: it comes from the store again."""
         if self.is_dead or self.engine is not None:
             return
-        fleet = self.world.settings.fleet
+        fleet = self.simulation.settings.fleet
         self._mail: list[Any] = [Identity(name=self.name, vm_id=self.vm_id, group="web")]
         self._body = b""
         self._read_at: datetime | None = None
@@ -205,15 +194,15 @@ class Vm(Host):
         self._sent = 0
         self.seen_at = {}
         self.documents = {}
-        self.up_since = self.world.at
+        self.up_since = self.simulation.at
         store = CrashingStore(self._connection, _NO_PATH)
         store.vm = self
-        self.executor = Hooks(cast("alone.World", self))
+        self.executor = SimulatedExecutor(self)
         try:
             self.engine = Engine(
-                self.world.settings,
+                self.simulation.settings,
                 store,
-                self.world.metrics,
+                self.simulation.metrics,
                 self.executor,
                 self,
                 put=self.executor.report,
@@ -229,17 +218,17 @@ class Vm(Host):
 
     def crash(self, how: str = "", *, down_seconds: float | None = None) -> None:
         """Kill -9. ``down_seconds``: until it starts again; by default what chance gives."""
-        self.world.tell(f"{self.vm_id}: its agent is killed {how}".rstrip())
+        self.simulation.log(f"{self.vm_id}: its agent is killed {how}".rstrip())
         self.executor.close()
         self.life += 1
         self.engine = None
-        if self._strand.is_busy:
-            self._strand.resume(KilledError())
+        if self._fleet_thread.is_busy:
+            self._fleet_thread.resume(KilledError())
         if down_seconds is None:
             down_seconds = self.chance("restart").choice((0.1, 5.0, 40.0))
-        self.world.judge.stopped(self, is_killed=True)
-        self.killed_until = max(self.killed_until, self.world.at + down_seconds + 2.0)
-        self.world.after(down_seconds, self._restart)
+        self.simulation.oracle.stopped(self, is_killed=True)
+        self.killed_until = max(self.killed_until, self.simulation.at + down_seconds + 2.0)
+        self.simulation.after(down_seconds, self._restart)
 
     def _restart(self) -> None:
         if self.is_dead or self.engine is not None:
@@ -247,7 +236,7 @@ class Vm(Host):
         if self.is_frozen:
             self._frozen.append(self._restart)
             return
-        self.world.tell(f"{self.vm_id}: its agent starts")
+        self.simulation.log(f"{self.vm_id}: its agent starts")
         self.start()
 
     def kill(self) -> None:
@@ -258,26 +247,26 @@ class Vm(Host):
         """Reboot the machine: its preparation is undone."""
         if self.is_dead or self.is_frozen or self.engine is None:
             return
-        self.world.tell(f"{self.vm_id} reboots, for {down_seconds:.0f} s")
+        self.simulation.log(f"{self.vm_id} reboots, for {down_seconds:.0f} s")
         self.boot += 1
         self.crash("by the reboot", down_seconds=down_seconds)
         self.disturb(down_seconds + 2.0)
-        self.world.judge.rebooted(self)
+        self.simulation.oracle.rebooted(self)
 
     def die(self) -> None:
         """The VM is gone for good."""
         if self.is_dead:
             return
         self.is_dead = True
-        self.world.tell(f"{self.vm_id} dies")
+        self.simulation.log(f"{self.vm_id} dies")
         self.crash("with its VM")
         self.disturb(_DEAD_SECONDS)
         self.requests = ()
-        self.world.judge.died(self)
+        self.simulation.oracle.died(self)
 
     def end(self) -> None:
-        """The world ends."""
-        self._strand.end()
+        """Give back what it has opened."""
+        self._fleet_thread.end()
         self._connection.close()
 
     def operator_says(self, action: OperatorAction) -> None:
@@ -285,33 +274,33 @@ class Vm(Host):
         if self.engine is None or self.is_frozen or not self.engine.workflows:
             return
         workflow = self.chance("operator").choice([*self.engine.workflows.values()])
-        name = self.world.name_of(workflow.event.id)
-        self.world.tell(f"{self.vm_id}: an operator says of {name}: {action}")
+        name = self.simulation.name_of(workflow.event.id)
+        self.simulation.log(f"{self.vm_id}: an operator says of {name}: {action}")
         Store(self._connection, _NO_PATH).add_request(workflow.id, action, "kim", self.now())
         self.turn_soon()
 
     # --- documents and cycles
 
     def poll_soon(self) -> None:
-        at = self._poll_phase + floor(self.world.at - self._poll_phase + 0.001) + _POLL_SECONDS
-        if self.engine is not None and (self._poll_at < self.world.at or at < self._poll_at):
+        at = self._poll_phase + floor(self.simulation.at - self._poll_phase + 0.001) + _POLL_SECONDS
+        if self.engine is not None and (self._poll_at < self.simulation.at or at < self._poll_at):
             self._poll_at = at
-            self.after(at - self.world.at, lambda: self._poll() if at == self._poll_at else None)
+            self.after(at - self.simulation.at, lambda: self._poll() if at == self._poll_at else None)
 
     def _poll(self) -> None:
         assert self.engine is not None
         self._poll_at = -1.0
-        body, document = self.world.document()
+        body, document = self.simulation.document()
         if body != self._body or self.engine.snapshot.needs_answer:
             self._body = body
             self._mail.append(replace(document, answered=self.monotonic()))
-            self.documents = {self.world.name_of(event.id): event.resources for event in document.events}
+            self.documents = {self.simulation.name_of(event.id): event.resources for event in document.events}
             self.turn_soon()
         self._read_at = self.now()
 
     def turn_soon(self, seconds: float = 0.0) -> None:
-        at = self.world.at + seconds
-        if self.engine is not None and (self._turn_at < self.world.at or at < self._turn_at):
+        at = self.simulation.at + seconds
+        if self.engine is not None and (self._turn_at < self.simulation.at or at < self._turn_at):
             self._turn_at = at
             self.after(seconds, lambda: self._turn() if at == self._turn_at else None)
 
@@ -320,7 +309,7 @@ class Vm(Host):
         assert engine is not None
         self._turn_at = -1.0
         mail, self._mail = self._mail, []
-        if self._read_at is not None and self._body == self.world.document()[0]:
+        if self._read_at is not None and self._body == self.simulation.document()[0]:
             self._read_at = self.now()  # it polls once a second; what it reads again is left out here
         try:
             for item in mail:
@@ -341,32 +330,32 @@ class Vm(Host):
             self.turn_soon(max(0.001, seconds))
 
     def _look_at_board(self, engine: Engine) -> None:
-        """Pass on what the judge must know of this cycle."""
+        """Pass on what the oracle must know of this cycle."""
         self._look_at_operators(engine)
-        judge = self.world.judge
+        oracle = self.simulation.oracle
         known: dict[str, str] = {}
         for workflow in engine.workflows.values():
-            name = known[workflow.id] = self.world.name_of(workflow.event.id)
+            name = known[workflow.id] = self.simulation.name_of(workflow.event.id)
             if workflow.id not in self._known:
-                self.appeared_at[name] = self.world.at
-            self.seen_at.setdefault(name, self.world.at)
+                self.appeared_at[name] = self.simulation.at
+            self.seen_at.setdefault(name, self.simulation.at)
             if workflow.id not in self._begun and workflow.prepare.state != "idle":
                 self._begun.add(workflow.id)
-                judge.begun(self, name)
+                oracle.begun(self, name)
         begun = {known[workflow.id] for workflow in engine.workflows.values() if workflow.prepare.state != "idle"}
         for workflow_id, name in self._known.items():
             if workflow_id not in known and name not in begun:
-                judge.closed(self, name)
+                oracle.closed(self, name)
         self._known = known
         self.seen_at = {name: at for name, at in self.seen_at.items() if name in self.documents}
-        judge.looks(self)
+        oracle.looks(self)
 
     def _look_at_operators(self, engine: Engine) -> None:
         for workflow in engine.workflows.values():
             action = workflow.operator_action
             if self._operators.get(workflow.id, "") != action:
                 self._operators[workflow.id] = action
-                self.world.judge.operator_said(self, self.world.name_of(workflow.event.id), action)
+                self.simulation.oracle.operator_said(self, self.simulation.name_of(workflow.event.id), action)
 
     def needed_seconds(self) -> float:
         """How long the preparation may take, as the agent has it."""
@@ -377,7 +366,7 @@ class Vm(Host):
     def is_prepared_now(self, name: str) -> bool:
         """Whether that is true of the present appearance of the event, as far as the agent can be asked."""
         return self.engine is None or any(
-            self.world.name_of(one.event.id) == name and not one.is_over and one.prepare.state == "succeeded"
+            self.simulation.name_of(one.event.id) == name and not one.is_over and one.prepare.state == "succeeded"
             for one in self.engine.workflows.values()
         )
 
@@ -404,17 +393,17 @@ class Vm(Host):
             return
         self._published = self.requests = requests
         self._has_news = True
-        self.world.judge.requested(self)
-        if not self._strand.is_busy:
+        self.simulation.oracle.requested(self)
+        if not self._fleet_thread.is_busy:
             self._sync_in(0.0)
 
     def _sync_in(self, seconds: float) -> None:
         # Rounded: the same whenever the rest of the pause is asked for.
-        self._sync_at = at = ceil((self.world.at + seconds) * 1e6) / 1e6
-        self.at(at, lambda: self._sync() if at == self._sync_at and not self._strand.is_busy else None)
+        self._sync_at = at = ceil((self.simulation.at + seconds) * 1e6) / 1e6
+        self.at(at, lambda: self._sync() if at == self._sync_at and not self._fleet_thread.is_busy else None)
 
     def _sync(self) -> None:
-        fleet = self.world.settings.fleet
+        fleet = self.simulation.settings.fleet
         assert fleet is not None
         self._has_news = False
         requests = self.requests
@@ -428,20 +417,20 @@ class Vm(Host):
                 looks_again=self._looks_again,
             )
         client = self._client
-        self._strand.begin(lambda: client.sync(requests))
-        self._look_at_strand()
+        self._fleet_thread.begin(lambda: client.sync(requests))
+        self._look_at_fleet_thread()
 
     def go_on(self, number: int, answer: Any) -> None:
         """The answer to this request has arrived."""
-        if number == self._sent and self._strand.is_busy:
+        if number == self._sent and self._fleet_thread.is_busy:
             self._answer = answer
-            self._strand.resume()
-            self._look_at_strand()
+            self._fleet_thread.resume()
+            self._look_at_fleet_thread()
 
-    def _look_at_strand(self) -> None:
-        if self._strand.is_busy:
+    def _look_at_fleet_thread(self) -> None:
+        if self._fleet_thread.is_busy:
             return
-        failure = self._strand.failure
+        failure = self._fleet_thread.failure
         if isinstance(failure, KilledError):
             self.crash("at a request")
         elif failure is not None:
@@ -469,32 +458,33 @@ class Vm(Host):
         """Ask the store; only in the strand."""
         self._may_be_killed()
         self._sent += 1
-        self.world.network.send(self, self._sent, sent, call)
-        self._strand.pause()
+        self.simulation.network.send(self, self._sent, sent, call)
+        self._fleet_thread.pause()
         self._may_be_killed()
         if isinstance(self._answer, BackendError):
             raise self._answer
         return self._answer
 
     def _may_be_killed(self) -> None:
-        if self.world.has("kills") and self.chance("kills at requests").random() < _KILL_CHANCE:
+        if self.simulation.has("kills") and self.chance("kills at requests").random() < _KILL_CHANCE:
             raise KilledError
 
     # --- what the agent does (called by its executor)
 
+    def hook_course(self, effect: HookCommand) -> tuple[HookOutcome, float]:
+        assert isinstance(effect, RunHook)
+        return "succeeded", self.chance(f"hook of {effect.stage}").choice((0.5, 2.0, 20.0, 90.0))
+
     def hook_starts(self, effect: HookCommand, environment: Mapping[str, str]) -> None:
         assert self.engine is not None
         self._look_at_operators(self.engine)
-        name = self.world.name_of(environment["SCHEDULED_EVENT_ID"])
+        name = self.simulation.name_of(environment["SCHEDULED_EVENT_ID"])
         self._names[effect.workflow_id] = name
-        self.world.judge.hook_started(self, name, effect.stage)
+        self.simulation.oracle.hook_started(self, name, effect.stage)
 
     def hook_ends(self, effect: HookCommand, outcome: HookOutcome) -> None:
         assert isinstance(effect, RunHook)
-        self.world.judge.hook_ended(self, self._names[effect.workflow_id], effect.stage, outcome)
-
-    def hook_is_told_to_end(self, effect: HookCommand) -> None:
-        del effect
+        self.simulation.oracle.hook_ended(self, self._names[effect.workflow_id], effect.stage, outcome)
 
     def post(self, approvals: Sequence[Approve]) -> None:
         """A request to approve, which arrives."""
@@ -503,7 +493,7 @@ class Vm(Host):
         life = self.life
         for approve in approvals:
             by_operator = self._operators.get(approve.workflow_id) == "approve"
-            self.world.approve(self, approve.event_id, by_operator=by_operator)
+            self.simulation.approve(self, approve.event_id, by_operator=by_operator)
             answer = ApprovalAnswered(workflow_id=approve.workflow_id)
             self.after(0.05, lambda answer=answer: self.give(life, answer))  # type: ignore[misc]
 
@@ -513,7 +503,7 @@ class Requests:
 
     def __init__(self, vm: Vm) -> None:
         self._vm = vm
-        self._store = vm.world.store
+        self._store = vm.simulation.store
 
     def list(self) -> list[Record]:
         found: list[Record] = self._vm.request(Sent("list"), self._store.list)
@@ -537,7 +527,7 @@ class CrashingStore(Store):
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         # If the clock is set there are more transactions, which must not change by chance what happens.
-        may_end = self.vm.world.has("kills") and not self.vm.world.is_short
+        may_end = self.vm.simulation.has("kills") and not self.vm.simulation.is_short
         chance = self.vm.chance("transactions").random() if may_end else 1.0
         if chance < _KILL_CHANCE:
             raise KilledError
@@ -545,32 +535,3 @@ class CrashingStore(Store):
             yield
         if chance < 2 * _KILL_CHANCE:
             raise KilledError
-
-
-class Hooks(alone.Executor):
-    """Hooks that take as long as chance has it, on each VM another time."""
-
-    def start_hook(
-        self,
-        effect: HookCommand,
-        hook: Hook | None,
-        *,
-        environment: dict[str, str],
-        stdin: bytes = b"",
-        deadline: float | None = None,
-        event_id: str = "",
-    ) -> None:
-        del hook, stdin, event_id
-        vm = cast("Vm", self._world)
-        key = hook_key(effect)
-        vm.hook_starts(effect, environment)
-        self._runs[key] = effect
-        self._live.add(key)
-        number = self._numbers[key] = next(self._count)
-        seconds = vm.chance(f"hook of {effect.stage}").choice((0.5, 2.0, 20.0, 90.0))
-        outcome: HookOutcome = "succeeded"
-        left = max(0.0, deadline - vm.monotonic()) if deadline is not None else seconds
-        if seconds > left:
-            seconds = left
-            outcome = "timed_out"
-        vm.after(seconds, lambda: self._end(key, number, outcome))

@@ -1,4 +1,4 @@
-"""Rules that must hold in a fleet, judged from outside: by hooks, approvals, and the contents of the store.
+"""Rules that must hold in a fleet, checked from outside: by hooks, approvals, and the contents of the store.
 
 (1) At most so many events as the limit are under way that began with a slot, and have a VM heard of within 30 min.
 (2) An event is approved only when all VMs that it waits for are prepared.
@@ -25,7 +25,7 @@ from scheduled_events_agent.policy import matches_glob
 
 if TYPE_CHECKING:
     from fleet_machines import Sent, Vm
-    from fleet_simulation import FleetWorld
+    from fleet_simulation import FleetSimulation
 
 # A client that was cut off looks again 125 s after its first list, and once more if it then deleted a record.
 _REST_SECONDS = 2 * 125.0 + 60.0
@@ -112,13 +112,13 @@ class Life:
     over_at: float = 0.0
 
 
-class FleetJudge:
+class FleetOracle:
     """Raises BrokenError."""
 
-    def __init__(self, world: "FleetWorld") -> None:
-        self._world = world
+    def __init__(self, simulation: "FleetSimulation") -> None:
+        self._simulation = simulation
         self.lives: dict[str, Life] = {}
-        self.judged: Counter[int] = Counter()
+        self.checked: Counter[int] = Counter()
         """How often each invariant was looked at."""
         self._by_key: dict[str, Life] = {}
         self._looks: dict[tuple[str, str], float] = {}
@@ -132,27 +132,27 @@ class FleetJudge:
     # --- what happens
 
     def announced(self, name: str) -> None:
-        life = self.lives[name] = Life(name, announced_at=self._world.at)
+        life = self.lives[name] = Life(name, announced_at=self._simulation.at)
         self._by_key[event_key(name.casefold())] = life
         self.changed(name)
 
     def changed(self, name: str) -> None:
         """Azure names more VMs, or the event was hidden, or is in the document again."""
         del name
-        self._changed_at = self._world.at
+        self._changed_at = self._simulation.at
         if not self._has_tick:
             self._has_tick = True
-            self._world.after(_TICK, self._tick)
+            self._simulation.after(_TICK, self._tick)
 
     def over(self, name: str) -> None:
         """It is no longer in the document."""
-        self.lives[name].over_at = self._changed_at = self._world.at
+        self.lives[name].over_at = self._changed_at = self._simulation.at
 
     def hook_started(self, vm: "Vm", name: str, stage: str) -> None:
-        world = self._world
+        simulation = self._simulation
         work = self._work(name, vm)
-        world.tell(f"{vm.vm_id}: {stage} hook for {name} starts")
-        self._changed_at = world.at
+        simulation.log(f"{vm.vm_id}: {stage} hook for {name} starts")
+        self._changed_at = simulation.at
         if stage == "prepare":
             self.begun(vm, name)
             work.has_run = True
@@ -163,10 +163,10 @@ class FleetJudge:
             self._enter(other, "recovering")
 
     def hook_ended(self, vm: "Vm", name: str, stage: str, outcome: str) -> None:
-        world = self._world
+        simulation = self._simulation
         work = self._work(name, vm)
-        world.tell(f"{vm.vm_id}: {stage} hook for {name} ends: {outcome}")
-        self._changed_at = world.at
+        simulation.log(f"{vm.vm_id}: {stage} hook for {name} ends: {outcome}")
+        self._changed_at = simulation.at
         if stage == "prepare":
             self._enter(work, "prepared" if outcome == "succeeded" else "not prepared")
             self._look_at_readiness(name)
@@ -175,24 +175,24 @@ class FleetJudge:
                 self._recovered(life, other)
             for life in self.lives.values():
                 if vm.vm_id in life.works:
-                    life.works[vm.vm_id].undone_at = world.at
+                    life.works[vm.vm_id].undone_at = simulation.at
             self.looks(vm)
 
     def _undone_by_recovery(self, vm: "Vm", name: str) -> list[tuple[Life, Work]]:
-        world = self._world
+        simulation = self._simulation
         return [
             (life, life.works[vm.vm_id])
             for life in self.lives.values()
             if vm.vm_id in life.works
             and life.works[vm.vm_id].has_begun
-            and (life.name == name or world.is_over(life.name) or world.is_hidden(life.name))
+            and (life.name == name or simulation.is_over(life.name) or simulation.is_hidden(life.name))
         ]
 
     def _recovered(self, life: Life, work: Work) -> None:
         self._enter(work, "")
         work.has_begun = work.has_run = False
         life.is_without_slot &= any(other.has_begun for other in life.works.values())
-        self._recovered_at = self._world.at
+        self._recovered_at = self._simulation.at
 
     def closed(self, vm: "Vm", name: str) -> None:
         """The agent has done with the event: nothing was done, or one recovery counted for several events."""
@@ -206,13 +206,13 @@ class FleetJudge:
         if work.is_ready and action == "hold":
             self._cease(work)
         work.operator_action = action
-        work.since = self._changed_at = self._world.at
+        work.since = self._changed_at = self._simulation.at
         self._look_at_readiness(name)
 
     def stopped(self, vm: "Vm", *, is_killed: bool = False) -> None:
         """It stands still, or its agent is killed."""
         if not is_killed:
-            self._changed_at = self._world.at
+            self._changed_at = self._simulation.at
             return
         for life in self.lives.values():
             work = life.works.get(vm.vm_id)
@@ -226,7 +226,7 @@ class FleetJudge:
             work = life.works.get(vm.vm_id)
             if work is not None and work.state == "prepared":
                 self._enter(work, "not prepared")
-        self._changed_at = self._world.at
+        self._changed_at = self._simulation.at
 
     def died(self, vm: "Vm") -> None:
         self.rebooted(vm)
@@ -235,10 +235,10 @@ class FleetJudge:
         if work.is_ready and state != "prepared":
             self._cease(work)
         work.state = state
-        work.since = self._world.at
+        work.since = self._simulation.at
 
     def _cease(self, work: Work) -> None:
-        work.ceased_at = self._world.at
+        work.ceased_at = self._simulation.at
         work.changed_at = inf
 
     def _work(self, name: str, vm: "Vm") -> Work:
@@ -254,15 +254,15 @@ class FleetJudge:
 
     def written(self, vm: "Vm", sent: "Sent") -> None:
         """It has its effect."""
-        world = self._world
+        simulation = self._simulation
         event, _, vm_key = sent.key.partition("|")
         life = self._by_key[event]
         found = life.records.get(vm_key)
-        self._last_effect_at = world.at
+        self._last_effect_at = simulation.at
         if sent.fields is None:
             if found is not None:
-                self._changed_at = world.at
-                world.tell(f"{vm.vm_id} deletes {self.key_in_words(sent.key)}")
+                self._changed_at = simulation.at
+                simulation.log(f"{vm.vm_id} deletes {self.key_in_words(sent.key)}")
                 del life.records[vm_key]
             return
         state = sent.fields["state"]
@@ -270,19 +270,19 @@ class FleetJudge:
             self.released(sent.key)
             found = None
         if found is None or found.state != state:
-            self._changed_at = world.at
-            world.tell(f"{vm.vm_id} writes {self.key_in_words(sent.key)}: {state}")
+            self._changed_at = simulation.at
+            simulation.log(f"{vm.vm_id} writes {self.key_in_words(sent.key)}: {state}")
         kept = life.records[vm_key] = Kept(
             vm_id=vm.vm_id,
             state=state,
-            written_at=world.at,
+            written_at=simulation.at,
             renew_seconds=float(sent.fields["renew_seconds"]),
-            made_at=found.made_at if found else world.at,
-            claimed_at=found.claimed_at if found and found.state == "claimed" else world.at,
+            made_at=found.made_at if found else simulation.at,
+            claimed_at=found.claimed_at if found and found.state == "claimed" else simulation.at,
         )
         work = self._work(life.name, vm)
         if state == "ready":
-            work.ready_written_at = world.at
+            work.ready_written_at = simulation.at
             work.renew_seconds = kept.renew_seconds
 
     def answered(self, vm: "Vm", sent: "Sent", written_at: float) -> None:
@@ -291,20 +291,20 @@ class FleetJudge:
         work = self._work(self._by_key[event].name, vm)
         if work.ceased_at > -inf and written_at >= work.ceased_at:
             is_ready = sent.fields is not None and sent.fields["state"] == "ready"
-            work.changed_at = min(work.changed_at, inf if is_ready else self._world.at)
+            work.changed_at = min(work.changed_at, inf if is_ready else self._simulation.at)
         if sent.fields is None:
             return
         if work.has_begun and written_at - work.heard_at > _SLOT_SECONDS:
-            work.recycle_began_at = self._world.at
+            work.recycle_began_at = self._simulation.at
         work.heard_at = written_at
         if sent.fields["state"] == "ready":
-            work.ready_answered_at = self._world.at
+            work.ready_answered_at = self._simulation.at
 
     def released(self, key: str) -> None:
         """The record was deleted, or another VM has it now: until its VM is heard of again it counts no more."""
         event, _, vm_key = key.partition("|")
         found = self._by_key[event].records.pop(vm_key, None)
-        self._changed_at = self._world.at
+        self._changed_at = self._simulation.at
         if found is not None:
             work = self._by_key[event].works.get(found.vm_id)
             if work is not None:
@@ -317,30 +317,30 @@ class FleetJudge:
 
     def _has_twin(self, name: str) -> bool:
         """Whether two VMs have a name that the event has."""
-        return any(len(self._world.named(one)) > 1 for one in self._world.resources(name))
+        return any(len(self._simulation.named(one)) > 1 for one in self._simulation.resources(name))
 
     # --- (1), (6) an event begins
 
     def begun(self, vm: "Vm", name: str) -> None:
         """Called for each VM; nothing if it is known."""
-        world = self._world
+        simulation = self._simulation
         life = self.lives[name]
         work = self._work(name, vm)
         if work.has_begun:
             return
-        self._changed_at = world.at
+        self._changed_at = simulation.at
         has_slot = self._is_under_way(life)
         work.has_begun = True
         is_without_slot = self._may_begin_without_slot(vm, name)
         life.is_without_slot |= is_without_slot
         how = " without a slot" if is_without_slot else ""
-        world.tell(f"{vm.vm_id} begins {name}{how}")
-        self.judged[3 if world.type_of(name) in _URGENT else 4] += 1
+        simulation.log(f"{vm.vm_id} begins {name}{how}")
+        self.checked[3 if simulation.type_of(name) in _URGENT else 4] += 1
         if self._limit is None or is_without_slot or has_slot:
             return
         # It must have been heard of: its claim was listed a few seconds ago at most.
-        work.heard_at = max(work.heard_at, world.at - _STATUS_SECONDS)
-        self.judged[1] += 1
+        work.heard_at = max(work.heard_at, simulation.at - _STATUS_SECONDS)
+        self.checked[1] += 1
         busy = [one.name for one in self.lives.values() if self._is_under_way(one)]
         if len(busy) > self._limit:
             raise BrokenError(f"(1) {', '.join(busy)} are under way at a time")
@@ -348,29 +348,29 @@ class FleetJudge:
             self._look_at_order(vm, life)
 
     def _may_begin_without_slot(self, vm: "Vm", name: str) -> bool:
-        world = self._world
-        fleet = world.settings.fleet
+        simulation = self._simulation
+        fleet = simulation.settings.fleet
         assert fleet is not None
         is_away = vm.unavailable_from is not None and vm.monotonic() - vm.unavailable_from >= 59.0
         return (
-            world.type_of(name) in _URGENT
+            simulation.type_of(name) in _URGENT
             or self._work(name, vm).operator_action == "approve"
-            or self._latest_begin(vm, name) <= world.at + 0.01
+            or self._latest_begin(vm, name) <= simulation.at + 0.01
             or (fleet.on_unavailable == "begin" and is_away)
         )
 
     def _latest_begin(self, vm: "Vm", name: str) -> float:
         """By the VM's own clock."""
-        return self._world.not_before(name) - max(_LEAST_LEAD, vm.needed_seconds()) - vm.wall_offset
+        return self._simulation.not_before(name) - max(_LEAST_LEAD, vm.needed_seconds()) - vm.wall_offset
 
     @property
     def _limit(self) -> int | None:
-        fleet = self._world.settings.fleet
+        fleet = self._simulation.settings.fleet
         assert fleet is not None
         return fleet.max_events
 
     def _is_under_way(self, life: Life) -> bool:
-        at = self._world.at
+        at = self._simulation.at
         works = [work for work in life.works.values() if work.has_begun]
         if life.is_without_slot:
             return False
@@ -379,22 +379,22 @@ class FleetJudge:
         )
 
     def _order(self, name: str) -> tuple[float, str]:
-        return self._world.not_before(name), event_key(name.casefold())
+        return self._simulation.not_before(name), event_key(name.casefold())
 
     def _look_at_order(self, vm: "Vm", life: Life) -> None:
         """(6) It has begun; none that waits should have been before it."""
-        world = self._world
+        simulation = self._simulation
         own = next((one for one in life.records.values() if one.vm_id == vm.vm_id), None)
-        if own is None or self._limit is None or not self._world.has_ages:
+        if own is None or self._limit is None or not self._simulation.has_ages:
             return
         for other in self.lives.values():
             if other is life or not self._is_waiting(other):
                 continue
             known_at = min((one.made_at for one in other.records.values()), default=inf)
-            is_calm = self._trouble_until(world.vms.values()) <= other.announced_at
+            is_calm = self._trouble_until(simulation.vms.values()) <= other.announced_at
             if not is_calm or self._has_twin(other.name) or self._has_twin(life.name):
                 continue
-            self.judged[6] += 1
+            self.checked[6] += 1
             is_later = (
                 self._order(other.name) < self._order(life.name) and known_at <= own.claimed_at - _ROUND_TRIP
             )
@@ -403,27 +403,29 @@ class FleetJudge:
 
     def _is_waiting(self, life: Life) -> bool:
         """Whether it waits for a slot."""
-        world = self._world
-        is_visible = world.is_scheduled(life.name) and not world.is_hidden(life.name)
-        return is_visible and any(self._waits(vm, life.name) for vm in world.alive())
+        simulation = self._simulation
+        is_visible = simulation.is_scheduled(life.name) and not simulation.is_hidden(life.name)
+        return is_visible and any(self._waits(vm, life.name) for vm in simulation.alive())
 
     def _waits(self, vm: "Vm", name: str) -> bool:
         return any(
-            request.stage == "requested" and request.needs_slot and self._world.name_of(request.event_id) == name
+            request.stage == "requested"
+            and request.needs_slot
+            and self._simulation.name_of(request.event_id) == name
             for request in vm.requests
         )
 
     def _busy(self, life: Life) -> list[Life]:
         """The other events that have a slot, or rightly one."""
-        at = self._world.at
-        vms = self._world.vms
+        at = self._simulation.at
+        vms = self._simulation.vms
         return [
             other
             for other in self.lives.values()
             if other is not life
             and (
                 any(work.has_begun and not vms[vm_id].is_dead for vm_id, work in other.works.items())
-                or any(one.counts(at, has_ages=self._world.has_ages) for one in other.records.values())
+                or any(one.counts(at, has_ages=self._simulation.has_ages) for one in other.records.values())
             )
         ]
 
@@ -435,28 +437,28 @@ class FleetJudge:
             self._look_at_begin(vm, name)
 
     def _look_at_begin(self, vm: "Vm", name: str) -> None:
-        world = self._world
+        simulation = self._simulation
         due = self._begin_due(vm, name)
         if due is None:
             return
         key = vm.vm_id, name
-        if world.at >= due:
-            number = 3 if world.type_of(name) in _URGENT else 4
+        if simulation.at >= due:
+            number = 3 if simulation.type_of(name) in _URGENT else 4
             raise BrokenError(f"({number}) {vm.vm_id} does not begin for {name}")
-        if not world.at < self._looks.get(key, -1.0) <= due:
+        if not simulation.at < self._looks.get(key, -1.0) <= due:
             self._looks[key] = due
-            world.after(due - world.at, lambda: self._look_at_begin(vm, name))
+            simulation.after(due - simulation.at, lambda: self._look_at_begin(vm, name))
 
     def _begin_due(self, vm: "Vm", name: str) -> float | None:
         """When it must have begun; None: it need not, or has."""
-        world = self._world
+        simulation = self._simulation
         work = self._work(name, vm)
         is_named = vm.name in vm.documents.get(name, ()) and name in vm.seen_at
-        is_open = is_named and world.is_scheduled(name) and not world.is_hidden(name)
+        is_open = is_named and simulation.is_scheduled(name) and not simulation.is_hidden(name)
         if vm.is_frozen or vm.engine is None or not is_open or work.has_begun or work.operator_action == "hold":
             return None
         since = max(vm.seen_at[name], vm.up_since, work.since)
-        if world.type_of(name) in _URGENT:
+        if simulation.type_of(name) in _URGENT:
             return since + 1.0 + 1e-6
         return max(self._latest_begin(vm, name), since, vm.clock_set_at) + 2.0
 
@@ -464,19 +466,19 @@ class FleetJudge:
 
     def requested(self, vm: "Vm") -> None:
         """The VM asks its fleet for something new."""
-        world = self._world
-        at = world.at
+        simulation = self._simulation
+        at = simulation.at
         for request in vm.requests:
             if request.stage == "requested" and request.needs_slot:
-                name = world.name_of(request.event_id)
-                if self._has_room(self.lives[name]) and self._trouble_until(world.vms.values()) < at:
+                name = simulation.name_of(request.event_id)
+                if self._has_room(self.lives[name]) and self._trouble_until(simulation.vms.values()) < at:
                     id_ = request.workflow_id
-                    world.after(5.0, lambda name=name, id_=id_: self._look_at_wait(vm, name, id_, at))  # type: ignore[misc]
+                    simulation.after(5.0, lambda name=name, id_=id_: self._look_at_wait(vm, name, id_, at))  # type: ignore[misc]
 
     def _look_at_wait(self, vm: "Vm", name: str, workflow_id: str, since: float) -> None:
-        if self._trouble_until(self._world.vms.values()) >= since or self._has_twin(name):
+        if self._trouble_until(self._simulation.vms.values()) >= since or self._has_twin(name):
             return
-        self.judged[5] += 1
+        self.checked[5] += 1
         is_same = any(one.workflow_id == workflow_id for one in vm.requests) and self._waits(vm, name)
         if is_same and self._is_waiting(self.lives[name]) and self._has_room(self.lives[name]):
             raise BrokenError(f"(5) {vm.vm_id} waits for {name} for 5 s, and there is room")
@@ -496,38 +498,38 @@ class FleetJudge:
 
     def _tick(self) -> None:
         self._has_tick = False
-        world = self._world
-        open_ = [life for life in self.lives.values() if not world.is_over(life.name)]
+        simulation = self._simulation
+        open_ = [life for life in self.lives.values() if not simulation.is_over(life.name)]
         for life in open_:
             self._look_for_room(life, len(open_))
             self._look_at_readiness(life.name)
         if open_:
             self._has_tick = True
-            world.after(_TICK, self._tick)
+            simulation.after(_TICK, self._tick)
 
     def _look_for_room(self, life: Life, others: int) -> None:
-        world = self._world
-        is_calm = self._trouble_until(world.vms.values()) < world.at and not self._has_twin(life.name)
-        if not (is_calm and self._is_waiting(life) and self._has_room(life) and world.has_ages):
+        simulation = self._simulation
+        is_calm = self._trouble_until(simulation.vms.values()) < simulation.at and not self._has_twin(life.name)
+        if not (is_calm and self._is_waiting(life) and self._has_room(life) and simulation.has_ages):
             self._room_since.pop(life.name, None)
             return
-        since = self._room_since.setdefault(life.name, world.at)
-        self.judged[5] += 1
-        if world.at - since > 5.0 * (1 + others) + 10.0:
+        since = self._room_since.setdefault(life.name, simulation.at)
+        self.checked[5] += 1
+        if simulation.at - since > 5.0 * (1 + others) + 10.0:
             raise BrokenError(f"(5) {life.name} waits, and there is room since {since:.0f}")
 
     # --- (2), (7) approvals
 
     def approved(self, vm: "Vm", name: str, *, by_operator: bool) -> None:
-        world = self._world
+        simulation = self._simulation
         life = self.lives[name]
         how = ", as an operator has said" if by_operator else ""
-        world.tell(f"{vm.vm_id} approves {name}{how}")
-        self._changed_at = world.at
+        simulation.log(f"{vm.vm_id} approves {name}{how}")
+        self._changed_at = simulation.at
         life.is_approved = True
         if by_operator:
             return
-        self.judged[2] += 1
+        self.checked[2] += 1
         resources = vm.documents.get(name, (vm.name,))
         if not self._work(name, vm).is_ready:
             raise BrokenError(f"(2) {vm.vm_id} approves {name} and is not prepared")
@@ -537,14 +539,14 @@ class FleetJudge:
         missing = []
         requested_vms = self._awaited(vm, resources)
         for one in requested_vms:
-            works = [life.works.get(other.vm_id, Work()) for other in world.named(one)]
+            works = [life.works.get(other.vm_id, Work()) for other in simulation.named(one)]
             if not any(work.is_ready or self._may_seem_ready(work, vm, appeared_at) for work in works):
                 missing.append(one)
         for kept in life.records.values():
-            other = world.vms[kept.vm_id]
+            other = simulation.vms[kept.vm_id]
             work = life.works.get(kept.vm_id, Work())
-            must_count = kept.counts(world.at, has_ages=world.has_ages, margin_seconds=0.0)
-            is_known = must_count and kept.made_at < max(vm.listed_at, world.at - _STATUS_SECONDS)
+            must_count = kept.counts(simulation.at, has_ages=simulation.has_ages, margin_seconds=0.0)
+            is_known = must_count and kept.made_at < max(vm.listed_at, simulation.at - _STATUS_SECONDS)
             is_ready = work.is_ready or self._may_seem_ready(work, vm, appeared_at)
             if is_known and other.name not in requested_vms and not is_ready:
                 missing.append(other.name)
@@ -552,7 +554,7 @@ class FleetJudge:
             raise BrokenError(f"(2) {vm.vm_id} approves {name} before {', '.join(missing)} prepared")
 
     def _awaited(self, vm: "Vm", resources: Iterable[str]) -> list[str]:
-        fleet = self._world.settings.fleet
+        fleet = self._simulation.settings.fleet
         assert fleet is not None
         members = fleet.members if matches_glob(vm.name, fleet.members) else ("*",)
         return [one for one in resources if one == vm.name or matches_glob(one, members)]
@@ -563,7 +565,7 @@ class FleetJudge:
         A late request may have said ``ready`` after that; and what was said before the event appeared to the VM
         that approves is about another appearance.
         """
-        at = self._world.at
+        at = self._simulation.at
         seen_until = max(vm.listed_at, at - _STATUS_SECONDS)
         last = max(work.ceased_at, work.ready_written_at)
         is_recent = at - last <= 3.0 * work.renew_seconds + _STATUS_SECONDS + _DATE_SECONDS
@@ -572,24 +574,24 @@ class FleetJudge:
 
     def _look_at_readiness(self, name: str) -> None:
         """(7) Call it when a VM is ready; looks again when the approval is due."""
-        world = self._world
+        simulation = self._simulation
         life = self.lives[name]
-        is_open = world.is_scheduled(name) and not world.is_hidden(name) and not life.is_approved
-        due = self._approval_due(life) if is_open and world.has_ages and not self._has_twin(name) else None
-        if due is None or due >= world.not_before(name):
+        is_open = simulation.is_scheduled(name) and not simulation.is_hidden(name) and not life.is_approved
+        due = self._approval_due(life) if is_open and simulation.has_ages and not self._has_twin(name) else None
+        if due is None or due >= simulation.not_before(name):
             return
-        self.judged[7] += 1
-        if world.at >= due:
+        self.checked[7] += 1
+        if simulation.at >= due:
             raise BrokenError(f"(7) {name} is not approved, though all are ready")
-        world.after(due - world.at + 0.001, lambda: self._look_at_readiness(name))
+        simulation.after(due - simulation.at + 0.001, lambda: self._look_at_readiness(name))
 
     def _approval_due(self, life: Life) -> float | None:
         """None: not all are ready."""
-        world = self._world
-        fleet = world.settings.fleet
+        simulation = self._simulation
+        fleet = simulation.settings.fleet
         assert fleet is not None
-        resources = world.resources(life.name)
-        vms = [vm for one in resources for vm in world.named(one)]
+        resources = simulation.resources(life.name)
+        vms = [vm for one in resources for vm in simulation.named(one)]
         is_known = len(vms) == len(resources) or fleet.members == ("vm_*",)
         works = {vm.vm_id: life.works.get(vm.vm_id, Work()) for vm in vms}
         # An event that is back is prepared for again, also where the hook of before has ended well.
@@ -605,7 +607,7 @@ class FleetJudge:
             if vm is not last or not has_said:
                 trouble_until = max(trouble_until, vm.killed_until)
         slow = max(25.0, 0.5 * len(life.records) + 5.0)
-        seen_at = max(vm.seen_at.get(life.name, world.at) for vm in vms)
+        seen_at = max(vm.seen_at.get(life.name, simulation.at) for vm in vms)
         if trouble_until > life.announced_at:
             return max(last_at, trouble_until, seen_at) + slow + 5.0
         is_quick = seen_at < min(work.since for work in works.values()) and not last.killed_until > last_at
@@ -614,9 +616,9 @@ class FleetJudge:
     # --- (10) a kill and a start
 
     def _look_at_kill(self, vm: "Vm") -> None:
-        world = self._world
-        killed_at = world.at
-        others = [other for other in world.vms.values() if other is not vm]
+        simulation = self._simulation
+        killed_at = simulation.at
+        others = [other for other in simulation.vms.values() if other is not vm]
         is_calm = max(vm.disturbed_until, self._trouble_until(others)) < killed_at - 60.0
         is_calm &= vm.killed_until < killed_at - 30.0
         # Earlier statements of a silent VM lapse by their age alone.
@@ -631,17 +633,17 @@ class FleetJudge:
             is_calm = max(vm.disturbed_until, self._trouble_until(others)) < killed_at - 60.0
             if self._changed_at > killed_at or not is_calm or vm.is_dead:
                 return
-            if vm.engine is None or world.at < vm.up_since + seconds:
-                world.after(1.0, lambda: look(seconds))
+            if vm.engine is None or simulation.at < vm.up_since + seconds:
+                simulation.after(1.0, lambda: look(seconds))
                 return
-            self.judged[10] += 1
+            self.checked[10] += 1
             if self._own_records(vm) != records:
                 raise BrokenError(f"(10) {vm.vm_id} was killed: {records} is now {self._own_records(vm)}")
             if seconds == _STATUS_AGAIN_SECONDS and vm.statuses() != statuses:
                 raise BrokenError(f"(10) {vm.vm_id} was killed: {statuses} is now {vm.statuses()}")
 
         for seconds in (25.0, _STATUS_AGAIN_SECONDS):
-            world.after(seconds, lambda seconds=seconds: look(seconds))  # type: ignore[misc]
+            simulation.after(seconds, lambda seconds=seconds: look(seconds))  # type: ignore[misc]
 
     def _own_records(self, vm: "Vm") -> list[tuple[str, str]]:
         return sorted(
@@ -655,33 +657,33 @@ class FleetJudge:
 
     def look_at_rest(self) -> None:
         """Long after the last event, and before a new one."""
-        world = self._world
+        simulation = self._simulation
         over_at = max((life.over_at for life in self.lives.values()), default=0.0)
-        rest_at = max(over_at, self._recovered_at, self._trouble_until(world.vms.values())) + _REST_SECONDS
+        rest_at = max(over_at, self._recovered_at, self._trouble_until(simulation.vms.values())) + _REST_SECONDS
         for life in self.lives.values():
             for vm_id, work in life.works.items():
-                if work.has_begun and not world.vms[vm_id].is_dead:
+                if work.has_begun and not simulation.vms[vm_id].is_dead:
                     raise BrokenError(f"(8) {vm_id} has not recovered from {life.name}")
-        self.judged[8] += 1
+        self.checked[8] += 1
         self._look_for_records(may_be_dead=True)
         if self._last_effect_at > rest_at:
             raise BrokenError(f"(8) something is written at {self._last_effect_at:.0f}, after {rest_at:.0f}")
-        late = [at for at, _, _ in world.network.log if at > rest_at]
+        late = [at for at, _, _ in simulation.network.log if at > rest_at]
         if late:
             raise BrokenError(f"(8) {len(late)} requests after {rest_at:.0f}, the first at {late[0]:.0f}")
 
     def _look_for_records(self, *, may_be_dead: bool) -> None:
         for life in self.lives.values():
             for vm_key, one in life.records.items():
-                if not (may_be_dead and self._world.vms[one.vm_id].is_dead):
+                if not (may_be_dead and self._simulation.vms[one.vm_id].is_dead):
                     raise BrokenError(f"(8) the record {life.name}|{vm_key}: {one.state} is left")
 
     def finished(self) -> None:
         """After the event of another day."""
-        world = self._world
+        simulation = self._simulation
         for life in self.lives.values():
             for vm_id, work in life.works.items():
-                if work.has_begun and not world.vms[vm_id].is_dead:
+                if work.has_begun and not simulation.vms[vm_id].is_dead:
                     raise BrokenError(f"(8) {vm_id} has not recovered from {life.name}")
-        has_list = any(sent.kind == "list" for at, _, sent in world.network.log if at > _DAY)
-        self._look_for_records(may_be_dead=not (world.has_ages and has_list))
+        has_list = any(sent.kind == "list" for at, _, sent in simulation.network.log if at > _DAY)
+        self._look_for_records(may_be_dead=not (simulation.has_ages and has_list))

@@ -1,30 +1,28 @@
 """A fleet of VMs under a simulated Azure, with one store: whole engines, and the real client and ``plan``.
 
-The world has the clock, and chooses what goes wrong and when; ``fleet_judge`` knows what is right. One seed makes
-one world, always the same one. While a request of one VM is under way, all others go on.
+The simulation has the clock, and chooses what goes wrong and when; the oracle knows what is right. While a request
+of one VM is under way, all others go on.
 """
 
-import heapq
 import itertools
 import json
 import random
 from collections.abc import Callable
-from math import inf
 from typing import Any, Literal, get_args
 
-import vm_simulation as alone
 from fleet_machines import Sent, Vm
-from fleet_oracle import FleetJudge
+from fleet_oracle import FleetOracle
 from memory_backend import MemoryStore
 from msgspec.structs import replace
-from oracle import BrokenError
+from simulation import START, Simulation
+from vm_simulation import new_metrics as new_vm_metrics
 
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.plan import read_record
 from scheduled_events_agent.imds.document import Document, parse_document
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.policy.settings import AgentSettings, FleetSettings, Settings
-from scheduled_events_agent.simulator.azure import Azure, EventType, Plan
+from scheduled_events_agent.simulator.azure import Azure, EventType, LogEntry, Plan
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import OperatorAction
 
@@ -44,16 +42,17 @@ MAX_CLOCK_SECONDS = 3600
 """So wrong a wall clock is at most."""
 BUSY_SECONDS = 2400.0
 """Trouble ends here; the dead stay dead."""
-_START = alone.START.timestamp()
 _DAY = 86400.0
 _MAX_NEEDED_SECONDS = 610.0
 """Hooks begin so long before NotBefore at the latest."""
-_MAX_AT_A_TIME = 10_000
 _VERSION = "2020-07-01"
 
 
-class FleetWorld:
-    """One run. ``story`` tells what happened, a line for each thing."""
+class FleetSimulation(Simulation[FleetTrouble]):
+    """Some VMs, with one store for all."""
+
+    BUSY_SECONDS = BUSY_SECONDS
+    MAX_SECONDS = 2 * _DAY
 
     def __init__(
         self,
@@ -64,60 +63,26 @@ class FleetWorld:
         has_ages: bool = True,
         is_short: bool = False,
     ) -> None:
-        """``troubles``: exactly these; by default, what chance gives to the seed. ``size``: how many VMs.
+        """``size``: how many VMs.
 
         ``is_short``: it ends before an event reaches its latest begin, whatever the clocks say.
         """
-        self.seed = seed
-        self.at = 0.0
+        names = [f"vm_{number}" for number in range(size or random.Random(f"{seed}/size").randint(2, 9))]
+        ids = itertools.count(1)
+        super().__init__(seed, FLEET_TROUBLES, troubles, Azure((*names, "db_0"), new_id=lambda: f"E{next(ids)}"))
         self.has_ages = has_ages
-        self._chances: dict[str, random.Random] = {}
-        self.story: list[str] = []
-        given = (trouble for trouble in FLEET_TROUBLES if self.chance(f"has {trouble}").random() < 0.3)
-        self.troubles = frozenset(given) if troubles is None else troubles
         self.is_short = is_short
-        self.stops_at = inf
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
         self.metrics = new_metrics()
         self.settings = self._a_policy()
         self.store = MemoryStore(lambda: self.at, has_ages=has_ages)
         self.network = Network(self)
-        names = [f"vm_{number}" for number in range(size or self.chance("size").randint(2, 9))]
-        ids_of_events = itertools.count(1)
-        self._azure = Azure((*names, "db_0"), new_id=lambda: f"E{next(ids_of_events)}")
-        self._azure_told = 0
         self._hidden: set[str] = set()
         self._document: tuple[bytes, Document] | None = None
-        self.judge = FleetJudge(self)
-        ids = [(f"id-{name}", name) for name in names]
+        self.oracle = FleetOracle(self)
+        vms = [(f"id-{name}", name) for name in names]
         if "one name" in self.troubles:
-            ids.append(("id-twin", self.chance("one name").choice(names)))
-        self.vms = {vm_id: Vm(self, vm_id, name) for vm_id, name in ids}
-
-    # --- chance and time
-
-    def chance(self, what: str) -> random.Random:
-        """The chance that decides on this, and on nothing else."""
-        if what not in self._chances:
-            self._chances[what] = random.Random(f"{self.seed}/{what}")
-        return self._chances[what]
-
-    def has(self, trouble: FleetTrouble) -> bool:
-        """Whether there is this trouble, now."""
-        return trouble in self.troubles and self.at < BUSY_SECONDS
-
-    def epoch(self) -> float:
-        return _START + self.at
-
-    def tell(self, text: str) -> None:
-        self.story.append(f"{self.at:9.2f}  {text}")
-
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        self.do_at(self.at + seconds, what)
-
-    def do_at(self, at: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (at, next(self._order), what))
+            vms.append(("id-twin", self.chance("one name").choice(names)))
+        self.vms = {vm_id: Vm(self, vm_id, name) for vm_id, name in vms}
 
     def named(self, name: str) -> list[Vm]:
         """The VMs that Azure calls so."""
@@ -128,35 +93,18 @@ class FleetWorld:
 
     # --- the run
 
-    def run(self) -> None:
-        """Live it. Raises BrokenError."""
-        try:
-            self._prepare()
-            steps = 0
-            while self._queue:
-                at, _, what = heapq.heappop(self._queue)
-                steps = steps + 1 if at <= self.at else 0
-                if at > 2 * _DAY or steps > _MAX_AT_A_TIME:
-                    raise BrokenError("the world does not come to rest")
-                if at > self.stops_at:
-                    return
-                self.at = max(self.at, at)
-                what()
-                self._watch_azure()
-            self.judge.finished()
-        except BrokenError:
-            raise
-        except Exception as error:
-            raise BrokenError(f"the agent raises {type(error).__name__}: {error}") from error
-        finally:
-            for vm in self.vms.values():
-                vm.end()
+    def _finish(self) -> None:
+        self.oracle.finished()
+
+    def _close(self) -> None:
+        for vm in self.vms.values():
+            vm.end()
 
     def _prepare(self) -> None:
         fleet = self.settings.fleet
         assert fleet is not None
-        self.tell(f"{len(self.vms)} VMs, max_events {fleet.max_events}, on_unavailable {fleet.on_unavailable}")
-        self.tell(f"members {' '.join(fleet.members)}, trouble: {', '.join(sorted(self.troubles)) or 'none'}")
+        self.log(f"{len(self.vms)} VMs, max_events {fleet.max_events}, on_unavailable {fleet.on_unavailable}")
+        self.log(f"members {' '.join(fleet.members)}, trouble: {', '.join(sorted(self.troubles)) or 'none'}")
         for vm in self.vms.values():
             self.after(self.chance("starts").uniform(0.0, 1.0), vm.start)
         chance = self.chance("events")
@@ -167,7 +115,7 @@ class FleetWorld:
             at = first + chance.uniform(0.0, spread if number else 0.0)
             self.after(at, lambda number=number: self._announce(number))  # type: ignore[misc]
         self._plan_trouble()
-        self.after(1.2 * _DAY, self.judge.look_at_rest)
+        self.after(1.2 * _DAY, self.oracle.look_at_rest)
         # Records of dead VMs are deleted by their age when a later event comes.
         self.after(1.5 * _DAY, self._announce_last)
 
@@ -235,9 +183,6 @@ class FleetWorld:
             self._document = body, parse_document(body)
         return self._document
 
-    def name_of(self, event_id: str) -> str:
-        return self._azure.event(event_id).ids[0]
-
     def ids_of(self, name: str) -> tuple[str, ...]:
         """All ids that the event has had."""
         return self._azure.event(name).ids
@@ -249,7 +194,7 @@ class FleetWorld:
         return self._azure.event(name).plan.vms
 
     def not_before(self, name: str) -> float:
-        return self._azure.event(name).not_before_at.timestamp() - _START
+        return self._azure.event(name).not_before_at.timestamp() - START.timestamp()
 
     def is_scheduled(self, name: str) -> bool:
         return self._azure.event(name).status == "Scheduled"
@@ -290,7 +235,7 @@ class FleetWorld:
 
     def _schedule(self, plan: Plan, chance: random.Random) -> None:
         name = self._azure.schedule(self.epoch(), plan)
-        self.judge.announced(name)
+        self.oracle.announced(name)
         notice = plan.notice_seconds or 0.0
         if self.is_short:
             latest_begin = self.not_before(name) - _MAX_NEEDED_SECONDS - MAX_CLOCK_SECONDS
@@ -335,9 +280,9 @@ class FleetWorld:
         plan = replace(event.plan, vms=(*event.plan.vms, more))
         self._azure._keep(name.casefold(), replace(event, plan=plan))
         self._azure._document_changed()
-        self.tell(f"Azure: {name} names {more} as well")
-        self.judge.changed(name)
-        self._poll_all()
+        self.log(f"Azure: {name} names {more} as well")
+        self.oracle.changed(name)
+        self._poll_soon()
 
     def _cancel(self, name: str) -> None:
         if self.is_scheduled(name):
@@ -348,46 +293,37 @@ class FleetWorld:
         if not self.is_scheduled(name):
             return
         seconds = chance.choice((5.0, 20.0, 120.0))
-        self.tell(f"Azure: {name} is left out for {seconds:.0f} s")
+        self.log(f"Azure: {name} is left out for {seconds:.0f} s")
         self._hidden.add(name)
-        self.judge.changed(name)
-        self._poll_all()
+        self.oracle.changed(name)
+        self._poll_soon()
 
         def show() -> None:
-            self.tell(f"Azure: {name} is back")
+            self.log(f"Azure: {name} is back")
             self._hidden.discard(name)
-            self.judge.changed(name)
-            self._poll_all()
+            self.oracle.changed(name)
+            self._poll_soon()
             if self.has("back again") and chance.random() < 0.5:
                 self.after(chance.uniform(2.0, 60.0), lambda: self._hide(name, chance))
 
         self.after(seconds, show)
 
     def approve(self, vm: Vm, event_id: str, *, by_operator: bool) -> None:
-        self.judge.approved(vm, self.name_of(event_id), by_operator=by_operator)
+        self.oracle.approved(vm, self.name_of(event_id), by_operator=by_operator)
         if self._azure.is_pending(event_id):
             self._azure.approve(self.epoch(), event_id, vm.name)
 
-    def _watch_azure(self) -> None:
-        self._azure.advance(self.epoch())
-        told = len(self._azure.history)
-        if told == self._azure_told:
+    def _on_azure(self, entry: LogEntry) -> None:
+        event = entry.event
+        if event is None:
             return
-        for notification in self._azure.history[self._azure_told :]:
-            event = notification.event
-            if event is None:
-                continue
-            name = event.ids[0]
-            until = f" until {self.not_before(name):.0f}" if notification.kind == "scheduled" else ""
-            self.tell(f"Azure: {notification.kind} {event.plan.type} {name} of {', '.join(event.plan.vms)}{until}")
-            if notification.kind == "started":
-                self._strike(name)
-            elif notification.kind == "gone":
-                self.judge.over(name)
-        self._azure_told = told
-        self._poll_all()
-        if self._azure.next_due < float("inf"):
-            self.after(max(0.0, self._azure.next_due - self.epoch()) + 1e-6, lambda: None)
+        name = event.ids[0]
+        until = f" until {self.not_before(name):.0f}" if entry.kind == "scheduled" else ""
+        self.log(f"Azure: {entry.kind} {event.plan.type} {name} of {', '.join(event.plan.vms)}{until}")
+        if entry.kind == "started":
+            self._strike(name)
+        elif entry.kind == "gone":
+            self.oracle.over(name)
 
     def _strike(self, name: str) -> None:
         """Do what Azure does to the VMs of an event that starts."""
@@ -401,7 +337,7 @@ class FleetWorld:
             else:
                 self.after(0.5, lambda vm=vm, chance=chance: vm.reboot(chance.choice((20.0, 60.0, 300.0))))  # type: ignore[misc]
 
-    def _poll_all(self) -> None:
+    def _poll_soon(self) -> None:
         for vm in self.vms.values():
             vm.poll_soon()
 
@@ -434,7 +370,7 @@ class FleetWorld:
     def _lose_vms(self) -> None:
         """All VMs of one event, or one VM."""
         chance = self.chance("dead VMs")
-        begun = [life.name for life in self.judge.lives.values() if any(w.has_begun for w in life.works.values())]
+        begun = [life.name for life in self.oracle.lives.values() if any(w.has_begun for w in life.works.values())]
         names: Any = self.resources(chance.choice(begun)) if begun else [chance.choice([*self.vms.values()]).name]
         lost = [vm for name in names for vm in self.named(name)]
         if chance.random() < 0.3:
@@ -452,70 +388,70 @@ class FleetWorld:
         silent = [found for found in by_event.values() if not any(read_record(one).may_be_alive for one in found)]
         if silent:
             for record in self.chance("releases").choice(silent):
-                self.tell(f"fleet release deletes {self.judge.key_in_words(record.key)}")
+                self.log(f"fleet release deletes {self.oracle.key_in_words(record.key)}")
                 self.store.delete(record.key, record.etag)
-                self.judge.released(record.key)
+                self.oracle.released(record.key)
 
 
 class Network:
     """Delays and faults of requests on their way to the store and back."""
 
-    def __init__(self, world: FleetWorld) -> None:
-        self._world = world
+    def __init__(self, simulation: FleetSimulation) -> None:
+        self._simulation = simulation
         self._lost_until: dict[str, float] = {}
         self.log: list[tuple[float, str, Sent]] = []
         """All requests, as they were sent."""
 
     def lose(self, vms: list[Vm], seconds: float) -> None:
         """The VMs are cut off from the store."""
-        world = self._world
-        world.tell(f"{', '.join(vm.vm_id for vm in vms)} cut off from the store for {seconds:.0f} s")
+        simulation = self._simulation
+        simulation.log(f"{', '.join(vm.vm_id for vm in vms)} cut off from the store for {seconds:.0f} s")
         for vm in vms:
-            self._lost_until[vm.vm_id] = max(self._lost_until.get(vm.vm_id, 0.0), world.at + seconds)
+            self._lost_until[vm.vm_id] = max(self._lost_until.get(vm.vm_id, 0.0), simulation.at + seconds)
             vm.disturb(seconds + 35.0)
 
     def send(self, vm: Vm, number: int, sent: Sent, call: Callable[[], Any]) -> None:
         """``go_on`` of the VM gets the answer."""
-        world = self._world
-        self.log.append((world.at, vm.vm_id, sent))
+        simulation = self._simulation
+        self.log.append((simulation.at, vm.vm_id, sent))
         chance = vm.chance("requests")
         there = chance.uniform(0.002, 0.05)
         back = chance.uniform(0.002, 0.05)
         timeout = 30.0
-        if self._lost_until.get(vm.vm_id, 0.0) > world.at:
+        if self._lost_until.get(vm.vm_id, 0.0) > simulation.at:
             seconds = chance.choice((0.01, 0.01, timeout))
             self._fail(vm, number, seconds, "unreachable")
             return
-        if world.has("refused") and chance.random() < 0.06:
+        if simulation.has("refused") and chance.random() < 0.06:
             retry_after = chance.choice((0.0, 0.0, 5.0, 60.0, 300.0))
             vm.disturb(1.5 * retry_after + 35.0)
             self._fail(vm, number, there + back, "throttled", retry_after)
             return
-        if world.has("lost") and chance.random() < 0.06:
+        if simulation.has("lost") and chance.random() < 0.06:
             vm.disturb(timeout + 35.0)
             if chance.random() < 0.5:
                 self._fail(vm, number, timeout, "timeout")
                 return
             back = timeout * 2
-        if world.has("late") and chance.random() < 0.1:
+        if simulation.has("late") and chance.random() < 0.1:
             there = chance.uniform(0.1, chance.choice((3.0, 60.0)))
             vm.disturb(there + 200.0)
         if there + back > timeout:
             self._fail(vm, number, timeout, "timeout")
-        sent_at = world.at
+        sent_at = simulation.at
         life = vm.life
 
         def arrive() -> None:
             answer = self._take_effect(vm, sent, call)
-            arrived_at = world.at
+            arrived_at = simulation.at
             if there + back <= timeout and life == vm.life:
                 vm.after(back, lambda: self._answer(vm, number, sent, answer, (sent_at, arrived_at)))
 
-        world.after(there, arrive)
-        if sent.kind != "list" and world.has("doubled") and chance.random() < 0.1:
+        simulation.after(there, arrive)
+        if sent.kind != "list" and simulation.has("doubled") and chance.random() < 0.1:
             again = there + chance.uniform(0.0, 30.0)
             vm.disturb(again + 200.0)
-            world.after(again, lambda: self._take_effect(vm, sent, call))
+            simulation.after(again, lambda: self._take_effect(vm, sent, call))
 
     def _fail(self, vm: Vm, number: int, seconds: float, kind: Any, retry_after: float = 0.0) -> None:
         error = BackendError(f"the store: {kind}", kind=kind, retry_after=retry_after)
@@ -524,7 +460,7 @@ class Network:
     def _take_effect(self, vm: Vm, sent: Sent, call: Callable[[], Any]) -> Any:
         answer = call()
         if sent.kind != "list" and answer:
-            self._world.judge.written(vm, sent)
+            self._simulation.oracle.written(vm, sent)
         return answer
 
     def _answer(self, vm: Vm, number: int, sent: Sent, answer: Any, times: tuple[float, float]) -> None:
@@ -532,7 +468,7 @@ class Network:
         if sent.kind == "list":
             vm.listed_at = times[0]
         elif answer:
-            self._world.judge.answered(vm, sent, times[1])
+            self._simulation.oracle.answered(vm, sent, times[1])
         vm.go_on(number, answer)
 
 
@@ -540,8 +476,8 @@ _METRICS: list[Metrics] = []
 
 
 def new_metrics() -> Metrics:
-    """One for all worlds of this process."""
+    """One for all simulations of this process."""
     if not _METRICS:
-        _METRICS.append(alone.new_metrics())
+        _METRICS.append(new_vm_metrics())
         _METRICS[0].add_fleet()
     return _METRICS[0]

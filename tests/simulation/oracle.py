@@ -1,6 +1,6 @@
 """Decides from the outside what the agent may do and must do.
 
-The judge knows which documents the agent has read, which hooks ran and how they ended, what was posted, what
+The oracle knows which documents the agent has read, which hooks ran and how they ended, what was posted, what
 operators sent, and which of that the agent can know after a crash. It never looks into a workflow. It forbids only
 what is certain to be wrong: where a crash or a reload leaves open what the agent knows, both are right. The
 invariants:
@@ -139,7 +139,7 @@ class Notice:
     has_arrived: bool = False
 
 
-class Judge:
+class Oracle:
     """Gets all that happens, in order; raises BrokenError at the first thing that must not be."""
 
     def __init__(self, now: Callable[[], datetime]) -> None:
@@ -168,7 +168,7 @@ class Judge:
         self._notices: list[Notice] = []
         self._unwritten: list[Notice] = []
 
-    # --- What the world tells.
+    # --- What the simulation reports.
 
     def policy(self, rules: tuple[Rule, ...]) -> None:
         """These rules are in force."""
@@ -499,7 +499,7 @@ class Judge:
             notice.is_settled = True
 
     def finished(self, *, is_ready: bool, pending: Iterable[str]) -> None:
-        """The world has been fair for long, and every event is over."""
+        """Nothing has gone wrong for long, and every event is over."""
         self._expect(not self.runs, f"(9) hooks run for ever: {self.runs}")
         self._expect(not self._owed, f"(4) never recovered: {sorted(self._owed)}")
         self._expect(is_ready, "(9) the VM stays out of service")
@@ -508,7 +508,7 @@ class Judge:
         self._expect(not owed, f"(12) never arrived: {owed}")
 
     def unprepared(self, name: str) -> None:
-        """The event starts in a world that has been fair for long enough."""
+        """The event starts and nothing has gone wrong for long enough."""
         life = self.lives.get(name)
         rule = self.rule(life) if life is not None else None
         if life is None or rule is None or not rule.prepare or VM not in life.resources or self._policies > 1:
@@ -519,7 +519,7 @@ class Judge:
             self._expect(life.may_be_begun, f"(10) {name} starts and is not prepared for")
 
     def neglected(self, name: str, seconds: float) -> None:
-        """The event stood there for so long in a fair world."""
+        """The event stood there for so long while nothing went wrong."""
         life = self.lives.get(name)
         if life is None or life.is_confirmed or life.was_started or not self._may_approve(life):
             return

@@ -2,12 +2,13 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from oracle import BrokenError
-from vm_simulation import Trouble, World
+from vm_simulation import Trouble, VmSimulation
 
 from scheduled_events_agent.store import file, store
 
@@ -16,54 +17,67 @@ _MEMORY_DISK = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunResult:
     """How a run went."""
 
     seed: int
     broken: str
     """The invariant that does not hold; "" if all of them do."""
-    story: tuple[str, ...]
+    journal: tuple[str, ...]
     events: int
     """How many there were."""
-    troubles: frozenset[Trouble]
+    troubles: frozenset[Any]
+    option: str = ""
+    """The option of the command that repeats it, with a blank before it."""
 
     def text(self) -> str:
-        """The story and its end, with the command that repeats it."""
+        """The journal and its end, with the command that repeats it."""
         end = f"BROKEN: {self.broken}" if self.broken else "all invariants hold"
-        again = f"again: python tests/simulation --tell {self.seed}"
-        return "\n".join((*self.story, f"seed {self.seed}: {end}", again))
+        again = f"again: python tests/simulation{self.option} --show {self.seed}"
+        return "\n".join((*self.journal, f"seed {self.seed}: {end}", again))
 
 
-def judge_seed(seed: int, troubles: frozenset[Trouble] | None = None) -> Verdict:
-    """One run; ``troubles`` as for a World."""
+class Run(Protocol):
+    """One run: of this seed, with exactly these troubles, or with those that chance gives to the seed."""
+
+    def __call__(self, seed: int, troubles: frozenset[Any] | None = None, /) -> RunResult: ...
+
+
+def run_seed(seed: int, troubles: frozenset[Trouble] | None = None) -> RunResult:
+    """The life of one VM."""
     root = _MEMORY_DISK if _MEMORY_DISK.is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="simulation-", dir=root))
     try:
-        # A disk is full here when the world says so, and a log that only grows can be torn where it has grown.
+        # The simulation says when a disk is full, and a log that only grows can be torn where it has grown.
         file.RESERVE_BYTES = 0
         vars(store)["RESERVE_BYTES"] = 0
-        world = World(seed, directory, troubles)
-        try:
-            world.run()
-            broken = ""
-        except BrokenError as error:
-            broken = str(error)
-        return Verdict(seed, broken, tuple(world.story), world.event_count, world.troubles)
+        simulation = VmSimulation(seed, directory, troubles)
+        broken = failure_of(simulation.run)
+        return RunResult(seed, broken, tuple(simulation.journal), simulation.event_count, simulation.troubles)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def judge_seeds(seeds: Iterable[int]) -> tuple[int, list[Verdict]]:
+def failure_of(run: Callable[[], None]) -> str:
+    """What the run breaks; "" if nothing."""
+    try:
+        run()
+    except BrokenError as error:
+        return str(error)
+    return ""
+
+
+def run_seeds(run: Run, seeds: Iterable[int]) -> tuple[int, list[RunResult]]:
     """Many runs: how many events there were, and what went wrong."""
-    verdicts = [judge_seed(seed) for seed in seeds]
-    return sum(verdict.events for verdict in verdicts), [verdict for verdict in verdicts if verdict.broken]
+    results = [run(seed) for seed in seeds]
+    return sum(result.events for result in results), [result for result in results if result.broken]
 
 
-def shorten(seed: int) -> Verdict:
+def shorten(run: Run, seed: int) -> RunResult:
     """The seed, without every trouble that it goes wrong without as well."""
-    verdict = judge_seed(seed)
-    for trouble in sorted(verdict.troubles) if verdict.broken else ():
-        shorter = judge_seed(seed, verdict.troubles - {trouble})
-        if shorter.broken[:3] == verdict.broken[:3]:
-            verdict = shorter
-    return verdict
+    result = run(seed)
+    for trouble in sorted(result.troubles) if result.broken else ():
+        shorter = run(seed, result.troubles - {trouble})
+        if shorter.broken[:3] == result.broken[:3]:
+            result = shorter
+    return result

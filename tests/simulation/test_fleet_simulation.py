@@ -1,4 +1,4 @@
-"""Fleets of whole engines that share one store, lived through and judged from the outside.
+"""Fleets of whole engines that share one store, lived through and checked from the outside.
 
 A few lives here; ``python tests/simulation --fleet`` lives thousands. Each bug that the protocol is there to
 prevent is planted once, and must be found.
@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 from fleet_machines import Requests, Vm
-from fleet_runs import judge_fleet_seed
-from fleet_simulation import FLEET_TROUBLES, FleetTrouble, FleetWorld
+from fleet_runs import run_fleet_seed
+from fleet_simulation import FLEET_TROUBLES, FleetSimulation, FleetTrouble
 from memory_backend import MemoryStore
 from msgspec.structs import replace
 from mutants import break_workflow
@@ -35,46 +35,46 @@ REAL_START = Vm.start
 
 
 def test_a_fleet_keeps_its_rules_under_every_trouble() -> None:
-    judged: Counter[int] = Counter()
+    checked: Counter[int] = Counter()
     events = 0
     for seed in range(25):
-        verdict = judge_fleet_seed(seed)
-        assert not verdict.broken, verdict.text()
-        judged += verdict.judged
-        events += verdict.events
+        result = run_fleet_seed(seed)
+        assert not result.broken, result.text()
+        checked += result.checked
+        events += result.events
     assert events > 80
-    assert set(judged) >= {1, 2, 3, 4, 5, 7, 8, 9}
+    assert set(checked) >= {1, 2, 3, 4, 5, 7, 8, 9}
 
 
 def test_every_rule_is_checked_without_many_troubles() -> None:
-    judged: Counter[int] = Counter()
+    checked: Counter[int] = Counter()
     for seed in range(30):
-        verdict = judge_fleet_seed(seed, frozenset({"kills"}))
-        assert not verdict.broken, verdict.text()
-        judged += verdict.judged
-    assert set(judged) == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
+        result = run_fleet_seed(seed, frozenset({"kills"}))
+        assert not result.broken, result.text()
+        checked += result.checked
+    assert set(checked) == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
 
 
 def test_two_hundred_vms_keep_the_rules() -> None:
-    verdict = judge_fleet_seed(199, frozenset({"lost"}))
-    assert not verdict.broken, verdict.text()
-    assert "200 VMs" in verdict.story[0]
+    result = run_fleet_seed(199, frozenset({"lost"}))
+    assert not result.broken, result.text()
+    assert "200 VMs" in result.journal[0]
 
 
 def test_a_fleet_keeps_the_rules_with_a_backend_without_ages() -> None:
     for seed in range(10):
-        verdict = judge_fleet_seed(seed, has_ages=False)
-        assert not verdict.broken, verdict.text()
+        result = run_fleet_seed(seed, has_ages=False)
+        assert not result.broken, result.text()
 
 
 def test_a_seed_of_a_fleet_always_gives_the_same_run() -> None:
-    one = judge_fleet_seed(11)
-    assert one == judge_fleet_seed(11)
-    assert len(one.story) > 20
+    one = run_fleet_seed(11)
+    assert one == run_fleet_seed(11)
+    assert len(one.journal) > 20
 
 
 def test_every_trouble_of_a_fleet_is_simulated() -> None:
-    assert frozenset[str]().union(*(FleetWorld(seed).troubles for seed in range(30))) == set(FLEET_TROUBLES)
+    assert frozenset[str]().union(*(FleetSimulation(seed).troubles for seed in range(30))) == set(FLEET_TROUBLES)
 
 
 # --- Each bug planted on purpose.
@@ -151,7 +151,7 @@ def _list_at_once(self: Vm) -> None:
 
 @dataclass(frozen=True)
 class Plant:
-    """Something done wrong, and the beginning of what the judge says to it."""
+    """Something done wrong, and the beginning of what the oracle says to it."""
 
     faults: tuple[tuple[Any, str, Any], ...]
     """Where, the name of what is replaced, and by what."""
@@ -208,7 +208,7 @@ def test_the_oracle_finds_a_planted_bug(plant: Plant) -> None:
     troubles = cast("frozenset[FleetTrouble]", frozenset(filter(None, plant.troubles.split(", "))))
     with planted(plant):
         seeds = (*range(plant.first, 300), *range(plant.first))
-        verdicts = (judge_fleet_seed(seed, troubles) for seed in seeds)
-        found = next((verdict for verdict in verdicts if verdict.broken.startswith(plant.found)), None)
+        results = (run_fleet_seed(seed, troubles) for seed in seeds)
+        found = next((result for result in results if result.broken.startswith(plant.found)), None)
     assert found is not None
     print(found.text())

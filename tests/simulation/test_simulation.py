@@ -1,4 +1,4 @@
-"""The agent's whole decision-making, lived through under every kind of trouble, and judged from the outside.
+"""The agent's whole decision-making, lived through under every kind of trouble, and checked from the outside.
 
 A few hundred lives here; ``python tests/simulation`` lives ten thousand. That they find nothing proves something
 only if the simulation finds what is there to be found: so each invariant is broken on purpose, once.
@@ -15,8 +15,9 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 from mutants import break_workflow
-from runs import judge_seed, judge_seeds
-from vm_simulation import START, TROUBLES, CrashingStore, Trouble
+from runs import run_seed, run_seeds
+from simulation import START
+from vm_simulation import TROUBLES, CrashingStore, Trouble
 
 from scheduled_events_agent.daemon.inbox import Inbox
 from scheduled_events_agent.engine import Engine, Executor, HookDone, Host
@@ -53,19 +54,19 @@ from scheduled_events_agent.workflow import (
 
 @pytest.mark.parametrize("first", [0, 50])
 def test_simulated_faults_break_no_invariant(first: int) -> None:
-    events, broken = judge_seeds(range(first, first + 50))
-    assert [verdict.text() for verdict in broken] == []
+    events, broken = run_seeds(run_seed, range(first, first + 50))
+    assert [result.text() for result in broken] == []
     assert events > 50
 
 
 def test_a_seed_always_gives_the_same_run() -> None:
-    one, other = judge_seed(11), judge_seed(11)
+    one, other = run_seed(11), run_seed(11)
     assert one == other
-    assert len(one.story) > 5
+    assert len(one.journal) > 5
 
 
 def test_every_trouble_is_simulated() -> None:
-    assert frozenset[str]().union(*(judge_seed(seed).troubles for seed in range(30))) == set(TROUBLES)
+    assert frozenset[str]().union(*(run_seed(seed).troubles for seed in range(30))) == set(TROUBLES)
 
 
 def test_the_state_of_years_is_no_larger_than_that_of_ninety_days(
@@ -307,7 +308,7 @@ WORKFLOW = "scheduled_events_agent.workflow"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One thing done wrong, and the beginning of what the judge says to it."""
+    """One thing done wrong, and the beginning of what the oracle says to it."""
 
     where: Any
     """A module or a class, or WORKFLOW: wherever that package uses it."""
@@ -445,8 +446,8 @@ def broken_on_purpose(mutant: Mutant) -> Iterator[None]:
 def test_the_simulation_finds_an_agent_that_breaks_an_invariant(mutant: Mutant) -> None:
     with broken_on_purpose(mutant):
         seeds = (*range(mutant.first, 500), *range(mutant.first))
-        verdicts = (judge_seed(seed, mutant.troubles) for seed in seeds)
-        found = next((verdict for verdict in verdicts if verdict.broken.startswith(mutant.found or "(")), None)
+        results = (run_seed(seed, mutant.troubles) for seed in seeds)
+        found = next((result for result in results if result.broken.startswith(mutant.found or "(")), None)
     assert found is not None
     assert found.broken
     print(found.text())

@@ -1,50 +1,43 @@
 """A simulated machine under a simulated Azure, and in it the real engine on a real state file.
 
-The world has the clock, and chooses what goes wrong and when; the judge knows what is right. One seed makes one
-world, always the same one. Every kind of trouble draws from a chance of its own: it can be left out without
-changing the others. Nothing here waits: the clock jumps to the time of the next change.
+The simulation has the clock, and chooses what goes wrong and when; the oracle knows what is right.
 
 Real are the engine (with the parser, the comparison, the policy and the workflow behind it), its inbox and the
 store; simulated are threads, hooks, the network, the machine and its clocks.
 """
 
 import contextlib
-import heapq
 import io
 import itertools
 import queue
-import random
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
-from functools import partial
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
+from machine import Machine, SimulatedExecutor
 from msgspec.structs import replace
-from oracle import VM, BrokenError, Judge, News
+from oracle import VM, BrokenError, News, Oracle
+from simulation import START, Schedule, Simulation
 
 from scheduled_events_agent.daemon.inbox import Command, Inbox
 from scheduled_events_agent.engine import (
     Engine,
     HookCommand,
     HookDone,
-    HookKey,
-    Host,
     MachinePaused,
     NotificationDone,
     RunOnClear,
-    hook_key,
-    not_run_result,
 )
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, EventTypeName, parse_document
 from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, RuleAffects, When
 from scheduled_events_agent.policy.settings import AgentSettings, NotificationKind, NotifyTarget, Settings
-from scheduled_events_agent.simulator.azure import Azure, EventType, LogEntryKind, Plan, SimulatedEvent
+from scheduled_events_agent.simulator.azure import Azure, EventType, LogEntry, LogEntryKind, Plan, SimulatedEvent
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.store import (
     NO_CHANGES,
@@ -77,10 +70,9 @@ Trouble = Literal[
 ]  # fmt: skip
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
-START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 BUSY_SECONDS = 1500.0
-"""Trouble ends here; what follows is a fair world."""
-_LIMIT_SECONDS = 40000.0
+"""Trouble ends here; nothing goes wrong after it."""
+_MAX_SECONDS = 40000.0
 # Polls and cycles that change nothing are left out, but for one in so many seconds.
 _QUIET_SECONDS = 60.0
 _VERSION, _PREVIEW = "2020-07-01", "2024-07-09"
@@ -91,8 +83,6 @@ _NEWS: dict[RecordKind, NotificationKind] = {
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
-# The longest time that a run in the way of an eviction may take to end, and a little more.
-_URGENT_SECONDS = 1.5
 _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
 
 
@@ -105,9 +95,9 @@ class EndedError(BaseException):
 
 
 class CrashingStore(Store):
-    """The store on a disk that fails where the world wants it to."""
+    """The store on a disk that fails where the simulation wants it to."""
 
-    world: "World | None" = None
+    simulation: "VmSimulation | None" = None
 
     def commit(
         self,
@@ -117,64 +107,56 @@ class CrashingStore(Store):
         notifications: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
     ) -> CommitResult:
-        if self.world is not None:
-            self.world.commits(steps, at)
+        if self.simulation is not None:
+            self.simulation.commits(steps, at)
         result = super().commit(steps, at, answers, notifications, remembered)
-        if self.world is not None:
-            self.world.committed(steps)
+        if self.simulation is not None:
+            self.simulation.committed(steps)
         return result
 
     def set_meta(self, facts: dict[MetaKey, str]) -> None:
         super().set_meta(facts)
-        if self.world is not None and facts.get("state_lost") == "":
-            self.world.forget_loss()
+        if self.simulation is not None and facts.get("state_lost") == "":
+            self.simulation.forget_loss()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        world = self.world
-        if world is None:
+        simulation = self.simulation
+        if simulation is None:
             with super()._transaction():
                 yield
             return
-        crash = world.next_crash()
+        crash = simulation.next_crash()
         if crash == "before":
             raise PowerCut
-        if world.is_disk_full:
+        if simulation.is_disk_full:
             with super()._transaction():
                 raise sqlite3.OperationalError("database or disk is full")
         before = _contents(self.path) if crash == "torn" else {}
         with super()._transaction():
             yield
         if crash == "torn":
-            world.tear(before, _contents(self.path))
+            simulation.tear(before, _contents(self.path))
             raise PowerCut
         if crash == "after":
-            world.is_cut_after_commit = True
+            simulation.is_cut_after_commit = True
 
 
-class World(Host):
-    """One run. ``story`` tells what happened, a line for each thing."""
+class VmSimulation(Simulation[Trouble], Machine):
+    """One machine under Azure."""
+
+    BUSY_SECONDS = BUSY_SECONDS
+    MAX_SECONDS = _MAX_SECONDS
 
     def __init__(self, seed: int, directory: Path, troubles: frozenset[Trouble] | None = None) -> None:
         """``troubles``: exactly these; by default, what chance gives to the seed."""
-        self.seed = seed
-        self._chances: dict[str, random.Random] = {}
-        self.story: list[str] = []
-        self.judge = Judge(self.now)
-        given = (trouble for trouble in TROUBLES if self.chance(f"has {trouble}").random() < 0.3)
-        self.troubles = frozenset(given) if troubles is None else troubles
+        ids = itertools.count(1)
+        azure = Azure((VM, "vm_2"), new_id=lambda: f"E{next(ids)}")
+        super().__init__(seed, TROUBLES, troubles, azure)
+        self.oracle = Oracle(self.now)
         self.is_disk_full = False
         self.is_cut_after_commit = False
-        self.engine: Engine | None = None
         self._directory = directory
-        self._at = 0.0
-        self._wall_offset = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._azure = Azure((VM, "vm_2"), new_id=self._new_id)
-        self._azure_told = 0
-        self._boot = 0
-        self._life = 0
         self._is_frozen = False
         self._is_going_down = False
         self._is_up = True
@@ -195,7 +177,7 @@ class World(Host):
         dropped = self._metrics.notifications_dropped
         self._dropped = {name: dropped.labels(name, "removed") for name in _TARGETS}
         self._drops = self._count_drops()
-        self._executor = Executor(self)
+        self._executor = VmExecutor(self)
         self._store: CrashingStore | None = None
         self._document: Any = None
         self._results: list[tuple[HookDone, bool]] = []
@@ -217,67 +199,29 @@ class World(Host):
         """How many events there have been."""
         return len(self._azure.events())
 
-    # --- chance and time
-
-    def chance(self, what: str) -> random.Random:
-        """The chance that decides on this, and on nothing else."""
-        if what not in self._chances:
-            self._chances[what] = random.Random(f"{self.seed}/{what}")
-        return self._chances[what]
-
-    def has(self, trouble: Trouble) -> bool:
-        """Whether there is this trouble, now."""
-        return trouble in self.troubles and self._at < BUSY_SECONDS
-
-    def now(self) -> datetime:
-        """The VM's wall clock."""
-        return START + timedelta(seconds=self._at + self._wall_offset)
-
-    def monotonic(self) -> float:
-        return 1000.0 + self._at
-
-    def boot_id(self) -> str:
-        return f"boot {self._boot}"
+    @property
+    def schedule(self) -> Schedule:
+        return self
 
     def is_shutting_down(self) -> bool:
         return self._is_going_down
 
-    def tell(self, text: str) -> None:
-        """One more line of the story."""
-        self.story.append(f"{self._at:9.2f}  {text}")
-
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self._at + seconds, next(self._order), what))
-
     # --- the run
 
-    def run(self) -> None:
-        """Live it. Raises BrokenError, or whatever the agent raises, with the story."""
+    def _call(self, callback: Callable[[], None]) -> None:
         try:
-            self._prepare()
-            while self._queue:
-                at, _, what = heapq.heappop(self._queue)
-                if at > _LIMIT_SECONDS:
-                    raise BrokenError("(9) the world does not come to rest")
-                self._at = max(self._at, at)
-                try:
-                    what()
-                except PowerCut:
-                    self._crash("the power goes")
-                self._watch_azure()
-            self._finish()
-        except BrokenError:
-            raise
-        except Exception as error:
-            raise BrokenError(f"the agent raises {type(error).__name__}: {error}") from error
-        finally:
-            if self._store is not None:
-                self._store.world = None
-                self._store.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            callback()
+        except PowerCut:
+            self._crash("the power goes")
+
+    def _close(self) -> None:
+        if self._store is not None:
+            self._store.simulation = None
+            self._store.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _prepare(self) -> None:
-        self.tell(f"trouble: {', '.join(sorted(self.troubles)) or 'none'}")
+        self.log(f"trouble: {', '.join(sorted(self.troubles)) or 'none'}")
         self._settings = self._a_policy()
         self._enforce()
         chance = self.chance("events")
@@ -310,18 +254,18 @@ class World(Host):
         yield "reboots", self._reboot
 
     def _end_trouble(self) -> None:
-        self.tell("--- from here on, the world is fair")
+        self.log("--- from here on, nothing goes wrong")
         self._is_deaf = self.is_disk_full = False
         self._crashes = {}
         self._retry_failed()
         self._scheduled_since = {
-            event.ids[0]: self._at for event in self._azure.events() if event.status == "Scheduled"
+            event.ids[0]: self.at for event in self._azure.events() if event.status == "Scheduled"
         }
 
     def _finish(self) -> None:
         if self.engine is None:
             raise BrokenError("the agent is not started again")
-        self.judge.finished(is_ready=is_ready(self.engine.workflows), pending=self.engine.workflows)
+        self.oracle.finished(is_ready=is_ready(self.engine.workflows), pending=self.engine.workflows)
         faults = self._metrics.bugs._value.get()
         if self._store is not None and self._store.outbox.waiting():
             raise BrokenError("(12) notices that have ended stay in the state file")
@@ -329,12 +273,6 @@ class World(Host):
             raise BrokenError(f"the engine has met {faults:.0f} bugs of its own")
 
     # --- Azure
-
-    def _new_id(self) -> str:
-        return f"E{next(self._order)}"
-
-    def _epoch(self) -> float:
-        return START.timestamp() + self._at
 
     def _announce(self, number: int) -> None:
         chance = self.chance(f"event {number}")
@@ -352,18 +290,18 @@ class World(Host):
             new_id_at_start=chance.random() < 0.2,
             description=f"number {number}",
         )
-        event_id = self._azure.schedule(self._epoch(), plan)
+        event_id = self._azure.schedule(self.epoch(), plan)
         if chance.random() < 0.2:
             self.after(chance.uniform(0.0, plan.notice_seconds or 0.0), lambda: self._cancel(event_id))
         if chance.random() < 0.1:
-            self.after(chance.uniform(0.0, 60.0), lambda: self._azure.reset_incarnation(self._epoch()))
+            self.after(chance.uniform(0.0, 60.0), lambda: self._azure.reset_incarnation(self.epoch()))
 
     def _recommend(self) -> None:
         """Azure warns of an eviction, which may come or not, and before or after the warning is taken back."""
         chance = self.chance("recommendation")
         lasts = chance.choice((0.5, 20.0, 300.0, 3000.0))
         self._azure.schedule(
-            self._epoch(), Plan(type="SpotRebalanceRecommendation", vms=(VM,), lasts_seconds=lasts)
+            self.epoch(), Plan(type="SpotRebalanceRecommendation", vms=(VM,), lasts_seconds=lasts)
         )
         if chance.random() < 0.7:
             notice, survives = chance.choice((5.0, 30.0, 300.0)), chance.random() < 0.5
@@ -371,7 +309,7 @@ class World(Host):
             self.after(chance.choice((0.0, 5.0, 60.0, 400.0)), lambda: self._evict(plan, survives=survives))
 
     def _evict(self, plan: Plan, *, survives: bool) -> None:
-        event_id = self._azure.schedule(self._epoch(), plan)
+        event_id = self._azure.schedule(self.epoch(), plan)
         if survives:
             self.after((plan.notice_seconds or 0.0) / 2, lambda: self._cancel(event_id))
 
@@ -379,66 +317,55 @@ class World(Host):
         """For a time documents come in a version that leaves recommendations out."""
         seconds = self.chance("refused preview").choice((2.0, 100.0, 900.0))
         self._version = _VERSION
-        self.tell(f"api-version {_PREVIEW} is refused for {seconds:g} s")
+        self.log(f"api-version {_PREVIEW} is refused for {seconds:g} s")
         self._poll_soon()
 
         def take() -> None:
             self._version = _PREVIEW
-            self.tell(f"api-version {_PREVIEW} is taken again")
+            self.log(f"api-version {_PREVIEW} is taken again")
             self._poll_soon()
 
         self.after(seconds, take)
 
     def _cancel(self, event_id: str) -> None:
-        self._azure.advance(self._epoch())
+        self._azure.advance(self.epoch())
         if self._azure.event(event_id).status == "Scheduled":
-            self._azure.cancel(self._epoch(), event_id)
+            self._azure.cancel(self.epoch(), event_id)
 
-    def _watch_azure(self) -> None:
-        """See to it that what Azure does is noticed, by the machine and by the next poll."""
-        self._azure.advance(self._epoch())
-        told = len(self._azure.history)
-        for notification in self._azure.history[self._azure_told :]:
-            if notification.kind == "polled":
-                continue
-            event = notification.event
-            what = _describe(event) if event else notification.text
-            self.tell(f"Azure: {notification.kind} {what}")
-            if event is not None:
-                self._notice(notification.kind, event)
-        if told > self._azure_told:
-            self._azure_told = told
-            self._poll_soon()
-            if self._azure.next_due < float("inf"):
-                self.after(max(0.0, self._azure.next_due - self._epoch()) + 1e-6, lambda: None)
+    def _on_azure(self, entry: LogEntry) -> None:
+        if entry.kind == "polled":
+            return
+        self.log(f"Azure: {entry.kind} {_describe(entry.event) if entry.event else entry.text}")
+        if entry.event is not None:
+            self._notice(entry.kind, entry.event)
 
     def _notice(self, kind: LogEntryKind, event: SimulatedEvent) -> None:
         """Do to the machine what Azure's change of the event brings about."""
         if kind in ("started", "gone"):
             since = self._scheduled_since.pop(event.ids[0], None)
             if since is not None and not event.approved_at:
-                self._judge_neglect(event.ids[0], since, has_started=kind == "started")
+                self._check_neglect(event.ids[0], since, has_started=kind == "started")
         if kind == "started" and VM in event.plan.vms:
             if event.plan.type in ("Reboot", "Redeploy"):
                 self.after(self.chance("reboot").uniform(0.0, 3.0), self._reboot)
             else:
                 self.after(0.1, self._freeze)
         elif kind == "scheduled":
-            self._scheduled_since[event.ids[0]] = self._at
+            self._scheduled_since[event.ids[0]] = self.at
             # Mishaps are worth most while there is something to do.
             for trouble, mishap in self._mishaps():
                 chance = self.chance(f"{trouble} beside an event")
                 is_due = chance.random() < 0.5
                 seconds = chance.expovariate(1 / 20.0)
-                if self.has(trouble) and is_due and self._at + seconds < BUSY_SECONDS - 300.0:
+                if self.has(trouble) and is_due and self.at + seconds < BUSY_SECONDS - 300.0:
                     self.after(seconds, mishap)
 
-    def _judge_neglect(self, name: str, since: float, *, has_started: bool) -> None:
-        seconds = self._at - max(since, BUSY_SECONDS)
+    def _check_neglect(self, name: str, since: float, *, has_started: bool) -> None:
+        seconds = self.at - max(since, BUSY_SECONDS)
         if seconds > 200.0:
-            self.judge.neglected(name, seconds)
+            self.oracle.neglected(name, seconds)
         if has_started and seconds > 700.0 and self.engine is not None and not self._is_frozen:
-            self.judge.unprepared(name)
+            self.oracle.unprepared(name)
 
     # --- the machine
 
@@ -449,7 +376,7 @@ class World(Host):
     def _reboot(self) -> None:
         if not self._is_up or self._is_going_down:
             return
-        self.tell("the machine goes down")
+        self.log("the machine goes down")
         chance = self.chance("reboot")
         self._is_going_down = True
         self._executor.end_all(chance)
@@ -462,19 +389,19 @@ class World(Host):
         else:
             self._crash("the power is off", may_restart=False)
         self._is_up = False
-        self._boot += 1
-        self.judge.rebooted()
+        self.boot += 1
+        self.oracle.rebooted()
         self.after(chance.choice((5.0, 60.0, 600.0)), self._boot_up)
 
     def _freeze(self) -> None:
         if self._is_frozen or not self._is_up:
             return
         seconds = self.chance("freezes").choice((2.0, 9.0, 60.0))
-        self.tell(f"the machine stands still for {seconds:g} s")
+        self.log(f"the machine stands still for {seconds:g} s")
         self._is_frozen = True
 
         def thaw() -> None:
-            self.tell("the machine goes on")
+            self.log("the machine goes on")
             self._is_frozen = False
             self._deliver(MachinePaused(seconds))
             self._poll_soon()
@@ -483,19 +410,19 @@ class World(Host):
 
     def _jump(self) -> None:
         seconds = self.chance("clock jumps").choice((-3600.0, -30.0, 30.0, 3600.0))
-        self._wall_offset += seconds
-        self.judge.clock_set()
-        self.tell(f"the clock is set by {seconds:+g} s")
+        self.wall_offset += seconds
+        self.oracle.clock_set()
+        self.log(f"the clock is set by {seconds:+g} s")
         self._poll_soon()
 
     def _fill_disk(self) -> None:
         seconds = self.chance("full disk").choice((2.0, 20.0, 200.0))
         self.is_disk_full = True
-        self.tell(f"the disk is full for {seconds:g} s")
+        self.log(f"the disk is full for {seconds:g} s")
 
         def clear() -> None:
             self.is_disk_full = False
-            self.tell("the disk has room again")
+            self.log("the disk has room again")
             self._wake_soon(0.5)
 
         self.after(seconds, clear)
@@ -505,18 +432,18 @@ class World(Host):
     def _start_agent(self) -> None:
         if self.engine is not None or not self._is_up:
             return
-        self._life += 1
-        directory = self._directory / str(self._life)
+        self.life += 1
+        directory = self._directory / str(self.life)
         directory.mkdir(parents=True)
         for name, data in (self._torn or {}).items():
             (directory / name).write_bytes(data)
         self._torn = {}
         store = cast("CrashingStore", CrashingStore.open(directory, self.now()))
-        store.world = self
+        store.simulation = self
         self._store = store
         if store.quarantined_path is not None:
-            self.tell("the state file was damaged and is quarantined")
-            self.judge.lost()
+            self.log("the state file was damaged and is quarantined")
+            self.oracle.lost()
             self._words = {}
             self._is_state_lost = True
             self._was_ready = None
@@ -524,8 +451,8 @@ class World(Host):
         self._is_state_lost &= bool(store.get_meta("state_lost"))
         self._body, self._succeeded_at, self._document_at = ("", b""), None, None
         self._mail, self._document, self._results, self._answers = Mail(self), None, [], []
-        self._executor = Executor(self)
-        self.tell(f"the agent starts, boot {self._boot}")
+        self._executor = VmExecutor(self)
+        self.log(f"the agent starts, boot {self.boot}")
         try:
             self.engine = Engine(
                 self._settings,
@@ -548,28 +475,28 @@ class World(Host):
             self._crash("killed while it started")
             return
         except StoreError as error:
-            self.tell(f"it cannot start: {error}")
+            self.log(f"it cannot start: {error}")
             self._crash("it ends")
             return
         if self._was_ready is not None and is_ready(self.engine.workflows) != self._was_ready:
             raise BrokenError("(9) a restart has made the VM ready, or not ready")
         self._see_readiness()
         self._executor.reconfigure(self._settings.notify)
-        self.judge.has_name = bool(self.engine.identity.name) and self.engine.is_identity_sure
+        self.oracle.has_name = bool(self.engine.identity.name) and self.engine.is_identity_sure
         delay = self.chance("late name").choice((0.1, 5.0, 60.0)) if self.has("late name") else 0.01
-        self.after(delay, self._identify(self._life))
+        self.after(delay, self._identify(self.life))
         self._poll_soon()
 
     def _identify(self, life: int) -> Callable[[], None]:
         def answer() -> None:
-            if life == self._life:
+            if life == self.life:
                 self._deliver(Identity(name=VM, vm_id="id-1"))
 
         return answer
 
     def forget_loss(self) -> None:
         """By now the agent has decided on what was pending when its state was lost."""
-        if self.judge.is_blind or not self.judge.has_name:
+        if self.oracle.is_blind or not self.oracle.has_name:
             raise BrokenError("(7) the agent forgets that its state was lost before it knows what is pending")
         self._is_state_lost = False
 
@@ -580,7 +507,7 @@ class World(Host):
         """The process is gone; what is on the disk stays."""
         if self._store is None:
             return
-        self.tell(f"the agent is killed ({how})" if how == "kill -9" else how)
+        self.log(f"the agent is killed ({how})" if how == "kill -9" else how)
         for ended, _ in self._results:
             self._forget(ended)
         for item in self._mail.items:
@@ -591,21 +518,21 @@ class World(Host):
 
     def _forget(self, ended: HookDone) -> None:
         if isinstance(ended.effect, RunHook):
-            self.judge.forgotten(self._event_of(ended.effect), ended.effect.stage, ended.effect.hook)
+            self.oracle.forgotten(self._event_of(ended.effect), ended.effect.stage, ended.effect.hook)
 
     def _end_life(self, *, may_restart: bool) -> None:
         assert self._store is not None
         self._see_drops()
         if self._torn:
-            self.judge.lost_counts()
+            self.oracle.lost_counts()
         else:
             self._torn = _contents(self._store.path)
         # A process that was killed closes nothing: what it has left is copied by now.
-        self._store.world, self.is_cut_after_commit = None, False
+        self._store.simulation, self.is_cut_after_commit = None, False
         self._store.close()
         shutil.rmtree(self._store.path.parent, ignore_errors=True)
         self._store, self.engine, self._inbox, self._is_stopping = None, None, None, False
-        self.judge.crashed()
+        self.oracle.crashed()
         self._was_ready = self._ready_on_disk()
         if may_restart:
             self.after(self.chance("restart").choice((0.1, 5.0, 30.0)), self._start_agent)
@@ -633,7 +560,7 @@ class World(Host):
         """A stop in good order: what runs may end first, for a moment."""
         if self.engine is None:
             return
-        self.tell("the agent gets a command to stop")
+        self.log("the agent gets a command to stop")
         self._deliver(Command("stop"))
         if self._is_stopping:
             return
@@ -647,7 +574,7 @@ class World(Host):
                 self._results.remove(ended)
                 self._forget(ended[0])
             self._inbox.shutdown(self.chance("stops").choice((0.0, 5.0, 60.0)))
-            self._judge_stop()
+            self._check_stop()
             assert self._store is not None
             self._store.close()
         except EndedError:
@@ -660,7 +587,7 @@ class World(Host):
         self._executor.close()
         self._end_life(may_restart=may_restart)
 
-    def _judge_stop(self) -> None:
+    def _check_stop(self) -> None:
         """The agent has stopped, and could write until its end."""
         assert self.engine is not None
         assert self._store is not None
@@ -676,20 +603,18 @@ class World(Host):
             raise BrokenError("(9) a stop leaves an operator without an answer")
 
     def _handle_command(self, command: object) -> None:
-        raise BrokenError(f"the world gives no such command: {command}")
+        raise BrokenError(f"the simulation gives no such command: {command}")
 
     def wait_for_mail(self, timeout: float) -> None:
-        """Let the world go on until something is in the mail; for an agent that waits while it stops."""
-        life, until = self._life, self._at + timeout
-        while not self._mail.items and self._queue and self._queue[0][0] <= until:
-            at, _, what = heapq.heappop(self._queue)
-            self._at = max(self._at, at)
-            what()
+        """Let the simulation go on until something is in the mail; for an agent that waits while it stops."""
+        life, until = self.life, self.at + timeout
+        while not self._mail.items and self.next_at <= until:
+            self.jump()()
             self._watch_azure()
-            if self._life != life or self.engine is None:
+            if self.life != life or self.engine is None:
                 raise EndedError
         if not self._mail.items:
-            self._at = until
+            self.at = until
 
     def _damage(self) -> None:
         """Rot, found at the next start."""
@@ -704,7 +629,7 @@ class World(Host):
     def next_crash(self) -> str:
         """How this transaction of the store is to end; "" for well."""
         self._transactions += 1
-        return self._crashes.pop(self._transactions, "") if self._at < BUSY_SECONDS else ""
+        return self._crashes.pop(self._transactions, "") if self.at < BUSY_SECONDS else ""
 
     def tear(self, before: dict[str, bytes], after: dict[str, bytes]) -> None:
         """The power went while the log was being written: a part of what is new is there."""
@@ -736,17 +661,17 @@ class World(Host):
         self._wake_soon(delay)
 
     def _wake_soon(self, delay: float) -> None:
-        at = self._at + delay
-        if self.engine is not None and (self._wake_at < self._at or at < self._wake_at):
+        at = self.at + delay
+        if self.engine is not None and (self._wake_at < self.at or at < self._wake_at):
             self._wake_at = at
-            life = self._life
+            life = self.life
             self.after(delay, lambda: self._turn(life, at))
 
     def _poll_soon(self) -> None:
-        at = self._at + self.chance("polls").uniform(0.0, 1.0)
-        if self._poll_at <= self._at or at < self._poll_at:
+        at = self.at + self.chance("polls").uniform(0.0, 1.0)
+        if self._poll_at <= self.at or at < self._poll_at:
             self._poll_at = at
-            self.after(at - self._at, lambda: self._poll(at))
+            self.after(at - self.at, lambda: self._poll(at))
 
     def _poll(self, at: float) -> None:
         if at != self._poll_at:
@@ -755,8 +680,8 @@ class World(Host):
         if self.engine is None:
             return
         if not self._is_deaf and not self._is_frozen:
-            self._azure.advance(self._epoch())
-            self._azure.mark_served(self._epoch(), VM, self._version)
+            self._azure.advance(self.epoch())
+            self._azure.mark_served(self.epoch(), VM, self._version)
             body = self._azure.document(self._version)
             is_chosen = self.has("empty answers") and self.chance("empty answers").random() < 0.2
             self._was_empty = is_chosen and not self._was_empty
@@ -772,23 +697,23 @@ class World(Host):
                 self._wake_soon(0.0)
             self._succeeded_at = self.now()
         if self.engine.workflows or self._azure.next_due < float("inf") or self._is_deaf:
-            self._poll_at = later = self._at + _QUIET_SECONDS
+            self._poll_at = later = self.at + _QUIET_SECONDS
             self.after(_QUIET_SECONDS, lambda: self._poll(later))
 
     def _go_deaf(self) -> None:
         seconds = self.chance("deaf service").choice((3.0, 60.0, 300.0))
         self._is_deaf = True
-        self.tell(f"the service does not answer for {seconds:g} s")
+        self.log(f"the service does not answer for {seconds:g} s")
 
         def hear() -> None:
             self._is_deaf = False
-            self.tell("the service answers again")
+            self.log("the service answers again")
             self._poll_soon()
 
         self.after(seconds, hear)
 
     def _turn(self, life: int, at: float) -> None:
-        if life != self._life or at != self._wake_at or self.engine is None or self._is_stopping:
+        if life != self.life or at != self._wake_at or self.engine is None or self._is_stopping:
             return
         self._wake_at = -1.0
         if self._is_frozen:
@@ -800,7 +725,7 @@ class World(Host):
         try:
             self._inbox.drain(0.0)
             succeeded = engine.run_cycle(document_at)
-            self.judge.turned(may_be_late=not self.judge.has_name)
+            self.oracle.turned(may_be_late=not self.oracle.has_name)
             self._see_readiness()
             self._see_drops()
             if succeeded:
@@ -818,7 +743,7 @@ class World(Host):
         wake_at = engine.wake_at
         if not succeeded:
             if self._document is not None:
-                self._judge_comparison(self._document)
+                self._check_comparison(self._document)
             self._wake_soon(1.0)
         elif wake_at is not None:
             seconds = (wake_at - self.now()).total_seconds()
@@ -827,38 +752,38 @@ class World(Host):
                 self._poll_soon()
 
     def _see_readiness(self) -> None:
-        """Give the judge the answer of the page /readyz."""
+        """Give the oracle the answer of the page /readyz."""
         assert self.engine is not None
         for workflow in self.engine.workflows.values():
             if workflow.is_prepared_for:
-                self.judge.unready(self._azure.event(workflow.event.id).ids[0])
-        self.judge.ready(is_ready=is_ready(self.engine.workflows))
+                self.oracle.unready(self.name_of(workflow.event.id))
+        self.oracle.ready(is_ready=is_ready(self.engine.workflows))
 
     def note_taken(self, item: Any) -> None:
         match item:
             case HookDone(effect=RunOnClear()):
-                self.judge.on_clear_runs -= 1
+                self.oracle.on_clear_runs -= 1
             case HookDone(result=result) if self._is_stopping and result.outcome != "succeeded":
                 self._forget(item)
             case HookDone(effect=RunHook() as effect, result=result):
                 if result.outcome not in ("succeeded", "canceled") and self._is_going_down:
-                    self.judge.not_run(self._event_of(effect), effect.stage, effect.hook)
+                    self.oracle.not_run(self._event_of(effect), effect.stage, effect.hook)
                 else:
                     assert self.engine is not None
                     self._results.append((item, self.engine.settings.hooks[effect.hook].required))
             case ApprovalAnswered():
                 self._answers.append(item)
             case Identity():
-                self.judge.has_name = True
+                self.oracle.has_name = True
             case MachinePaused() | Command() | NotificationDone():
                 pass
             case _:
                 self._document = item
-                self.judge.heard(self._azure.event(event.id).ids[0] for event in item.events)
+                self.oracle.heard(self.name_of(event.id) for event in item.events)
 
     def commits(self, steps: Sequence[Transition], at: datetime) -> None:
         """The agent is about to write these."""
-        self.judge.writes_news(
+        self.oracle.writes_news(
             ((step.workflow.id, _NEWS[note.kind], at), step.workflow.event.type, step.workflow.event.resources)
             for step in steps
             for note in step.records
@@ -867,46 +792,46 @@ class World(Host):
 
     def committed(self, steps: Sequence[Transition]) -> None:
         """The decisions of the agent are on disk, and none of them is carried out yet."""
-        self.judge.has_written_news()
+        self.oracle.has_written_news()
         for step in steps:
-            self._names[step.workflow.id] = self._azure.event(step.workflow.event.id).ids[0]
+            self._names[step.workflow.id] = self.name_of(step.workflow.event.id)
         if self._document is not None:
-            self._judge_document(self._document)
+            self._check_document(self._document)
             self._document = None
         for step in steps:
             if any(note.kind == "expired" for note in step.records):
-                self.judge.expired(self._names[step.workflow.id])
+                self.oracle.expired(self._names[step.workflow.id])
         for ended, is_required in self._results:
             self._known(ended, is_required=is_required)
         for answer in self._answers:
-            self.judge.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
+            self.oracle.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
         self._results, self._answers = [], []
         # An approval that is on the disk and not on its way is rare, and what it costs if it is forgotten is most.
         if self.has("power cuts") and any(
             isinstance(effect, Approve) for step in steps for effect in step.effects
         ):
             self.is_cut_after_commit |= self.chance("power cuts at an approval").random() < 0.2
-        if self.is_cut_after_commit or self.judge.on_clear_runs:
+        if self.is_cut_after_commit or self.oracle.on_clear_runs:
             # The start is on the disk, and comes never, or only when the on_clear hook has ended.
             starts = [effect for step in steps for effect in step.effects if isinstance(effect, RunHook)]
             for start in starts:
-                self.judge.maybe_started(self._names[start.workflow_id], start.stage, start.hook)
+                self.oracle.maybe_started(self._names[start.workflow_id], start.stage, start.hook)
         if self.is_cut_after_commit:
             self.is_cut_after_commit = False
             raise PowerCut
 
-    def _judge_comparison(self, document: Document) -> None:
+    def _check_comparison(self, document: Document) -> None:
         """The agent has compared it, and could not write what follows."""
-        names = [self._azure.event(event.id).ids[0] for event in document.events]
-        self.judge.compared(names, answered=document.answered, has_recommendations=document.has_recommendations)
+        names = [self.name_of(event.id) for event in document.events]
+        self.oracle.compared(names, answered=document.answered, has_recommendations=document.has_recommendations)
 
-    def _judge_document(self, document: Document) -> None:
+    def _check_document(self, document: Document) -> None:
         events = []
         for event in document.events:
-            name = self._azure.event(event.id).ids[0]
+            name = self.name_of(event.id)
             facts = (event.type, event.status, event.resources, event.not_before)
             events.append((name, event.id, *facts))
-        self.judge.read(
+        self.oracle.read(
             events,
             answered=document.answered,
             is_state_lost=self._is_state_lost,
@@ -917,55 +842,63 @@ class World(Host):
         if isinstance(ended.effect, RunHook):
             name, stage, hook = self._event_of(ended.effect), ended.effect.stage, ended.effect.hook
             outcome = ended.result.outcome
-            self.judge.known(name, stage, hook, outcome, is_required=is_required)
+            self.oracle.known(name, stage, hook, outcome, is_required=is_required)
             if stage == "prepare" and is_required and outcome not in ("succeeded", "canceled"):
                 # An approval from before the failure is void; whether one that is not answered yet was before it
                 # is not known.
                 words = {"" if word == "approve" else word for word in self._words.get(name, {""})}
                 asked = {word for who, word, _ in self._requests.values() if who == name}
                 self._words[name] = words | (asked & {"approve"})
-                self.judge.spoke(name, self._words[name])
+                self.oracle.spoke(name, self._words[name])
 
     def _event_of(self, effect: RunHook) -> str:
         return self._names[effect.workflow_id]
 
     # --- what the agent does (called by its executor)
 
+    def hook_course(self, effect: HookCommand) -> tuple[HookOutcome, float]:
+        chance = self.chance(f"hook {effect.hook}")
+        seconds = chance.choice((0.01, 1.0, 10.0))
+        if not self.has("bad hooks"):
+            return "succeeded", seconds
+        outcomes: tuple[HookOutcome, ...] = ("succeeded", "succeeded", "failed", "timed_out")
+        return chance.choice(outcomes), chance.choice((0.01, 10.0, 100.0))
+
     def hook_starts(self, effect: HookCommand, environment: dict[str, str]) -> None:
         name = effect.hook
         if isinstance(effect, RunOnClear):
-            self.tell(f"on_clear hook {name} starts")
-            if self.judge.runs:
-                raise BrokenError(f"on_clear hook {name} starts beside {self.judge.runs}")
-            self.judge.on_clear_runs += 1
+            self.log(f"on_clear hook {name} starts")
+            if self.oracle.runs:
+                raise BrokenError(f"on_clear hook {name} starts beside {self.oracle.runs}")
+            self.oracle.on_clear_runs += 1
             return
-        event = self._azure.event(environment["SCHEDULED_EVENT_ID"]).ids[0]
-        self.tell(f"{event}: {effect.stage} hook {name} starts")
-        self.judge.started(event, effect.stage, name)
+        event = self.name_of(environment["SCHEDULED_EVENT_ID"])
+        self.log(f"{event}: {effect.stage} hook {name} starts")
+        self.oracle.started(event, effect.stage, name)
 
     def hook_waits(self, effect: HookCommand, behind: RunHook) -> None:
         if isinstance(effect, RunHook) and effect.stage == "prepare":
             first = (self._event_of(behind), behind.stage)
-            self.judge.waits(self._event_of(effect), effect.hook, behind=first)
+            self.oracle.waits(self._event_of(effect), effect.hook, behind=first)
 
     def hook_is_told_to_end(self, effect: HookCommand) -> None:
         if isinstance(effect, RunHook):
-            self.judge.told_to_end(self._event_of(effect), effect.stage)
+            self.oracle.told_to_end(self._event_of(effect), effect.stage)
 
     def hook_ends(self, effect: HookCommand, outcome: HookOutcome) -> None:
         if isinstance(effect, RunHook):
-            self.tell(f"{self._event_of(effect)}: {effect.stage} hook {effect.hook} ends: {outcome}")
-            self.judge.ended(self._event_of(effect), effect.stage, effect.hook, outcome)
+            self.log(f"{self._event_of(effect)}: {effect.stage} hook {effect.hook} ends: {outcome}")
+            self.oracle.ended(self._event_of(effect), effect.stage, effect.hook, outcome)
 
     def post(self, approvals: Sequence[Approve]) -> None:
         """A request to approve is sent, and it and its answer meet what they meet."""
         pairs = []
         for approve in approvals:
-            name = self._azure.event(approve.event_id).ids[0]
+            name = self.name_of(approve.event_id)
             pairs.append((name, approve.event_id))
-        self.tell(f"the agent approves {', '.join(name for name, _ in pairs)}")
-        self.judge.posted(pairs)
-        chance, life = self.chance("approvals"), self._life
+        self.log(f"the agent approves {', '.join(name for name, _ in pairs)}")
+        self.oracle.posted(pairs)
+        chance, life = self.chance("approvals"), self.life
         fate = chance.random() if self.has("lost answers") else 1.0
         arrives_after = chance.choice((0.01, 1.0, 4.0))
 
@@ -977,24 +910,24 @@ class World(Host):
                 kind = "server"
             elif all(self._azure.is_pending(event_id) for _, event_id in pairs):
                 for _, event_id in pairs:
-                    self._azure.approve(self._epoch(), event_id, VM)
+                    self._azure.approve(self.epoch(), event_id, VM)
                 kind = "timeout" if fate < 0.5 else ""
             else:
                 kind = "rejected"
             self.after(chance.choice((0.01, 0.5, 5.0)), lambda: answer(kind))
 
         def answer(kind: str) -> None:
-            if life != self._life or self.engine is None:
+            if life != self.life or self.engine is None:
                 return
             for approve in approvals:
-                self.tell(f"{self._names[approve.workflow_id]}: the approval is answered: {kind or 'ok'}")
+                self.log(f"{self._names[approve.workflow_id]}: the approval is answered: {kind or 'ok'}")
                 self._deliver(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind))
 
         self.after(arrives_after, arrive)
 
     def give(self, life: int, ended: HookDone) -> None:
         """The end of a hook, into the inbox of the agent that started it."""
-        if life == self._life:
+        if life == self.life:
             self._deliver(ended)
 
     def next_notice(self, target: str, after_id: int) -> OutboxItem | None:
@@ -1005,7 +938,7 @@ class World(Host):
         """A notification is sent, and may meet a fault. ``answer``: whether it is settled."""
         notification = msgspec.json.decode(notice.body, type=Notification)
         news: News = (notification.workflow_id, notification.kind, notification.at)
-        chance, fate, life = self.chance("receivers"), "", self._life
+        chance, fate, life = self.chance("receivers"), "", self.life
         if self.has("bad receivers"):
             fate = chance.choice(("", "", "refused", "not sent", "server error", "answer lost"))
         # A request in flight takes its time, also when the agent is dead by then.
@@ -1013,9 +946,9 @@ class World(Host):
 
         def arrive() -> None:
             # A refusal is counted by the agent, if it still lives.
-            if fate in ("", "answer lost") or (fate == "refused" and life == self._life):
-                self.tell(f"{target} hears that {self._names.get(news[0], news[0])} is {news[1]}: {fate or 'ok'}")
-                self.judge.notified(target, news, is_rejected=fate == "refused")
+            if fate in ("", "answer lost") or (fate == "refused" and life == self.life):
+                self.log(f"{target} hears that {self._names.get(news[0], news[0])} is {news[1]}: {fate or 'ok'}")
+                self.oracle.notified(target, news, is_rejected=fate == "refused")
             answer(fate in ("", "refused"))
 
         self.after(arrives_after, arrive)
@@ -1032,12 +965,8 @@ class World(Host):
         before, self._drops = self._drops, self._count_drops()
         for name in _TARGETS:
             if count := int(self._drops[name] - before[name]):
-                self.tell(f"{count} notices of {name} are dropped")
-                self.judge.dropped(name, count)
-
-    @property
-    def life(self) -> int:
-        return self._life
+                self.log(f"{count} notices of {name} are dropped")
+                self.oracle.dropped(name, count)
 
     # --- policy and operators
 
@@ -1106,18 +1035,18 @@ class World(Host):
         )
 
     def _enforce(self) -> None:
-        self.judge.policy(self._settings.rules)
-        self.judge.targets = self._settings.notify
-        self.judge.hooks, self.judge.reserve = self._settings.hooks, self._settings.agent.reserve
+        self.oracle.policy(self._settings.rules)
+        self.oracle.targets = self._settings.notify
+        self.oracle.hooks, self.oracle.reserve = self._settings.hooks, self._settings.agent.reserve
 
     def _reload(self) -> None:
         if self.engine is None or self._is_frozen:
             return
         if self.chance("reloads").random() < 0.3:
-            self.tell("a bad policy is refused")
+            self.log("a bad policy is refused")
             self.engine.reject_settings("it is bad")
         else:
-            self.tell("another policy is put in force")
+            self.log("another policy is put in force")
             self._see_drops()
             self._settings = self._a_policy()
             self._enforce()
@@ -1136,7 +1065,7 @@ class World(Host):
         self._say(workflow, chance.choice(actions))
 
     def _retry_failed(self) -> None:
-        """In a fair world an operator sees what was not recovered, and has it tried again."""
+        """When nothing goes wrong any more, an operator sees what was not recovered, and has it tried again."""
         if self.engine is not None and self._store is not None:
             for workflow in self.engine.workflows.values():
                 if workflow.phase == "recovery_failed":
@@ -1147,8 +1076,8 @@ class World(Host):
 
     def _say(self, workflow: Workflow, action: OperatorAction) -> None:
         assert self._store is not None
-        name = self._azure.event(workflow.event.id).ids[0]
-        self.tell(f"an operator says of {name}: {action}")
+        name = self.name_of(workflow.event.id)
+        self.log(f"an operator says of {name}: {action}")
         store = Store.open_client(self._store.path.parent)
         try:
             number = store.add_request(workflow.id, action, "kim", self.now())
@@ -1158,10 +1087,10 @@ class World(Host):
         word = "" if action == "release" else action
         self._requests[number] = (name, word, set(before))
         if action in ("retry", "resolve"):
-            self.judge.asked(name, action)
+            self.oracle.asked(name, action)
         else:
             before.add(word)
-            self.judge.spoke(name, before)
+            self.oracle.spoke(name, before)
         self._wake_soon(1.0)
 
     def _read_answers(self) -> None:
@@ -1171,205 +1100,65 @@ class World(Host):
             with contextlib.suppress(StoreError):
                 answer = self._store.load_answer(number)
                 if answer is not None:
-                    self.tell(f"the operator is answered: {answer.message}")
+                    self.log(f"the operator is answered: {answer.message}")
                     del self._requests[number]
                     if word in ("retry", "resolve"):
                         if answer.succeeded:
-                            self.judge.obeyed(name, word)
+                            self.oracle.obeyed(name, word)
                         continue
                     is_rejected = not answer.succeeded and answer.message != UNSETTLED_HOLD
                     self._words[name] = before if is_rejected else {word}
-                    self.judge.spoke(name, self._words[name])
+                    self.oracle.spoke(name, self._words[name])
 
 
 class Mail:
     """Stands for the queue of the daemon's inbox."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, simulation: VmSimulation) -> None:
+        self._simulation = simulation
         self.items: list[Any] = []
 
     def get(self, timeout: float) -> Any:
         if not self.items:
-            self._world.wait_for_mail(timeout)
+            self._simulation.wait_for_mail(timeout)
         return self.get_nowait()
 
     def get_nowait(self) -> Any:
         if not self.items:
             raise queue.Empty
         item = self.items.pop(0)
-        self._world.note_taken(item)
+        self._simulation.note_taken(item)
         return item
 
 
-class Executor:
-    """The engine's executor: hooks that take the time and end the way that chance gives them."""
+class VmExecutor(SimulatedExecutor):
+    """The executor of a machine whose policy has targets to notify."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._life = world.life
-        self._runs: dict[HookKey, HookCommand] = {}
-        self._unanswered: set[str] = set()
-        self._live: set[HookKey] = set()
-        self._numbers: dict[HookKey, int] = {}
-        self._count = itertools.count()
+    def __init__(self, simulation: VmSimulation) -> None:
+        super().__init__(simulation)
+        self._simulation = simulation
         self._notifier: dict[str, Sender] = {}
-        self._once: dict[str, HookKey] = {}
-        """By the hook's name: the run that goes on, of those that must not overlap."""
-        self._waiting: dict[HookKey, Callable[[], None]] = {}
-        """What begins the runs that wait for their turn."""
-        self._patient: set[HookKey] = set()
-        """Runs that were asked to end, and may take their time."""
 
     def reconfigure(self, targets: Sequence[NotifyTarget]) -> None:
         """These targets are notified."""
         old, names = self._notifier, [target.name for target in targets]
-        self._notifier = {name: old[name] if name in old else Sender(self._world, name) for name in names}
+        self._notifier = {name: old[name] if name in old else Sender(self._simulation, name) for name in names}
         for name in old.keys() - set(names):
             old[name].has_ended = True
         self.notify(is_urgent=True)
-
-    def start_hook(
-        self,
-        effect: HookCommand,
-        hook: Hook | None,
-        *,
-        environment: dict[str, str],
-        stdin: bytes = b"",
-        deadline: float | None = None,
-        event_id: str = "",
-    ) -> None:
-        del stdin, event_id
-        world, key = self._world, hook_key(effect)
-        world.hook_starts(effect, environment)
-        self._runs[key] = effect
-        self._live.add(key)
-        number = self._numbers[key] = next(self._count)
-        assert hook is not None
-        begin = partial(self._begin, effect, hook, number, deadline)
-        if hook.serialize and effect.hook in self._once:
-            self._waiting[key] = begin
-            world.after(_URGENT_SECONDS, lambda: self._expect_turn(effect, number))
-            return
-        if hook.serialize:
-            self._once[effect.hook] = key
-        begin()
-
-    def _expect_turn(self, effect: HookCommand, number: int) -> None:
-        """A second after it has begun to wait."""
-        key = hook_key(effect)
-        if self._numbers[key] != number or key not in self._waiting or self._life != self._world.life:
-            return
-        if effect.hook in self._once:
-            first = self._once[effect.hook]
-            behind = self._runs[first]
-            if first not in self._patient and isinstance(behind, RunHook):
-                self._world.hook_waits(effect, behind)
-
-    def _take_turns(self, name: str) -> None:
-        """The run that went on has ended: the most urgent one of those that wait begins."""
-        self._once.pop(name, None)
-        waiting = [key for key in self._waiting if self._runs[key].hook == name]
-        if waiting:
-            key = self._once[name] = min(waiting, key=lambda key: self._runs[key].rank)
-            self._waiting.pop(key)()
-
-    def _begin(self, effect: HookCommand, hook: Hook, number: int, deadline: float | None) -> None:
-        world, key = self._world, hook_key(effect)
-        limit = hook.timeout if deadline is None else min(hook.timeout, max(0.0, deadline - world.monotonic()))
-        chance = world.chance(f"hook {effect.hook}")
-        seconds = chance.choice((0.01, 1.0, 10.0))
-        outcome: HookOutcome = "succeeded"
-        if world.has("bad hooks"):
-            outcome = chance.choice(("succeeded", "succeeded", "failed", "timed_out"))
-            seconds = chance.choice((0.01, 10.0, 100.0))
-        if outcome == "timed_out" or seconds > limit:
-            outcome, seconds = "timed_out", limit
-        world.after(seconds, lambda: self._end(key, number, outcome))
-
-    def cancel_hook(self, key: HookKey, *, is_urgent: bool = False) -> None:
-        grace_seconds = 1.0 if is_urgent else 5.0
-        if key in self._live:
-            self._world.hook_is_told_to_end(self._runs[key])
-            if key in self._waiting:
-                number = self._numbers[key]
-                self._world.after(0.0, lambda: self._end(key, number, "canceled"))
-                return
-            if not is_urgent:
-                self._patient.add(key)
-            chance, number = self._world.chance("cancel"), self._numbers[key]
-            # It may have been about to end anyway.
-            outcome: HookOutcome = "succeeded" if chance.random() < 0.2 else "canceled"
-            seconds = min(grace_seconds, chance.choice((0.0, 1.0, 5.0)))
-            self._world.after(seconds, lambda: self._end(key, number, outcome))
-
-    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
-        if key in self._live and deadline is not None:
-            number = self._numbers[key]
-            left = max(0.0, deadline - self._world.monotonic())
-            self._world.after(left, lambda: self._end(key, number, "timed_out"))
-
-    def is_running(self, key: HookKey) -> bool:
-        return key in self._runs
-
-    def hook_received(self, effect: HookCommand) -> None:
-        self._runs.pop(hook_key(effect), None)
-
-    def report(self, message: HookDone) -> None:
-        self._world.give(self._life, message)
-
-    def approve(self, approvals: list[Approve], incarnation: str) -> None:
-        del incarnation
-        self._unanswered |= {approve.workflow_id for approve in approvals}
-        self._world.post(approvals)
 
     def notify(self, *, is_urgent: bool) -> None:
         for sender in self._notifier.values():
             sender.wake(is_urgent=is_urgent)
 
-    def approval_received(self, workflow_id: str) -> None:
-        self._unanswered.discard(workflow_id)
-
-    def is_busy(self) -> bool:
-        return bool(self._runs or self._unanswered)
-
-    def cancel_all(self, grace_seconds: float) -> None:
-        del grace_seconds
-        for key in sorted(self._live):
-            self.cancel_hook(key)
-
-    def end_all(self, chance: random.Random) -> None:
-        """The machine goes down and ends what runs."""
-        for key in sorted(self._live):
-            number = self._numbers[key]
-            if chance.random() < 0.5:
-                self._world.after(0.0, lambda key=key, number=number: self._end(key, number, "failed"))  # type: ignore[misc]
-
-    def close(self) -> None:
-        """All of them are ended with the agent."""
-        self._live.clear()
-        self._waiting.clear()
-
-    def _end(self, key: HookKey, number: int, outcome: HookOutcome) -> None:
-        if key not in self._live or self._numbers[key] != number or self._life != self._world.life:
-            return
-        self._live.discard(key)
-        self._patient.discard(key)
-        self._waiting.pop(key, None)
-        effect = self._runs[key]
-        if self._once.get(effect.hook) == key:
-            self._take_turns(effect.hook)
-        self._world.hook_ends(effect, outcome)
-        self._world.give(self._life, HookDone(effect, not_run_result(effect.hook, outcome, outcome)))
-
 
 class Sender:
     """Stands for the thread of one target."""
 
-    def __init__(self, world: World, target: str) -> None:
+    def __init__(self, simulation: VmSimulation, target: str) -> None:
         self.has_ended = False
-        self._world = world
-        self._life = world.life
+        self._simulation = simulation
+        self.life = simulation.life
         self._target = target
         self._last_id = 0
         self._turn = 0
@@ -1383,29 +1172,29 @@ class Sender:
     def _go_on(self, seconds: float) -> None:
         self._turn, self._is_idle = self._turn + 1, False
         turn = self._turn
-        self._world.after(seconds, lambda: self._send(turn))
+        self._simulation.after(seconds, lambda: self._send(turn))
 
     def _send(self, turn: int) -> None:
         if turn != self._turn or self._is_sending or not self._is_alive():
             return
-        notice = self._world.next_notice(self._target, self._last_id)
+        notice = self._simulation.next_notice(self._target, self._last_id)
         if notice is None:
             self._is_idle = True
             return
         self._is_sending = True
-        self._world.notify(self._target, notice, lambda is_settled: self._take(notice, is_settled=is_settled))
+        self._simulation.notify(self._target, notice, lambda is_settled: self._take(notice, is_settled=is_settled))
 
     def _take(self, notice: OutboxItem, *, is_settled: bool) -> None:
         self._is_sending = False
-        if self._life != self._world.life or self._world.engine is None:
+        if self.life != self._simulation.life or self._simulation.engine is None:
             return
         if is_settled:
             self._last_id = notice.id
-            self._world.end_notice(notice.id, self._target)
-        self._go_on(0.0 if is_settled else self._world.chance("receivers").choice((1.0, 20.0, 200.0)))
+            self._simulation.end_notice(notice.id, self._target)
+        self._go_on(0.0 if is_settled else self._simulation.chance("receivers").choice((1.0, 20.0, 200.0)))
 
     def _is_alive(self) -> bool:
-        return not self.has_ended and self._life == self._world.life and self._world.engine is not None
+        return not self.has_ended and self.life == self._simulation.life and self._simulation.engine is not None
 
 
 def _describe(event: Any) -> str:
@@ -1429,7 +1218,7 @@ _METRICS: list[Metrics] = []
 
 
 def new_metrics() -> Metrics:
-    """One for all worlds of this process, since it is slow to make; only the count of bugs is read."""
+    """One for all simulations of this process, since it is slow to make; only the count of bugs is read."""
     if not _METRICS:
         log.set_up("error", "json", stream=io.StringIO())
         _METRICS.append(Metrics(dict))

@@ -1,4 +1,4 @@
-"""Code that blocks, in a world where time is what the next thing to happen says it is."""
+"""Code that blocks, in a simulation whose clock jumps."""
 
 import threading
 from collections.abc import Callable
@@ -8,8 +8,8 @@ class KilledError(BaseException):
     """The process ends here; no code of the agent's may catch it."""
 
 
-class Strand:
-    """A thread that runs only while the world waits for it, so that each run of the world is the same.
+class SteppedThread:
+    """A thread that runs only while the simulation waits for it, so that each run is the same.
 
     It does one thing after the other.
     """
@@ -46,7 +46,7 @@ class Strand:
         self._thread.join()
 
     def pause(self) -> None:
-        """For the code in it: wait until the world lets it go on."""
+        """For the code in it: wait until the simulation lets it go on."""
         self._has_paused.release()
         self._may_run.acquire()
         if self._to_raise is not None:
@@ -57,7 +57,7 @@ class Strand:
         while self._what is not None:
             try:
                 self._what()
-            except BaseException as error:  # noqa: BLE001 - the world judges it
+            except BaseException as error:  # noqa: BLE001 - the simulation checks it
                 self.failure = error
             self.is_busy = False
             self._has_paused.release()
