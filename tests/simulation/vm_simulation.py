@@ -335,7 +335,8 @@ class VmSimulation(Simulation[Trouble], Machine):
     def _on_azure(self, entry: LogEntry) -> None:
         if entry.kind == "polled":
             return
-        self.log(f"Azure: {entry.kind} {_describe(entry.event) if entry.event else entry.text}")
+        what = _describe(entry.event) if entry.event else entry.text
+        self.log(f"Azure: {entry.kind} {what}")
         if entry.event is not None:
             self._notice(entry.kind, entry.event)
 
