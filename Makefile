@@ -7,7 +7,7 @@ SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
 LONGEST := $(addprefix tests/system/test_,package_life.py install_other.py packages.py systemd_service.py)
 
-.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes system system-linux system-windows packages deb rpm msi clean
+.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes system system-linux system-windows packages deb rpm msi release image clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -69,6 +69,12 @@ rpm: $(VENV)/.ready           ## For RHEL, SLES and Azure Linux (needs rpmbuild;
 
 msi: $(VENV)/.ready           ## For Windows (PYTHON_EMBED=FILE: the one that packaging/windows/python.toml names)
 	$(BIN)/python packaging/windows/msi.py build
+
+release: $(VENV)/.ready       ## All files of a release, into dist/ (PYTHON_EMBED=FILE: with the MSI; DRAFT=1: a try, without tag and addresses)
+	$(BIN)/python packaging/release.py build $(if $(DRAFT),--draft)
+
+image: $(VENV)/.ready         ## The container image (needs podman or docker; BASE=IMAGE: on another base)
+	$(if $(BASE),BASE=$(BASE) )$(BIN)/python packaging/release.py image
 
 $(VENV)/.ready: pyproject.toml
 	@echo "Setting up, once: a virtual environment in $(VENV) ..."

@@ -7,6 +7,7 @@ umask.
     packaging/build.py deb                       dist/scheduled-events-agent_VERSION-1_{amd64,arm64}.deb
     packaging/build.py rpm                       dist/scheduled-events-agent-VERSION-1.{x86_64,aarch64}.rpm
     packaging/build.py deb --version 0.2.0       the same sources under another version
+    (each with NAME.cdx.json beside it, which lists what the package contains)
     packaging/build.py renew                     the newest dependencies into requirements.txt and tools.txt
 
 The dependencies are wheels from the package index, pinned by version and hash, and kept in .cache/packaging.
@@ -28,7 +29,7 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email import message_from_bytes
 from email.utils import format_datetime
@@ -37,16 +38,25 @@ from pathlib import Path
 if sys.platform == "win32":
     raise ImportError("packages for Linux are built on Linux")
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from bom import Part, write_bom
+
 SOURCES = Path(__file__).resolve().parents[1]
 PACKAGING = SOURCES / "packaging"
 CACHE = SOURCES / ".cache" / "packaging"
 NAME = "scheduled-events-agent"
-MAINTAINER = "The scheduled-events-agent authors <maintainers@scheduled-events-agent.invalid>"
+PROJECT = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
+AUTHOR: str = PROJECT["authors"][0]["name"]
+MAINTAINER = f"{AUTHOR} <{PROJECT['authors'][0]['email']}>"
+URLS: dict[str, str] = PROJECT["urls"]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 SYSTEMD = "245"  # tests/unit/test_systemd_directives.py holds the units against it
 HOME = f"usr/lib/{NAME}"  # where the agent and what it needs lie in the tree
 _DOC = f"usr/share/doc/{NAME}"
-_TOOLS = ("shtab",)  # makes the completions
+_TOOLS = ("shtab", "hatchling")  # what makes the completions, and what builds sdist and wheel
+# Names that are no licence of SPDX, and what they mean.
+_LICENSES = {"PSF": "PSF-2.0"}
 # Unattended upgrades may hold apt's locks for minutes.
 _LOCK_TIMEOUT_SECONDS = 300.0
 _LOCK_RETRY_SECONDS = 1.0
@@ -100,6 +110,7 @@ _GHOSTS = {f"/etc/{NAME}/credentials": f"0750,root,{NAME}", f"/var/lib/{NAME}": 
 # Files that links in documents may point to besides the folders.
 _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
     "README.md": f"/{_DOC}/README.md",
+    "SECURITY.md": f"/{_DOC}/SECURITY.md",
     "config/hooks/README.md": f"/etc/{NAME}/hooks/README.md",
     "agent/scheduled_events_agent/__init__.py": f"/{HOME}/scheduled_events_agent/__init__.py",
 }
@@ -119,8 +130,17 @@ class Distribution:
 
     name: str
     version: str
-    license: str
+    license: str  # an expression of SPDX
     texts: Mapping[str, str]
+    wheels: tuple[tuple[str, str], ...] = ()  # the files that it came in, and their SHA-256
+
+    def parts(self) -> Iterator[Part]:
+        """What it adds to a bill of materials: each of its wheels, or itself if it came in another's."""
+        if not self.wheels:
+            yield Part(self.name, self.version, f"pkg:generic/{self.name}", self.license)
+        for file, sha256 in self.wheels:
+            purl = f"pkg:pypi/{self.name.lower().replace('_', '-')}@{self.version}?file_name={file}"
+            yield Part(self.name, self.version, purl, self.license, sha256)
 
 
 @dataclass(frozen=True)
@@ -170,7 +190,15 @@ def build(what: str, architecture: str, version: str | None, output: Path) -> Pa
         return stage(architecture, output / ARCHITECTURES[architecture], version).root
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
         staged = stage(architecture, Path(directory) / "tree", version)
-        return pack_deb(staged, output) if what == "deb" else pack_rpm(staged, output)
+        package = pack_deb(staged, output) if what == "deb" else pack_rpm(staged, output)
+    parts = [part for distribution in staged.vendored for part in distribution.parts()]
+    write_bom(package, product(staged.version), staged.epoch, parts)
+    return package
+
+
+def product(version: str) -> Part:
+    """The agent, as a bill of materials names it."""
+    return Part(NAME, version, f"pkg:generic/{NAME}@{version}", PROJECT["license"])
 
 
 def need_programs(what: str) -> None:
@@ -245,8 +273,24 @@ def source_version() -> str:
 
 
 def check_version(version: str | None) -> None:
-    if version is not None and not re.fullmatch(r"\d+(\.\d+)+", version):
-        raise BuildError(f"--version: expected numbers and dots, such as 0.2.0; got {version!r}")
+    if version is not None and not re.fullmatch(r"\d+(\.\d+)+((a|b|rc)\d+)?", version):
+        raise BuildError(f"--version: expected one such as 0.2.0 or 0.2.0rc1; got {version!r}")
+
+
+def package_version(version: str) -> str:
+    """The version as dpkg and rpm order it: they have 0.2.0rc1 after 0.2.0, and 0.2.0~rc1 before it."""
+    return re.sub(r"(?<=\d)(a|b|rc)", r"~\1", version)
+
+
+def build_python(output: Path) -> list[Path]:
+    """Build sdist and wheel with the pinned build backend; returns them."""
+    output.mkdir(parents=True, exist_ok=True)
+    python = _tools() / "bin/python"
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source_epoch()), "LC_ALL": "C.UTF-8"}
+    command = [str(python), "-m", "hatchling", "build", "--target", "sdist", "--target", "wheel"]
+    run([*command, "--directory", str(output)], env=environment, cwd=SOURCES)
+    base = f"{NAME.replace('-', '_')}-{source_version()}"
+    return [output / f"{base}.tar.gz", output / f"{base}-py3-none-any.whl"]
 
 
 def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
@@ -258,7 +302,8 @@ def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
         distribution, files = read_wheel(wheel)
         for name, content in files.items():
             write(root / place / name, content)
-        found[distribution.name] = distribution
+        earlier = found[distribution.name].wheels if distribution.name in found else ()
+        found[distribution.name] = replace(distribution, wheels=(*earlier, *distribution.wheels))
     return tuple(found[name] for name in sorted(found, key=str.lower))
 
 
@@ -283,7 +328,9 @@ def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
     }
     name = str(metadata["Name"])
     license_name = str(metadata["License-Expression"] or metadata["License"])
-    return Distribution(name, str(metadata["Version"]), license_name, texts), files
+    license_name = _LICENSES.get(license_name, license_name)
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return Distribution(name, str(metadata["Version"]), license_name, texts, ((wheel.name, sha256),)), files
 
 
 def find_libyaml() -> Distribution:
@@ -324,7 +371,8 @@ def _place_files(root: Path) -> None:
 
 
 def _place_documents(root: Path) -> None:
-    write(root / _DOC / "README.md", _in_package(SOURCES / "README.md").encode())
+    for name in ("README.md", "SECURITY.md"):
+        write(root / _DOC / name, _in_package(SOURCES / name).encode())
     for folder, place in _FOLDERS.items():
         for source in sorted((SOURCES / folder).rglob("*")):
             if not source.is_file() or source == SOURCES / "config/hooks/README.md":  # it is in /etc
@@ -496,16 +544,18 @@ def _tools() -> Path:
 
 def renew() -> None:
     """Write requirements.txt and tools.txt again, with the newest versions that pyproject.toml allows."""
-    project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
-    needed = [*(one for one in project["dependencies"] if "win32" not in one), *IMPORTED_BY_HTTPX]
+    needed = [*(one for one in PROJECT["dependencies"] if "win32" not in one), *IMPORTED_BY_HTTPX]
     with tempfile.TemporaryDirectory() as directory:
         every = [_targets(architecture, python) for architecture in ARCHITECTURES for python in PYTHONS]
         for targets in every:
             pip("download", *targets, "--dest", f"{directory}/run", *needed, hashes=False)
         pip("download", "--only-binary", ":all:", "--dest", f"{directory}/tools", *_TOOLS, hashes=False)
-        for name, purpose in (("run", "What the packages contain"), ("tools", "What makes the completions")):
-            target = PACKAGING / ("requirements.txt" if name == "run" else "tools.txt")
-            lines = [f"# {purpose}; written by packaging/build.py renew.", *pins(Path(directory) / name)]
+        for folder, name, purpose in (
+            ("run", "requirements.txt", "What the packages contain"),
+            ("tools", "tools.txt", "What makes the completions, sdist and wheel"),
+        ):
+            target = PACKAGING / name
+            lines = [f"# {purpose}; written by packaging/build.py renew.", *pins(Path(directory) / folder)]
             target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -535,8 +585,9 @@ def pack_deb(staged: Staged, output: Path) -> Path:
     shutil.rmtree(root / "usr/share/licenses")
     write(root / _DOC / "copyright", debian_copyright(staged).encode())
     write(root / _DOC / "changelog.gz", _gzip((SOURCES / "CHANGELOG.md").read_bytes()))
+    version = f"{package_version(staged.version)}-1"
     entry = (
-        f"{NAME} ({staged.version}-1) unstable; urgency=medium\n\n  * The changes are in changelog.gz.\n\n"
+        f"{NAME} ({version}) unstable; urgency=medium\n\n  * The changes are in changelog.gz.\n\n"
         f" -- {MAINTAINER}  {format_datetime(datetime.fromtimestamp(staged.epoch, UTC))}\n"
     )
     write(root / _DOC / "changelog.Debian.gz", _gzip(entry.encode()))
@@ -544,9 +595,10 @@ def pack_deb(staged: Staged, output: Path) -> Path:
 
     files = sorted(path for path in root.rglob("*") if path.is_file())
     values = {
-        "VERSION": f"{staged.version}-1",
+        "VERSION": version,
         "ARCHITECTURE": staged.architecture,
         "MAINTAINER": MAINTAINER,
+        "HOMEPAGE": URLS["Homepage"],
         "SIZE": str(sum(-(-path.stat().st_size // 1024) for path in files)),
         "GLIBC": staged.glibc,
         "SYSTEMD": SYSTEMD,
@@ -605,9 +657,11 @@ def pack_rpm(staged: Staged, output: Path) -> Path:
         vendored = {word for item in staged.vendored for word in re.split(" OR | AND ", item.license)}
         bundled = [f"Provides: bundled({item.name}) = {item.version}" for item in staged.vendored if item.version]
         values = {
-            "VERSION": staged.version,
+            "VERSION": package_version(staged.version),
             "LICENSE": " AND ".join(sorted(vendored | {"MIT"})),
             "MAINTAINER": MAINTAINER,
+            "VENDOR": AUTHOR,
+            "HOMEPAGE": URLS["Homepage"],
             "GLIBC": staged.glibc,
             "SYSTEMD": SYSTEMD,
             "BUNDLED": "\n".join(bundled),

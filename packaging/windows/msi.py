@@ -34,13 +34,16 @@ if sys.platform == "win32":
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bom import Part, write_bom
 from build import (
+    AUTHOR,
     CACHE,
     IMPORTED_BY_HTTPX,
-    MAINTAINER,
     NAME,
     PACKAGING,
+    PROJECT,
     SOURCES,
+    URLS,
     BuildError,
     Distribution,
     check_version,
@@ -51,6 +54,7 @@ from build import (
     need_programs,
     pins,
     pip,
+    product,
     read_wheel,
     run,
     source_epoch,
@@ -202,10 +206,11 @@ def build(python_embed: Path | None, sha256: str | None, version: str | None, ou
     target = output / f"{NAME}-{version}-x64.msi"
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
         root = Path(directory) / "tree"
-        stage(root, interpreter, version)
+        parts = stage(root, interpreter, version)
         unsigned = Path(directory) / "unsigned.msi"
         pack(root, version, unsigned)
         sign(signing, unsigned, target)
+    write_bom(target, product(version), source_epoch(), parts)
     return target
 
 
@@ -228,10 +233,12 @@ def check_python(path: Path | None, sha256: str | None) -> Path:
 # --- The tree -------------------------------------------------------------------------------------------------
 
 
-def stage(root: Path, interpreter: Path, version: str) -> None:
-    """Lay out at ``root`` what will be in the folder of the product, every file with its final time."""
-    _place_python(root, interpreter)
-    _place_wheels(root)
+def stage(root: Path, interpreter: Path, version: str) -> list[Part]:
+    """Lay out at ``root`` what will be in the folder of the product, every file with its final time.
+
+    Returns what of it others have made.
+    """
+    parts = [_place_python(root, interpreter), *_place_wheels(root)]
     for module in sorted((SOURCES / "agent/scheduled_events_agent").rglob("*")):
         if module.is_file() and "__pycache__" not in module.parts and module.name != "py.typed":
             copy(module, root / "lib" / module.relative_to(SOURCES / "agent"))
@@ -248,13 +255,15 @@ def stage(root: Path, interpreter: Path, version: str) -> None:
     for path in (config / "policy.yaml", config / "policy.schema.json", config / _EXAMPLE, *scripts):
         copy(path, root / path.relative_to(SOURCES))
     copy(SOURCES / "LICENSE", root / "licenses" / NAME / "LICENSE")
+    copy(SOURCES / "SECURITY.md", root / "SECURITY.md")
     _compile_messages(root)
     epoch = source_epoch()
     for path in sorted(root.rglob("*")):
         os.utime(path, (epoch, epoch))
+    return parts
 
 
-def _place_python(root: Path, interpreter: Path) -> None:
+def _place_python(root: Path, interpreter: Path) -> Part:
     with zipfile.ZipFile(interpreter) as archive:
         contents = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
     digits = PYTHON.replace(".", "")
@@ -269,9 +278,11 @@ def _place_python(root: Path, interpreter: Path) -> None:
     folders = (f"python{digits}.zip", ".", r"..\lib", r"..\lib\win32", r"..\lib\win32\lib")
     write(root / f"python/python{digits}._pth", "".join(f"{folder}\r\n" for folder in folders).encode())
     write(root / "licenses/Python/LICENSE.txt", contents["LICENSE.txt"])
+    sha256 = hashlib.sha256(interpreter.read_bytes()).hexdigest()
+    return Part("Python", PYTHON, f"pkg:generic/python?file_name={interpreter.name}", "PSF-2.0", sha256)
 
 
-def _place_wheels(root: Path) -> None:
+def _place_wheels(root: Path) -> Iterator[Part]:
     wheels = fetch_pinned(HERE / "requirements.txt", "win_amd64", [_target()])
     distributions: list[Distribution] = [find_libyaml()]
     for wheel in wheels:
@@ -285,6 +296,7 @@ def _place_wheels(root: Path) -> None:
     for distribution in distributions:
         for name, text in distribution.texts.items():
             write(root / "licenses" / distribution.name / name, text.encode())
+        yield from distribution.parts()
 
 
 def _compile_messages(root: Path) -> None:
@@ -326,9 +338,8 @@ def _target() -> list[str]:
 
 def renew() -> None:
     """Write requirements.txt again, with the newest versions that pyproject.toml allows."""
-    project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
     # pip judges conditions by the system that it runs on.
-    needed = [one.partition(";")[0].strip() for one in project["dependencies"] if "== 'linux'" not in one]
+    needed = [one.partition(";")[0].strip() for one in PROJECT["dependencies"] if "== 'linux'" not in one]
     needed += IMPORTED_BY_HTTPX
     with tempfile.TemporaryDirectory() as directory:
         pip("download", *_target(), "--dest", directory, *needed, hashes=False)
@@ -431,7 +442,7 @@ def _describe(root: Path, version: str, identity: str, code: str) -> ET.Element:
         Id=_guid("product", identity),
         UpgradeCode=_guid("upgrade"),
         Name=PRODUCT,
-        Manufacturer=MAINTAINER.partition(" <")[0],
+        Manufacturer=AUTHOR,
         Version=version,
         Language="1033",
         Codepage="1252",
@@ -517,7 +528,9 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
     properties = {
         "ALLUSERS": "1",
         "ARPNOMODIFY": "1",
-        "Manufacturer": MAINTAINER.partition(" <")[0],
+        "ARPURLINFOABOUT": URLS["Homepage"],
+        "ARPHELPLINK": URLS["Runbook"],
+        "Manufacturer": AUTHOR,
         "ProductCode": f"{{{_guid('product', identity)}}}",
         "ProductLanguage": "1033",
         "ProductName": PRODUCT,
@@ -636,7 +649,7 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         1: "1252",
         2: "Installation Database",
         3: f"{PRODUCT} {version}",
-        4: MAINTAINER.partition(" <")[0],
+        4: AUTHOR,
         5: "Installer",
         7: "x64;1033",
         9: f"{{{_guid('package', identity)}}}",

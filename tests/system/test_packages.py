@@ -530,7 +530,7 @@ def test_a_build_elsewhere_with_another_umask_gives_the_same_bytes(
     for name in ("agent", "config", "docs", "packaging", "systemd"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(CHECKOUT / name, sources / name, copy_function=shutil.copy, ignore=ignored)
-    for name in ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml"):
+    for name in ("CHANGELOG.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"):
         shutil.copy(CHECKOUT / name, sources / name)
     (sources / ".cache").mkdir()
     (sources / ".cache/packaging").symlink_to(CHECKOUT / ".cache/packaging")
@@ -544,7 +544,8 @@ def test_a_build_elsewhere_with_another_umask_gives_the_same_bytes(
     finally:
         os.umask(before)
     built = {path.name: path.read_bytes() for path in output.iterdir()}
-    assert sorted(built) == [f"{NAME}-{__version__}-1.aarch64.rpm", f"{NAME}_{__version__}-1_arm64.deb"]
+    packages = [f"{NAME}-{__version__}-1.aarch64.rpm", f"{NAME}_{__version__}-1_arm64.deb"]
+    assert sorted(built) == sorted([*packages, *(f"{name}.cdx.json" for name in packages)])
     assert [name for name, content in built.items() if content != (dist / name).read_bytes()] == []
 
 
@@ -563,7 +564,7 @@ def test_another_version_can_be_built_without_editing_a_file(tmp_path: Path) -> 
     options = ("--version", "9.8.7", "--architecture", "amd64", "--output", str(tmp_path))
     done = build("deb", *options, DPKG_DEB_COMPRESSOR_LEVEL="0")
     assert done.returncode == 0, done.stderr
-    (package,) = tmp_path.iterdir()
+    (package,) = tmp_path.glob("*.deb")
     assert package.name == f"{NAME}_9.8.7-1_amd64.deb"
     entries = entries_of_deb(package)
     assert '\n__version__ = "9.8.7"\n' in text_of(entries, f"{HOME}/scheduled_events_agent/__init__.py")
@@ -572,7 +573,7 @@ def test_another_version_can_be_built_without_editing_a_file(tmp_path: Path) -> 
 
 def test_an_invalid_version_is_rejected(tmp_path: Path) -> None:
     done = build("deb", "--version", "next", "--output", str(tmp_path))
-    expected = "packaging/build.py: --version: expected numbers and dots, such as 0.2.0; got 'next'\n"
+    expected = "packaging/build.py: --version: expected one such as 0.2.0 or 0.2.0rc1; got 'next'\n"
     assert (done.returncode, done.stderr) == (1, expected)
     assert list(tmp_path.iterdir()) == []
 
@@ -625,7 +626,16 @@ def test_a_build_waits_for_another_apt(
 def test_a_tree_without_a_date_and_a_wheel_that_is_not_pinned_are_rejected(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(CHECKOUT / "packaging", sources / "packaging", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("agent", "config", "docs", "systemd", "CHANGELOG.md", "README.md"):
+    for name in (
+        "agent",
+        "config",
+        "docs",
+        "systemd",
+        "CHANGELOG.md",
+        "README.md",
+        "SECURITY.md",
+        "pyproject.toml",
+    ):
         (sources / name).symlink_to(CHECKOUT / name)
     cache = sources / ".cache/packaging"
     pinned = hashlib.sha256((sources / "packaging/requirements.txt").read_bytes()).hexdigest()[:16]
