@@ -1,4 +1,4 @@
-"""Every shell script that is shipped as a hook or for one, or that the cookbook shows, read by shellcheck."""
+"""Every shell script, shipped or of the packaging, and what the cookbook shows, read by shellcheck."""
 
 import re
 import shutil
@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def scripts() -> dict[str, str]:
     """Each script with where it stands."""
-    shipped = [*(ROOT / "config/hooks").iterdir(), *(ROOT / "systemd").iterdir()]
+    folders = ("config/hooks", "systemd")
+    shipped = [
+        *(path for folder in folders for path in (ROOT / folder).iterdir()),
+        *ROOT.glob("packaging/**/*.sh"),
+    ]
     found = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in shipped}
     for page in (ROOT / "config/hooks/README.md", *(ROOT / "docs/cookbook").glob("*.md")):
         blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""The workflow for hosted runners, as far as it can be judged without one."""
+"""The workflows for hosted runners, as far as they can be judged without one."""
 
 import re
 import tomllib
@@ -13,6 +13,15 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / ".github" / "workflows" / "ci.yml"
+FILES = sorted(FILE.parent.glob("*.yml"))
+# What jobs may do besides reading the sources.
+RIGHTS = {
+    "renew": {"contents": "write", "pull-requests": "write"},
+    "release": {"contents": "write", "id-token": "write", "attestations": "write"},
+    "index": {"contents": "read", "id-token": "write"},
+    "image": {"contents": "read", "packages": "write", "id-token": "write"},
+    "repository": {"contents": "read", "pages": "write", "id-token": "write"},
+}
 
 
 def text_of(path: str) -> str:
@@ -25,18 +34,67 @@ def workflow() -> dict[str, Any]:
     return loaded
 
 
-def test_it_may_only_read_and_every_job_ends(workflow: dict[str, Any]) -> None:
-    assert workflow["permissions"] == {"contents": "read"}
-    for name, job in workflow["jobs"].items():
-        assert "permissions" not in job, name
-        assert 0 < job["timeout-minutes"] <= 90, name
+def test_jobs_may_only_read_but_for_those_that_publish_and_every_job_ends() -> None:
+    rights = {}
+    for path in FILES:
+        workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert workflow["permissions"] == {"contents": "read"}
+        for name, job in workflow["jobs"].items():
+            assert "uses" in job or 0 < job["timeout-minutes"] <= 90, name
+            if "permissions" in job:
+                rights[name] = job["permissions"]
+    assert rights == RIGHTS
 
 
-def test_every_action_is_pinned_by_commit_with_its_version_beside_it() -> None:
-    lines = [line for line in FILE.read_text(encoding="utf-8").splitlines() if "uses:" in line]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_action_is_pinned_by_commit_with_its_version_beside_it(path: Path) -> None:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "uses:" in line]
     assert lines
     for line in lines:
-        assert re.fullmatch(r" +- uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+        if "./.github/workflows/" not in line:
+            assert re.fullmatch(r" +(- )?uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+
+
+def test_a_release_runs_only_what_can_be_run_here() -> None:
+    for name in ("release.yml", "renew.yml"):
+        jobs = yaml.safe_load(text_of(f".github/workflows/{name}"))["jobs"]
+        commands = [step["run"] for job in jobs.values() for step in job.get("steps", []) if "run" in step]
+        targets = re.findall(r"^(\w+):", text_of("Makefile"), re.MULTILINE)
+        assert commands
+        for command in commands:
+            program, *words = command.removeprefix("python3 ").replace("\\", "/").split()
+            if program == "make":
+                assert words[0] in targets, command
+            else:
+                assert (ROOT / program).is_file(), command
+            if program == "packaging/publish.sh":
+                assert f"\n    {words[0]})\n" in text_of(program), command
+
+
+def test_nothing_is_published_before_everything_was_tried() -> None:
+    jobs = yaml.safe_load(text_of(".github/workflows/release.yml"))["jobs"]
+    first = {name for name, job in jobs.items() if not RIGHTS.get(name)}
+    assert first == {"check", "suite", "build", "compare", "try-linux", "try-windows", "audit"}
+    assert set(jobs["release"]["needs"]) == first - {"build"}
+    assert "build" in jobs["compare"]["needs"]
+    for name in ("index", "image", "repository"):
+        assert "release" in (jobs[name]["needs"], *jobs[name]["needs"]), name
+        assert "needs.release.result == 'success'" in jobs[name]["if"], name
+    for name in ("image", "repository"):  # a prerelease goes to the release page and the index only
+        assert "needs.check.outputs.prerelease == 'false'" in jobs[name]["if"], name
+    secrets = re.findall(r"secrets\.(\w+)", text_of(".github/workflows/release.yml"))
+    assert secrets == ["SIGNING_KEY"]
+    assert jobs["repository"]["environment"]["name"] == "repository"
+
+
+def test_what_is_pinned_is_renewed_each_week() -> None:
+    (update,) = yaml.safe_load(text_of(".github/dependabot.yml"))["updates"]
+    assert (update["package-ecosystem"], update["schedule"]) == ("github-actions", {"interval": "weekly"})
+    renew = yaml.safe_load(text_of(".github/workflows/renew.yml"))
+    (cron,) = (entry["cron"] for entry in renew[True]["schedule"])  # YAML 1.1 reads the key "on" as true
+    assert re.fullmatch(r"\d+ \d+ \* \* \d", cron)
+    commands = {step["run"] for job in renew["jobs"].values() for step in job["steps"] if "run" in step}
+    assert commands >= {"make audit", "python3 packaging/build.py renew", "python3 packaging/windows/msi.py renew"}
 
 
 def test_the_tests_run_on_both_systems_with_every_python_that_is_promised(workflow: dict[str, Any]) -> None:
