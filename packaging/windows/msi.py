@@ -527,6 +527,7 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
     check = rf'{old_python} -I -B "[INSTALLED_AT]installation.py" check "[OriginalDatabase]" "[POLICY]"'
     properties = {
         "ALLUSERS": "1",
+        "ARPCOMMENTS": "Preview: tested under Wine, not yet on Windows",
         "ARPNOMODIFY": "1",
         "ARPURLINFOABOUT": URLS["Homepage"],
         "ARPHELPLINK": URLS["Runbook"],

@@ -7,10 +7,12 @@ this machine's loopback, where the simulator is; the image is built and run by b
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +33,9 @@ import apt
 from container import CHECKOUT, PATIENCE, Container
 from ports import free_port
 from service import POLICY, POLKIT_RULE, UNIT, Service, build_deb, make_strict, shown_commands
+from sources import clone
 
+from scheduled_events_agent import __version__
 from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
 
@@ -41,6 +45,16 @@ pytestmark = pytest.mark.timeout(600)
 PACKAGING = CHECKOUT / "packaging"
 USER = {"name": "user-initiated", "when": {"source": "User"}, "approve": "immediately"}
 OTHER_PYTHON = "3.11"  # Debian 12's
+
+
+# Prints the folder of the wheels that are pinned for this processor.
+FETCH = """
+import sys
+import build
+(architecture,) = (name for name, machine in build.ARCHITECTURES.items() if machine == sys.argv[1])
+build.CACHE.mkdir(parents=True, exist_ok=True)
+print(build.fetch_wheels(architecture)[0].parent)
+"""
 
 
 # --- what is installed, and on what
@@ -500,22 +514,29 @@ class Images:
 
 
 @pytest.fixture(scope="module")
-def images(supplied: Container, wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
-    """The image, built by its recipe on a Debian instead of the one it names, with wheels instead of an index."""
+def images(supplied: Container, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
+    """The image, built by "make image" on a Debian instead of its base, with wheels instead of an index."""
     apt.need("buildah")
-    store = tmp_path_factory.mktemp("images")
-    images = Images(store)
+    folder = tmp_path_factory.mktemp("images")
+    sources = clone(folder / "sources")
+    wheels = run([sys.executable, "-c", FETCH, platform.machine()], cwd=sources / "packaging").stdout.strip()
+    images = Images(folder)
     base = images("from", "scratch")
     with Container(supplied, boots=False) as machine:
         images("add", "--quiet", base, str(machine.path("/")), "/")
     images("commit", "--quiet", "--rm", base, "localhost/base")
-    images(
-        "bud", "--isolation=chroot", "--format=docker", "--build-arg=BASE=localhost/base",
-        "--build-arg=PIP_OPTIONS=--no-index --find-links /wheels", f"--volume={wheels}:/wheels:ro",
-        "--tag=scheduled-events-agent", "--file=packaging/container/Containerfile", ".",
+    build = images.command(
+        "bud", "--isolation=chroot", f"--volume={wheels}:/wheels:ro",
+        "--build-arg=PIP_OPTIONS=--no-index --find-links /wheels",
     )  # fmt: skip
+    podman = folder / "bin" / "podman"
+    podman.parent.mkdir()
+    podman.write_text(f'#!/bin/sh\n[ "$1" = build ] || exit 2\nshift\nexec {shlex.join(build)} "$@"\n')
+    podman.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{podman.parent}:{os.environ['PATH']}", "BASE": "localhost/base"}
+    run([sys.executable, "packaging/release.py", "image"], cwd=sources, env=environment, timeout=500)
     yield images
-    shutil.rmtree(store)
+    shutil.rmtree(folder)
 
 
 def test_the_image_runs_unprivileged_approves_is_healthy_and_stops_on_request(
@@ -523,6 +544,9 @@ def test_the_image_runs_unprivileged_approves_is_healthy_and_stops_on_request(
 ) -> None:
     config = json.loads(images("inspect", "--type=image", "scheduled-events-agent"))["Docker"]["config"]
     assert config["User"] == "65532:65532"
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
+    assert (labels["version"], labels["source"]) == (__version__, project["urls"]["Source"])
     assert list(config["Volumes"]) == ["/var/lib/scheduled-events-agent"]
     etc = tmp_path / "etc"
     etc.mkdir()
@@ -599,9 +623,7 @@ def test_the_examples_for_the_image_give_hooks_the_time_that_it_gives_them(image
     assert [place for place in compose["volumes"] if state in place] == [f"state:{state}"]
     assert {"name": "state", "mountPath": state} in pod["containers"][0]["volumeMounts"]
     assert f"Volume=scheduled-events-agent:{state}" in quadlet
-    assert (folder / compose["build"]["context"] / compose["build"]["dockerfile"]).resolve() == (
-        folder / "Containerfile"
-    )
+    assert compose["image"] == "scheduled-events-agent"
     (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "hooks")
     assert volume["configMap"] == {"name": hooks["metadata"]["name"], "defaultMode": 0o555}
     assert {"name": "hooks", "mountPath": "/hooks", "readOnly": True} in pod["containers"][0]["volumeMounts"]

@@ -87,6 +87,25 @@ def test_nothing_is_published_before_everything_was_tried() -> None:
     assert jobs["repository"]["environment"]["name"] == "repository"
 
 
+def test_readme_names_the_systems_that_a_release_is_tried_on() -> None:
+    matrix = yaml.safe_load(text_of(".github/workflows/release.yml"))["jobs"]["try-linux"]["strategy"]["matrix"]
+    (line,) = (line for line in text_of("README.md").splitlines() if line.startswith("- **Linux:**"))
+    promised = line.partition("Each release will be tried on ")[2].partition(" before")[0]
+    names = {"debian": "Debian", "ubuntu": "Ubuntu", "almalinux": "AlmaLinux", "core": "Azure Linux"}
+    tried: dict[str, list[str]] = {}
+    for image in matrix["image"]:
+        name, version = image.rpartition("/")[2].split(":")
+        tried.setdefault(names[name], []).append(version.removesuffix(".0"))
+    texts = [f"{name} {' and '.join(versions)}" for name, versions in tried.items()]
+    assert promised == f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def test_windows_is_a_preview_until_a_hosted_windows_has_passed() -> None:
+    """Whoever takes it out of one of the places takes it out of all."""
+    places = ("README.md", "docs/windows.md", "packaging/windows/msi.py")
+    assert {place: "preview" in text_of(place).casefold() for place in places} == dict.fromkeys(places, True)
+
+
 def test_what_is_pinned_is_renewed_each_week() -> None:
     (update,) = yaml.safe_load(text_of(".github/dependabot.yml"))["updates"]
     assert (update["package-ecosystem"], update["schedule"]) == ("github-actions", {"interval": "weekly"})
