@@ -8,22 +8,10 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from interface import JSON_OUTPUTS
 
 from scheduled_events_agent.cli import build_parser
-from scheduled_events_agent.cli.check import PolicyCheck
-from scheduled_events_agent.cli.doctor import Diagnosis
-from scheduled_events_agent.cli.explain import Explanations
-from scheduled_events_agent.cli.fleet import FleetRelease, FleetStatus
-from scheduled_events_agent.cli.notify import NotifyTest
-from scheduled_events_agent.cli.service import ServiceStatus
-from scheduled_events_agent.cli.simulate import (
-    ScenarioCheck,
-    ScenarioList,
-    SimulatorEndpoint,
-    SimulatorRecord,
-    SimulatorStart,
-)
-from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorResult, Status
+from scheduled_events_agent.status import SCHEMA_VERSION
 from scheduled_events_agent.telemetry.log import JOURNAL_FIELDS
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import Phase
@@ -68,13 +56,8 @@ def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
 
 
 def test_the_page_about_json_has_every_field_that_is_shown_and_no_other() -> None:
-    answers = (
-        Status, Explanations, Journal, NotifyTest, OperatorResult, FleetStatus,
-        FleetRelease, PolicyCheck, Diagnosis, ServiceStatus, ScenarioList, ScenarioCheck,
-        SimulatorEndpoint, SimulatorStart, SimulatorRecord,
-    )  # fmt: skip
     expected = {}
-    for answer in answers:
+    for answer in JSON_OUTPUTS.values():
         assert msgspec.structs.fields(answer)[0].name == "schema_version"
         for struct in structs_in(msgspec.inspect.type_info(answer)):
             expected[struct.cls.__name__] = [field.encode_name for field in struct.fields]
