@@ -23,10 +23,10 @@ DROP_INS = f"/etc/systemd/system/{UNIT}.d"
 POLKIT_RULE = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
 
 
-def build_deb(directory: Path, *options: str) -> Path:
+def build_deb(directory: Path, *options: str, sources: Path = CHECKOUT) -> Path:
     """Build the package with these options of packaging/build.py, hardly compressed; returns the file."""
     architecture = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True, check=True)
-    command = [sys.executable, str(CHECKOUT / "packaging/build.py"), "deb", "--output", str(directory)]
+    command = [sys.executable, str(sources / "packaging/build.py"), "deb", "--output", str(directory)]
     wanted = ["--architecture", architecture.stdout.strip()]
     environment = {**os.environ, "DPKG_DEB_COMPRESSOR_LEVEL": "0"}  # a third of the time
     subprocess.run([*command, *wanted, *options], env=environment, check=True, timeout=300)

@@ -25,6 +25,18 @@ def clone(target: Path) -> Path:
             shutil.copy(source, copy)
     git(target, "add", "--all")
     git(target, "commit", "--quiet", "--allow-empty", "--date=2026-01-02T03:04:05Z", "--message=As it is now")
+    return _with_cache(target)
+
+
+def last_release(target: Path) -> Path:
+    """The sources of the newest tag, in a clone; as long as there is none, those of the last commit."""
+    git(CHECKOUT, "clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(target))
+    tags = git(CHECKOUT, "tag", "--list", "v*", "--sort=-version:refname").split()
+    git(target, "checkout", "--quiet", "--detach", tags[0] if tags else "HEAD")
+    return _with_cache(target)
+
+
+def _with_cache(target: Path) -> Path:
     (target / ".cache").mkdir()
     (target / ".cache/packaging").symlink_to(CHECKOUT / ".cache/packaging")
     return target

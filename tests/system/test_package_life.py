@@ -31,6 +31,7 @@ from service import (
     shown_commands,
     upgrade_while_a_hook_runs,
 )
+from sources import last_release
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.simulator import Simulator
@@ -43,8 +44,8 @@ NEWER = "9.8.7"
 WAITING = f"{NAME}-restart.service"
 
 
-def build_rpm(directory: Path, *options: str) -> Path:
-    command = [sys.executable, str(CHECKOUT / "packaging/build.py"), "rpm", "--architecture", "x86_64"]
+def build_rpm(directory: Path, *options: str, sources: Path = CHECKOUT) -> Path:
+    command = [sys.executable, str(sources / "packaging/build.py"), "rpm", "--architecture", "x86_64"]
     subprocess.run([*command, "--output", str(directory), *options], check=True, timeout=300)
     (package,) = directory.glob("*.rpm")
     return package
@@ -252,6 +253,21 @@ def test_the_package_drains_approves_and_writes_to_the_journal(installed: Contai
 def test_an_upgrade_during_an_event_keeps_policy_and_state_and_restarts_the_agent(
     service: Service, package: Format, sim: Simulator
 ) -> None:
+    upgrade_during_an_event(service, package, sim)
+
+
+def test_an_upgrade_from_the_last_release_keeps_policy_state_and_a_pending_event(
+    bare: Container, package: Format, sim: Simulator, tmp_path: Path
+) -> None:
+    sources = last_release(tmp_path / "sources")
+    with Container(bare, boots=False) as machine:
+        machine.copy_in(package.build(tmp_path / "package", sources=sources), package.file)
+        package.install(machine)
+        upgrade_during_an_event(Service(machine, sim.endpoint()), package, sim)
+
+
+def upgrade_during_an_event(service: Service, package: Format, sim: Simulator) -> None:
+    """Upgrade a machine that does not run yet, once it has drained for an event."""
     machine = service.machine
     rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual", "lead": "1h"}
     service.write_policy(rules=[rule], hooks={"drain": {"shell": "echo drain >> /root/notes"}})
