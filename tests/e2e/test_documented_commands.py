@@ -39,6 +39,7 @@ ELSEWHERE = {
     f"{OURS}completion bash": ("tests/system/test_completion.py", "complete_in_bash"),
     f"{OURS}completion powershell": ("tests/system/test_completion.py", "test_the_script_for_powershell"),
     f"{OURS}service ": ("tests/system/test_windows_service.py", '"service"'),
+    "/usr/local/bin/python3.11 -m venv": ("tests/system/test_older_systemd.py", "shown_commands(PAGE"),
     "python3 -m venv /opt/scheduled-events-agent": (
         "tests/system/test_install_other.py",
         "carry_out(machine, PIP",
@@ -67,6 +68,7 @@ ELSEWHERE = {
 NOT_RUN = {
     "az ": "needs an Azure subscription; the real command line read each of them once, see docs/azure.md",
     "tdnf install": "Azure Linux cannot be had here, see docs/install-linux.md",
+    "SUSEConnect ": "needs a SLES and its subscription",
     "podman ": "there is no container engine; tests/system/test_install_other.py carries the recipe out",
     "curl --cacert": "needs a certificate; tests/integration/test_web_access.py has a client of its own",
     "SIGN_COMMAND=": "needs a certificate",
@@ -87,6 +89,9 @@ class Shown(NamedTuple):
 def shown() -> Iterator[Shown]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
+        for line in re.findall(r"^\|.*", text, re.MULTILINE):
+            for command in re.findall(r"`sudo ([^`]+)`", line):
+                yield Shown(page.relative_to(CHECKOUT).as_posix(), command)
         for language, body in re.findall(r"^[ ]*```(\w*)\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL):
             for line in map(str.strip, re.sub(r"\\\n\s*", "", body).splitlines()):
                 is_console = language in ("console", "") and line.startswith("$ ")

@@ -1,9 +1,11 @@
-"""Fixtures: the package built from this checkout, a machine on which it has been installed, an endpoint; and all
-three at work.
+"""Fixtures: the package built from this checkout, a machine on which it has been installed, an endpoint; all three
+at work; and wheels for pip.
 
 As with ``machines``, a test module asks for them by ``pytest_plugins = ["machines", "installed"]``.
 """
 
+import platform
+import subprocess
 import sys
 
 if sys.platform == "win32":
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from container import Container
+from container import CHECKOUT, Container
 from service import POLICY, Service, build_deb
 
 from scheduled_events_agent.simulator import Simulator
@@ -38,6 +40,21 @@ def installed(debian: Path, deb: Path) -> Iterator[Container]:
         machine.run("dpkg", "--install", "--force-confold", "/root/agent.deb")
         machine.stop()
         yield machine
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The agent and all that it, its build and Ansible need, for Debian 12's Python; then no index is asked."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(CHECKOUT)], check=True)
+    (own,) = folder.glob("scheduled_events_agent-*.whl")
+    machine = platform.machine()
+    kinds = [f"--platform={kind}_{machine}" for kind in ("manylinux2014", "manylinux_2_17", "manylinux_2_28")]
+    options = ["--only-binary=:all:", "--python-version=3.11", "--implementation=cp", *kinds]
+    wanted = [str(own), "pip", "hatchling", "ansible-core"]
+    subprocess.run([*pip, "download", *options, "--dest", str(folder), *wanted], check=True)
+    return folder
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from scheduled_events_agent.telemetry.log import JOURNAL_FIELDS
 UNIT = "scheduled-events-agent.service"
 POLICY = "/etc/scheduled-events-agent/policy.yaml"
 DROP_INS = f"/etc/systemd/system/{UNIT}.d"
+WHEELS = "/root/wheels"
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": WHEELS}
+"""Variables by which pip takes from that folder what it installs, and asks no index."""
 POLKIT_RULE = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
 
 

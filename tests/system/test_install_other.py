@@ -32,7 +32,7 @@ if sys.platform == "win32":
 import apt
 from container import CHECKOUT, PATIENCE, Container
 from ports import free_port
-from service import POLICY, POLKIT_RULE, UNIT, Service, build_deb, make_strict, shown_commands
+from service import OFFLINE, POLICY, POLKIT_RULE, UNIT, WHEELS, Service, build_deb, make_strict, shown_commands
 from sources import clone
 
 from scheduled_events_agent import __version__
@@ -44,7 +44,6 @@ pytestmark = pytest.mark.timeout(600)
 
 PACKAGING = CHECKOUT / "packaging"
 USER = {"name": "user-initiated", "when": {"source": "User"}, "approve": "immediately"}
-OTHER_PYTHON = "3.11"  # Debian 12's
 
 
 # Prints the folder of the wheels that are pinned for this processor.
@@ -60,21 +59,6 @@ print(build.fetch_wheels(architecture)[0].parent)
 # --- what is installed, and on what
 
 
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The agent and all that it, its build and Ansible need, for the container's Python; no index is asked."""
-    folder = tmp_path_factory.mktemp("wheels")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(CHECKOUT)])
-    (own,) = folder.glob("scheduled_events_agent-*.whl")
-    machine = platform.machine()
-    kinds = [f"--platform={kind}_{machine}" for kind in ("manylinux2014", "manylinux_2_17", "manylinux_2_28")]
-    options = ["--only-binary=:all:", f"--python-version={OTHER_PYTHON}", "--implementation=cp", *kinds]
-    wanted = [str(own), "pip", "hatchling", "ansible-core"]
-    run([*pip, "download", *options, "--dest", str(folder), *wanted])
-    return folder
-
-
 @pytest.fixture(scope="module")
 def supplied(debian: Path, wheels: Path) -> Iterator[Container]:
     """A Debian with what a user of these ways has installed before."""
@@ -86,7 +70,7 @@ def supplied(debian: Path, wheels: Path) -> Iterator[Container]:
         machine.run(
             "apt-get", "install", "-qy", "--no-install-recommends", *packages, timeout=600, environment=apt
         )
-        machine.copy_in(wheels, "/root/wheels")
+        machine.copy_in(wheels, WHEELS)
         # Until its policy is there, a fresh agent goes by the package's, and would ask Azure's endpoint.
         machine.write(
             "/etc/systemd/system/service.d/loopback.conf",
@@ -109,7 +93,6 @@ def service(supplied: Container, sim: Simulator) -> Iterator[Service]:
         sys.stdout.write(machine.account())  # pytest shows it on failure only
 
 
-OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/root/wheels"}
 # Commands that the page shows: five, and the one that strict needs besides.
 PIP, FOR_STRICT = shown_commands("docs/install-other.md", "## pip")
 VENV = "/opt/scheduled-events-agent"
@@ -349,7 +332,7 @@ def test_the_script_installs_a_wheel_too(service: Service, sim: Simulator, wheel
     machine.copy_in(PACKAGING / "cloud-init" / "install.sh", "/root/install.sh")
     machine.write("/root/policy.yaml", policy_text(sim))
     for _ in range(2):
-        command = ("sh", "/root/install.sh", f"file:///root/wheels/{wheel.name}", "-", "/root/policy.yaml")
+        command = ("sh", "/root/install.sh", f"file://{WHEELS}/{wheel.name}", "-", "/root/policy.yaml")
         machine.run(*command, environment=OFFLINE, timeout=120)
         assert command_line(service)[1] == "/usr/local/bin/scheduled-events-agent"
         assert machine.path("/usr/share/scheduled-events-agent/systemd/run-hook").exists()

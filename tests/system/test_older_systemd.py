@@ -1,6 +1,7 @@
 """The deb on older systems: Ubuntu 22.04 (systemd 249) and Debian 11 (247), both with polkit 0.105.
 
-Debian 11 has no Python that the agent supports. There Debian 12's stands in for one, run by its own loader.
+Debian 11 has no Python that the agent supports: there the service fails once, and a page says what to do. Debian
+12's stands in for a Python that was built there; its own loader runs it.
 """
 
 import json
@@ -13,8 +14,9 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
-from container import Container
-from service import POLICY, UNIT, Service, build_deb, make_strict, shown_commands
+import apt
+from container import CHECKOUT, Container
+from service import OFFLINE, POLICY, UNIT, WHEELS, Service, build_deb, make_strict, shown_commands
 
 from scheduled_events_agent.simulator import Simulator
 
@@ -26,14 +28,16 @@ NEWER = "9.8.7"
 RULE = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "recover": ["resume"]}
 RUN_AS_ROOT = f"/usr/share/{NAME}/systemd/run-as-root"
 OTHER = "/opt/debian-12"
-PYTHON = f"""#!/bin/sh
-set -- {OTHER}/usr/bin/python3.11 "$@"
-for libraries in {OTHER}/usr/lib/*-linux-gnu; do
+PYTHON = "/usr/local/bin/python3.11"
+PYTHON_SCRIPT = f"""#!/bin/sh
+for libraries in {OTHER}/lib/*-linux-gnu; do
     for loader in "$libraries"/ld-linux-*.so.*; do
-        exec "$loader" --argv0 "$1" --library-path "$libraries" "$@"
+        exec "$loader" --argv0 "$0" --library-path "$libraries:{OTHER}/usr${{libraries#{OTHER}}}" \\
+            {OTHER}/usr/bin/python3.11 "$@"
     done
 done
 """
+PAGE = "docs/install-linux.md"
 
 
 class Older:
@@ -47,14 +51,29 @@ class Older:
         return Container(self._machine, read_only=self._read_only)
 
 
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """Debian 12's Python with venv, and all that it needs."""
+    unpacked = CHECKOUT / ".cache" / "python-bookworm"
+    apt.unpack(unpacked, "python3.11-venv", suite="bookworm")
+    return unpacked
+
+
+def add_python(machine: Container) -> None:
+    """Have it in /usr/local, where one that was built there is."""
+    machine.write(PYTHON, PYTHON_SCRIPT, 0o755)
+    machine.run("ln", "-s", f"{OTHER}/usr/lib/python3.11", "/usr/local/lib/")
+    machine.run("ln", "-s", f"{OTHER}/usr/share/python-wheels", "/usr/share/")  # pip, for new venvs
+
+
 @pytest.fixture(scope="module", params=["ubuntu_22", "debian_11"])
-def older(deb: Path, debian: Path, request: pytest.FixtureRequest) -> Iterator[Older]:
+def older(deb: Path, request: pytest.FixtureRequest) -> Iterator[Older]:
     root: Path = request.getfixturevalue(request.param)
     needs_python = request.param == "debian_11"
-    read_only = {OTHER: debian} if needs_python else {}
+    read_only = {OTHER: request.getfixturevalue("python")} if needs_python else {}
     with Container(root, read_only=read_only) as machine:
         if needs_python:
-            machine.write("/usr/local/bin/python3.11", PYTHON, 0o755)
+            add_python(machine)
         machine.copy_in(deb, "/root/agent.deb")
         machine.write(POLICY, "{imds: {endpoint: 'http://127.0.0.1:9'}, agent: {listen: off}}\n")  # polls nothing
         machine.run(*install(machine))
@@ -74,9 +93,64 @@ def service(older: Older, sim: Simulator) -> Iterator[Service]:
 
 def install(machine: Container) -> tuple[str, ...]:
     """The stand-in is no package, so dpkg must not mind that Python is missing."""
-    has_stand_in = machine.path("/usr/local/bin/python3.11").exists()
+    has_stand_in = machine.path(PYTHON).exists()
     options = ["--force-depends"] if has_stand_in else []
     return ("dpkg", "--install", "--force-confold", *options, "/root/agent.deb")
+
+
+@pytest.fixture
+def unsupported(debian_11: Path, python: Path, deb: Path, sim: Simulator) -> Iterator[Service]:
+    """A Debian 11 without a Python for the agent, which is not installed; the deb is at hand."""
+    with Container(debian_11, read_only={OTHER: python}) as machine:
+        service = Service(machine, sim.endpoint())
+        service.write_policy(rules=[{"name": "users", "when": {"source": "User"}, "approve": "immediately"}])
+        machine.copy_in(deb, "/root/agent.deb")
+        yield service
+        sys.stdout.write(machine.account())
+
+
+def force_in(machine: Container) -> None:
+    machine.run("dpkg", "--install", "--force-confold", "--force-depends", "/root/agent.deb")
+
+
+def test_without_a_python_apt_refuses_the_package_and_a_forced_one_fails_once(unsupported: Service) -> None:
+    machine = unsupported.machine
+    refused = machine.run("apt-get", "install", "--yes", "/root/agent.deb", check=False)
+    assert refused.returncode != 0
+    words = "Depends: python3.13 but it is not installable or"
+    assert words in refused.stdout
+    assert f'"{words} ..."' in (CHECKOUT / PAGE).read_text(encoding="utf-8")
+
+    force_in(machine)
+
+    state = {name: unsupported.show(name) for name in ("ActiveState", "ExecMainStatus", "NRestarts")}
+    assert state == {"ActiveState": "failed", "ExecMainStatus": "78", "NRestarts": "0"}
+    said = [entry["MESSAGE"] for entry in machine.journal(UNIT) if entry.get("SYSLOG_IDENTIFIER") == NAME]
+    page = f"/usr/share/doc/{NAME}/{Path(PAGE).name}"
+    assert len(said) == 1
+    assert said[0].endswith(f"; found /usr/bin/python3 (3.9). What to do on this system: {page}")
+    assert "\n| Debian 11, " in machine.path(page).read_text(encoding="utf-8")
+
+
+def test_from_there_the_page_leads_to_a_service_in_a_venv(
+    unsupported: Service, sim: Simulator, wheels: Path
+) -> None:
+    machine = unsupported.machine
+    force_in(machine)
+    remove = f"dpkg --remove {NAME}"
+    assert f"`sudo {remove}`" in (CHECKOUT / PAGE).read_text(encoding="utf-8")
+    machine.run(*remove.split())
+    add_python(machine)
+    machine.copy_in(wheels, WHEELS)
+    (commands,) = shown_commands(PAGE, "### pip into a venv")
+    assert len(commands) == 5
+    for command in commands:
+        machine.run("sh", "-euc", command, environment=OFFLINE, timeout=600)
+    assert machine.run("systemctl", "is-enabled", UNIT).stdout == "enabled\n"
+    sim.wait_approved(sim.schedule("Reboot", source="User"))
+    done = machine.run(NAME, "doctor", "--json", check=False)
+    found = json.loads(done.stdout)["checks"]
+    assert [one for one in found if one["severity"] == "error"] == []
 
 
 def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(

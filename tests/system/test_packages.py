@@ -822,7 +822,7 @@ def test_the_launcher_looks_in_usr_local_too_but_not_in_the_users_path(machine: 
     elsewhere.mkdir()
     machine.add("python3", "3.11", elsewhere)
     path = f"{elsewhere}:{os.environ['PATH']}"
-    assert machine.run(PATH=path).returncode == 1
+    assert machine.run(PATH=path).returncode == 78
     machine.add("python3", "3.12", machine.local)
     assert machine.run(PATH=path).stdout.startswith(f"3.12 {machine.local}/python3 ")
 
@@ -841,17 +841,17 @@ def test_the_launcher_prefers_the_distributions_python_to_a_newer_local_one(
 def test_without_a_usable_python_the_launcher_reports_its_findings_and_a_hint(machine: Host) -> None:
     message = (
         "scheduled-events-agent: needs Python 3.11, 3.12, 3.13 or 3.14 in /usr/bin or /usr/local/bin; found {}. "
-        "Install one beside it (python3.11, say): the system's own python3 can stay\n"
+        "What to do on this system: /usr/share/doc/scheduled-events-agent/install-linux.md\n"
     )
     done = machine.run("run")
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", message.format("none"))
+    assert (done.returncode, done.stdout, done.stderr) == (78, "", message.format("none"))
     machine.add("python3", "3.9")
     broken = machine.local / "python3"
     broken.write_text("#!/bin/sh\nexit 127\n")
     broken.chmod(0o755)
     done = machine.run("run")
     found = f"{machine.bin}/python3 (3.9), {broken} (does not start)"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", message.format(found))
+    assert (done.returncode, done.stdout, done.stderr) == (78, "", message.format(found))
 
 
 def real_python(machine: Host) -> str:
