@@ -5,6 +5,7 @@ Debian. So Debian's rpm installs it into a Debian, with --nodeps, because that o
 test_packages.py checks what it requires. Everything else is real: the scripts, systemd, the launcher, the service.
 """
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -41,6 +42,7 @@ pytestmark = pytest.mark.timeout(600)
 
 NAME = "scheduled-events-agent"
 NEWER = "9.8.7"
+(BACK,) = (block for block in shown_commands("docs/operations.md", "## Rolling it out") if len(block) == 3)
 WAITING = f"{NAME}-restart.service"
 
 
@@ -595,6 +597,46 @@ def test_a_downgrade_does_not_end_an_agent_whose_state_is_too_new_for_it(
     )
 
 
+def go_back(machine: Container, manager: str, *options: str) -> None:
+    """To this version, from a repository, by the command of the page for this package manager."""
+    (command,) = (line for line in BACK if line.startswith(f"{manager} "))
+    command = re.sub(r"\d+\.\d+\.\d+", __version__, command.partition("#")[0])
+    machine.run(manager, *options, *command.split()[1:], timeout=300)
+    assert machine.run(NAME, "--version").stdout == f"{NAME} {__version__}\n"
+
+
+@deb_only
+def test_back_from_a_newer_version_during_an_event_it_goes_on_with_the_event(
+    service: Service, package: Format, sim: Simulator
+) -> None:
+    machine = service.machine
+    repository = "/root/repository"
+    machine.run("mkdir", repository)
+    machine.run("cp", package.file, package.newer, repository)
+    entries = []
+    for deb in ("agent.deb", "newer.deb"):
+        fields = machine.run("dpkg-deb", "--field", f"{repository}/{deb}").stdout
+        content = machine.path(f"{repository}/{deb}").read_bytes()
+        checksum = hashlib.sha256(content).hexdigest()
+        entries.append(f"{fields}Filename: ./{deb}\nSize: {len(content)}\nSHA256: {checksum}\n")
+    machine.write(f"{repository}/Packages", "\n".join(entries))
+    machine.write("/etc/apt/sources.list", f"deb [trusted=yes] file:{repository} ./\n")
+    rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual", "lead": "1h"}
+    service.write_policy(rules=[rule], hooks={"drain": {"shell": "echo drain >> /root/notes"}})
+    machine.start()
+    package.upgrade(machine)
+    event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
+    machine.wait_for(lambda: service.records() == ["drain"], "it was drained")
+
+    machine.run("apt-get", "update", "-q")
+    go_back(machine, "apt", "--yes")
+
+    service.wait_log("restarted", event_id=event)
+    machine.run(NAME, "approve", event)
+    sim.wait_gone(event)
+    assert service.records() == ["drain"]
+
+
 @deb_only
 def test_removing_it_in_the_middle_of_an_upgrade_stops_it_and_leaves_no_trace(
     machine: Container, package: Format
@@ -697,6 +739,7 @@ INSTALL = {
     "dnf": ("dnf", "install", "--assumeyes"),
     "zypper": ("zypper", "--non-interactive", "install", "--allow-unsigned-rpm"),
 }
+UNATTENDED = {"dnf": ("--assumeyes",), "zypper": ("--non-interactive",)}
 REMOVE = {"dnf": ("dnf", "remove", "--assumeyes"), "zypper": ("zypper", "--non-interactive", "remove")}
 
 
@@ -761,6 +804,10 @@ def test_a_package_manager_installs_upgrades_and_removes_it_with_a_new_python(
         machine.run("sh", script, RPM.newer, timeout=300)
         assert machine.run(NAME, "--version").stdout == f"{NAME} {NEWER}\n"
         assert Service(machine, "").log("agent started", version=NEWER)
+        machine.run("sh", "-c", "mkdir /root/ours && cp /root/*.rpm /root/ours && createrepo_c --quiet /root/ours")
+        add_repository(machine, distribution, "ours")
+        go_back(machine, distribution.manager, *UNATTENDED[distribution.manager])
+        assert Service(machine, "").log("agent started")[-1]["version"] == __version__
         machine.run(*REMOVE[distribution.manager], NAME, timeout=300)
         assert NAME not in packages_of(machine)
         assert not machine.path(f"/usr/bin/{NAME}").exists()
