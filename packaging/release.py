@@ -22,6 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+if sys.platform == "win32":
+    raise ImportError("releases are made on Linux")
+
 sys.path.insert(0, str(Path(__file__).resolve().parent / "windows"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
