@@ -44,8 +44,8 @@ nightly: $(VENV)/.ready       ## What takes long: deep walks, ten thousand lives
 soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its pace (MINUTES=60)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
-bench: $(VENV)/.ready         ## Speed and size, as a table
-	$(BIN)/python -m benchmarks
+bench: $(VENV)/.ready         ## Speed and size, onto docs/benchmarks.md (all committed; on a calm machine, or ANYWAY=1)
+	$(BIN)/python -m benchmarks $(if $(ANYWAY),--anyway)
 
 recipes: $(VENV)/.ready       ## What the cookbook's recipes save, measured with load (root; NAME=slurm: only this one; WRITE=1: onto the pages)
 	$(BIN)/python tests/recipes/run_recipes.py $(if $(WRITE),--write) $(if $(filter command,$(origin NAME)),$(NAME))

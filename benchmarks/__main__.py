@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures, then prints the table.
+"""``python -m benchmarks``: measures, prints the table and, of a complete run, writes it onto the page.
 
 Invariant: all sides meet the same noise. They poll a third of an interval apart, or take turns.
 """
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,7 +20,8 @@ from pathlib import Path
 from many_agents import open_fleet
 from msgspec.structs import replace
 
-from benchmarks.sides import LINE, OTHERS, SIDES, Side, describe_machine, open_sides, show
+from benchmarks.report import HEADER, Row, UnfitError, begin, end, format_row, row, write
+from benchmarks.sides import OTHERS, Side, describe_machine, open_sides
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import Store
@@ -52,7 +53,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[tuple[float]]
     return [(our / their,) for our, their in zip(ours, theirs, strict=True)]
 
 
-def measure_polls(is_quick: bool) -> None:
+def measure_polls(is_quick: bool) -> Iterator[Row]:
     """A document that does not change, at one poll a second."""
     of_none: Sequence[float] = ()
     for count in (0, 10) if is_quick else (0, 10, 100, 1000):
@@ -63,16 +64,16 @@ def measure_polls(is_quick: bool) -> None:
             windows = [per_poll(sides, 2.0 if is_quick else 12.0) for _ in range(WINDOWS[is_quick])]
         used = [[cpu for cpu, _ in window] for window in windows]
         of_agent, of_httpx, _ = zip(*used, strict=True)
-        show(f"CPU of a poll, {count:,} events pending, ms", used)
+        yield row(f"CPU of a poll, {count:,} events pending, ms", used)
         if count:
-            show("the same as a ratio to none", ratios(of_agent, of_none), 2.0)
+            yield row("the same as a ratio to none", ratios(of_agent, of_none), 2.0)
         else:
             of_none = of_agent
-            show("the same as a ratio to httpx", ratios(of_agent, of_httpx), 1.3)
-            show("wake-ups a second", [[sleeps for _, sleeps in window] for window in windows])
+            yield row("the same as a ratio to httpx", ratios(of_agent, of_httpx), 1.3)
+            yield row("wake-ups a second", [[sleeps for _, sleeps in window] for window in windows])
 
 
-def measure_tail(is_quick: bool) -> None:
+def measure_tail(is_quick: bool) -> Iterator[Row]:
     """Event by event, turn about; while the agent learns that one is over, the loops have theirs."""
     with open_sides(0.02) as sides:
         start(sides)
@@ -81,12 +82,12 @@ def measure_tail(is_quick: bool) -> None:
             for _ in range(2 if is_quick else 2000):
                 took.append([side.ms_to(act) for side in sides])
                 sides[0].simulator.wait_polls(3)  # a second answer without the event
-            show(f"{figure}, p50, ms", took)
-            show(f"{figure}, p99, ms", took, 10.0, 99)
-            show(f"{figure}, max, ms", took, 30.0, 100)
+            yield row(f"{figure}, p50, ms", took)
+            yield row(f"{figure}, p99, ms", took, 10.0, 99)
+            yield row(f"{figure}, max, ms", took, 30.0, 100)
 
 
-def measure_start(is_quick: bool) -> None:
+def measure_start(is_quick: bool) -> Iterator[Row]:
     """From exec to the request for the document; then commands, beside an agent."""
     count = 100 if is_quick else 100_000
     past = f", {count:,} past events"
@@ -97,8 +98,8 @@ def measure_start(is_quick: bool) -> None:
         for _ in range(WINDOWS[is_quick]):
             shutil.rmtree(new.state_dir, ignore_errors=True)
             starts.append([side.cpu_ms_to_first_poll() for side in (*sides, old)])
-        show("CPU from exec to the first poll, ms", [used[:3] for used in starts], 200.0)
-        show(f"CPU from exec to the first poll{past}, ms", [used[3:] for used in starts], 200.0)
+        yield row("CPU from exec to the first poll, ms", [used[:3] for used in starts], 200.0)
+        yield row(f"CPU from exec to the first poll{past}, ms", [used[3:] for used in starts], 200.0)
         start([new, old])
         document = new.directory / "document.json"
         document.write_text('{"DocumentIncarnation": 1, "Events": []}')
@@ -114,10 +115,9 @@ def measure_start(is_quick: bool) -> None:
         runs = [[cpu_of(line, new.environment) for line in lines] for _ in range(WINDOWS[is_quick])]
     of_python, *of_commands = zip(*runs, strict=True)
     used = dict(zip(commands, of_commands, strict=True))
-    show("CPU of python -c pass, ms", [(value,) for value in of_python])
-    show("CPU of --help as a ratio to it", ratios(used["--help"], of_python), 3.0)
+    yield row("CPU of python -c pass, ms", [(value,) for value in of_python])
     for name, values in used.items():
-        show(f"CPU of {name}, ms", [(value,) for value in values], 100.0)
+        yield row(f"CPU of {name}, ms", [(value,) for value in values], None if name.startswith("--") else 100.0)
 
 
 def cpu_of(command: list[str], environment: dict[str, str]) -> float:
@@ -127,7 +127,7 @@ def cpu_of(command: list[str], environment: dict[str, str]) -> float:
     return 1000 * (sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before)
 
 
-def measure_memory(is_quick: bool) -> None:
+def measure_memory(is_quick: bool) -> Iterator[Row]:
     """And the pages, while there is much to show. Whether it grows for ever is for soak.py to find out."""
     with open_sides(1.0) as sides:
         agent = sides[0]
@@ -143,12 +143,12 @@ def measure_memory(is_quick: bool) -> None:
                 before = agent.cpu_ms()
                 agent.get(page)
                 used.append((agent.cpu_ms() - before,))
-            show(f"CPU of {page}, 1,000 x 100 pending, ms", used, 15.0)
+            yield row(f"CPU of {page}, 1,000 x 100 pending, ms", used, 15.0)
         for side, event in events:
             side.simulator.end(event)
         more = [new - old for new, old in zip(resident_mib(sides), first, strict=True)]
-    show("resident memory after the first event, MiB", [first], 36.0)
-    show("more of it when 1,000 x 100 have come and gone, MiB", [more], 8.0)
+    yield row("resident memory after the first event, MiB", [first], 36.0)
+    yield row("more of it when 1,000 x 100 have come and gone, MiB", [more], 8.0)
 
 
 def resident_mib(sides: Sequence[Side]) -> list[float]:
@@ -160,17 +160,17 @@ def resident_mib(sides: Sequence[Side]) -> list[float]:
     return [side.resident_mib() for side in sides]
 
 
-def measure_fleet(is_quick: bool) -> None:
+def measure_fleet(is_quick: bool) -> Iterator[Row]:
     """The agents share a simulated table; the first one has none."""
     for count in (1, 10) if is_quick else (1, 10, 100):
         with open_fleet(count, has_table=count > 1) as fleet:
             used = [fleet.measure_event() for _ in range(WINDOWS[is_quick])]
             memory = [(mib,) for mib in fleet.resident_mib()]
         if count > 1:
-            show(f"requests to the table, an event of {count} VMs", [(requests,) for requests, _ in used])
-            show(f"last of {count} VMs ready to the approval, ms", [(ms,) for _, ms in used])
+            yield row(f"requests to the table, an event of {count} VMs", [(requests,) for requests, _ in used])
+            yield row(f"last of {count} VMs ready to the approval, ms", [(ms,) for _, ms in used])
         which = f"fleet of {count}" if count > 1 else "no fleet"
-        show(f"resident memory, {which}, MiB", memory)
+        yield row(f"resident memory, {which}, MiB", memory)
 
 
 def watch(sides: Sequence[Side], count: int, names: int) -> list[tuple[Side, str]]:
@@ -203,22 +203,44 @@ PARTS = {
 
 
 def main() -> int:
-    """Print the table; the exit code says nothing about targets."""
-    parser = argparse.ArgumentParser("python -m benchmarks", description="Measure the agent's speed and size.")
+    """Exits with 1 if a complete run is refused; the targets do not count."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks",
+        description="Measure the agent's speed and size. A complete run is written into docs/benchmarks.json and"
+        " onto its page. It needs a checkout without uncommitted changes and a calm machine.",
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run in two minutes; its figures mean little")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--anyway", action="store_true", help="begin a complete run on a busy machine, too")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"only these of {', '.join(PARTS)}; not written")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"no such part: {', '.join(unknown)}")
+    if arguments.quick or arguments.parts:
+        measure(arguments.parts or list(PARTS), arguments.quick)
+        return 0
+    try:
+        run = begin(arguments.anyway)
+        write(end(run, measure(list(PARTS), is_quick=False)))
+    except UnfitError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def measure(parts: Sequence[str], is_quick: bool) -> list[Row]:
+    """Measure these parts and print each row as soon as it is known."""
     sys.setswitchinterval(0.0005)  # the simulators share this process
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # for those that wait for it
     gc.disable()  # they remember each request, and to look for garbage in that takes long
-    print(f"{describe_machine()}\n\n{LINE.format('figure', 'n', *SIDES, 'target')}")
-    for name in arguments.parts or PARTS:
+    rows = []
+    print(f"{describe_machine()}\n\n{HEADER}")
+    for name in parts:
         print(f"measure {name} ...", file=sys.stderr, flush=True)
-        PARTS[name](arguments.quick)
+        for new in PARTS[name](is_quick):
+            print(format_row(new), flush=True)
+            rows.append(new)
     print(f"\n{describe_machine()}")
-    return 0
+    return rows
 
 
 if __name__ == "__main__":

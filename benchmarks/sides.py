@@ -1,6 +1,5 @@
-"""The subjects of the measurement: the agent at any pace, or a bare loop; and how a figure is shown."""
+"""The subjects of the measurement: the agent at any pace, or a bare loop."""
 
-import math
 import os
 import platform
 import signal
@@ -16,11 +15,10 @@ from typing import Any
 import psutil
 from harness import Agent, installed_environment
 
+from benchmarks.report import SIDES
 from scheduled_events_agent import __version__
 from scheduled_events_agent.simulator import Simulator
 
-SIDES = ("agent", "httpx", "http.client")
-LINE = "{:<57}{:>6}{:>10}{:>10}{:>12}  {}"
 OTHERS = ["vm-2", *(f"production-web_{number:06}" for number in range(99))]
 # A shell's own kill: no program is started beside the shell.
 HOOK = ["/bin/sh", "-c", f"kill -USR1 {os.getpid()}"]
@@ -44,21 +42,6 @@ poll = Poller._poll
 Poller._poll = lambda *arguments: min(interval, poll(*arguments))
 sys.exit(main())
 """
-
-
-def show(figure: str, samples: Sequence[Sequence[float]], target: float | None = None, percent: int = 50) -> None:
-    """Print a row of the table. Each sample has the agent's value and, if they have one, those of the bare loops.
-
-    ``target``: what the agent's figure may be at most. ``percent``: which percentile is the figure, the smallest
-    value that this part of all does not exceed.
-    """
-    last = math.ceil(len(samples) * percent / 100) - 1
-    values = [sorted(column)[last] for column in zip(*samples, strict=True)]
-    cells = [f"{value:.2f}" for value in values] + ["-"] * (len(SIDES) - len(values))
-    verdict = ""
-    if target is not None:
-        verdict = f"<= {target:g} met" if values[0] <= target else f"<= {target:g} MISSED"
-    print(LINE.format(figure, f"{len(samples):,}", *cells, verdict).rstrip(), flush=True)
 
 
 class Side(Agent):
