@@ -1,5 +1,6 @@
 """The benchmarks run, print every row and record a complete run; the figures are not judged here."""
 
+import json
 import os
 import platform
 import re
@@ -202,6 +203,15 @@ def bench(tmp_path: Path) -> Bench:
     if shutil.which("git") is None:
         pytest.skip("there is no git")
     return Bench(tmp_path)
+
+
+def test_the_front_page_says_how_much_the_agent_takes() -> None:
+    run = json.loads((CHECKOUT / "docs/benchmarks.json").read_text(encoding="utf-8"))
+    figures = {row["figure"]: row["values"]["agent"] for row in run["rows"]}
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    ((memory, part),) = re.findall(r"takes (\d+) MiB of memory and ([\d.]+) % of a core", readme)
+    assert float(memory) == pytest.approx(figures["resident memory after the first event, MiB"], rel=0.1)
+    assert 10.0 * float(part) == pytest.approx(figures["CPU of a poll, 0 events pending, ms"], rel=0.2)
 
 
 @on_linux
