@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from log_table import PAGE, table
 
 import scheduled_events_agent
 from scheduled_events_agent.telemetry.log_ids import LogId, log_id_of, messages_source
 from scheduled_events_agent.workflow import RecordKind
 
 AGENT = Path(scheduled_events_agent.__file__).parent
-DOCUMENT = AGENT.parents[1] / "docs" / "windows.md"
-LEVELS = {"info", "warning", "error", "exception"}
+LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
+"""The level of an entry, by the logger's method."""
 FOR_THE_FILE_ONLY = {"hook output", "policy"}
 OF_ANY = {LogId.OTHER_WARNING, LogId.OTHER_ERROR}
 
@@ -111,9 +112,50 @@ def test_an_id_never_changes_its_meaning(name: str, number: int) -> None:
     assert LogId[name] == number
 
 
-def test_the_page_for_people_lists_every_id_with_its_meaning() -> None:
-    rows = re.findall(r"^- (\d\d\d): (.+)$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
-    assert rows == [(str(log_id.value), log_id.meaning) for log_id in LogId]
+def given_ids(function: ast.FunctionDef, module: ast.Module, call: ast.Call) -> set[LogId]:
+    """The ids that a call of the logger in this function may give; none if the id comes from elsewhere."""
+    (given,) = [keyword.value for keyword in call.keywords if keyword.arg == "log_id"] or [ast.Constant(None)]
+    sources: list[ast.AST] = [given]
+    if isinstance(given, ast.Name):  # a variable of the function, or its parameter
+        assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+        called = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        sources += [node.value for node in assigned if ast.unparse(node.targets[0]) == given.id]
+        sources += [node for node in called if ast.unparse(node.func).endswith(f".{function.name}")]
+    return set().union(*map(ids_in, sources))
+
+
+def logged_levels() -> dict[LogId, set[str]]:
+    """The levels of the calls that give each id; not of calls whose method the id's own level chooses."""
+    found: dict[LogId, set[str]] = {LogId.OTHER_WARNING: {"warning"}, LogId.OTHER_ERROR: {"error"}}
+    for path in AGENT.rglob("*.py"):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+                if isinstance(call.func, ast.Attribute) and call.func.attr in LEVELS:
+                    for log_id in given_ids(function, module, call):
+                        found.setdefault(log_id, set()).add(LEVELS[call.func.attr])
+                elif ast.unparse(call.func) == "ChangeLogger":
+                    for argument, level in zip(call.args[1:], ("warning", "info"), strict=False):
+                        found.update({log_id: found.get(log_id, set()) | {level} for log_id in ids_in(argument)})
+    return found
+
+
+def test_an_id_names_the_levels_of_the_calls_that_give_it() -> None:
+    of_records = {LogId.HOOK_SUCCEEDED, LogId.HOOK_FAILED}
+    of_records |= {LogId[kind.upper()] for kind in get_args(RecordKind) if kind != "hook_finished"}
+    assert {log_id.level for log_id in of_records} == {
+        "info",
+        "warning",
+    }  # a method of the logger, which they choose
+    found = logged_levels()
+    assert found == {log_id: set(log_id.level.split(", ")) for log_id in {*LogId} - of_records}
+
+
+def test_the_page_about_the_ids_ends_with_their_table_and_is_short() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.endswith(f"\n\n{table()}"), "run: python tests/fixtures/log_table.py"
+    assert len(text.split()) <= 700
+    assert set(re.findall(r"MESSAGE_ID=(\w+)", text)) == {LogId.RECOVERY_FAILED.message_id}
 
 
 def texts_in(library: bytes) -> dict[int, str]:

@@ -174,9 +174,8 @@ class HookRuns:
             self._executor.start_hook(RunOnClear(hook), settings.hooks.get(hook), environment=environment)
 
     def report_on_clear(self, result: HookResult, now: datetime) -> None:
-        has_succeeded = result.outcome == "succeeded"
-        write_log = self._log.info if has_succeeded else self._log.warning
-        log_id = LogId.HOOK_SUCCEEDED if has_succeeded else LogId.HOOK_FAILED
+        log_id = LogId.HOOK_SUCCEEDED if result.outcome == "succeeded" else LogId.HOOK_FAILED
+        write_log = getattr(self._log, log_id.level)
         write_log(
             "on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail
         )

@@ -17,7 +17,6 @@ _MAX_LOGGED_AT_ONCE = 10
 _LOGGED_OF_MANY = 3
 # Number of records that wait until the journal can be written; more drop the oldest.
 _MAX_UNWRITTEN = 100
-_WARNING_KINDS = ("held", "without_slot", "hook_missing", "approval_needed", "approval_failed", "recovery_failed")
 # These kinds are logged for every event, because the VM is out of service meanwhile.
 _NEVER_MUTED = ("hook_missing", "recovery_failed")
 
@@ -48,9 +47,6 @@ class EventReporter:
                 self._report(transition.workflow, record, now)
 
     def _report(self, workflow: Workflow, record: Record, now: datetime) -> None:
-        is_bad = record.kind in _WARNING_KINDS or (
-            record.kind == "hook_finished" and record.outcome != "succeeded"
-        )
         fields = {
             "event_id": workflow.event.id,
             "type": workflow.event.type,
@@ -61,10 +57,12 @@ class EventReporter:
             fields["command"] = command(self._command_options, "approve", quoted(workflow.event.id))
         if record.hook:
             fields |= {"hook": record.hook, "stage": record.stage}
-        ended = LogId.HOOK_FAILED if is_bad else LogId.HOOK_SUCCEEDED
-        log_id = ended if record.kind == "hook_finished" else LogId[record.kind.upper()]
+        if record.kind == "hook_finished":
+            log_id = LogId.HOOK_SUCCEEDED if record.outcome == "succeeded" else LogId.HOOK_FAILED
+        else:
+            log_id = LogId[record.kind.upper()]
         if self.is_logged(workflow.id) or record.kind in _NEVER_MUTED:
-            write_log = self._log.warning if is_bad else self._log.info
+            write_log = getattr(self._log, log_id.level)
             write_log(
                 record.kind.replace("_", " "),
                 log_id=log_id,

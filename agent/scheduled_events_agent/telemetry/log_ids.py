@@ -9,14 +9,17 @@ from typing import Self
 
 
 class LogId(IntEnum):
-    """Number and meaning; records of an event have their kind's name here."""
+    """Number, level and meaning; records of an event have their kind's name here."""
 
+    level: str
+    """The level of its entries; the levels, divided by a comma, if they differ."""
     meaning: str
 
-    def __new__(cls, number: int, meaning: str) -> Self:
-        """Number and meaning are those in the table below."""
+    def __new__(cls, number: int, level: str, meaning: str) -> Self:
+        """Number, level and meaning are those in the table below."""
         member = int.__new__(cls, number)
         member._value_ = number
+        member.level = level
         member.meaning = meaning
         return member
 
@@ -25,71 +28,89 @@ class LogId(IntEnum):
         """The MESSAGE_ID of this id; empty if it has none."""
         return _MESSAGE_IDS.get(self, "")
 
-    AGENT_STARTED = 100, "The agent started."
-    AGENT_STOPPED = 101, "The agent stopped."
-    AGENT_STOPPING = 102, "The agent stops once the hooks that run have ended or their time is up."
-    AGENT_FAILED = 103, "The agent failed; the service's recovery actions start it again."
-    POLICY_REJECTED = 110, "The policy file was rejected: correct it, then reload or start again."
-    POLICY_RELOADED = 111, "The policy file was read again."
-    POLICY_WARNING = 112, "The policy file, or a file that it names, has a warning."
-    LOG_FILE_REJECTED = 113, "The log file is not written because others could change its directory."
-    PAGES_FAILED = 114, "The HTTP server cannot listen, or a change of agent.web_config was rejected."
-    PAGES_WORK = 115, "The HTTP server is listening, or the changed agent.web_config is in force."
-    SEEN = 200, "A scheduled event was seen."
-    DECIDED = 201, "The agent decided what to do about the event."
-    CHANGED = RENAMED = MISSING = 202, "The event changed."
-    STARTED = 203, "The event started."
-    GONE = 204, "The event is no longer in the document."
-    MANY_EVENTS = 205, "Very many events were seen at once: the log has only the first ones."
-    EXPIRED = 206, "A recommendation has expired: what was prepared for it is recovered."
-    PREPARING = PREPARED = WAITING = 210, "Preparation goes on, waits or is done."
-    HOOK_STARTED = 220, "A hook started."
-    HOOK_SUCCEEDED = 221, "A hook succeeded."
-    HOOK_FAILED = 222, "A hook failed or ran out of time."
-    HOOK_CANCELED = 223, "A hook was canceled."
+    AGENT_STARTED = 100, "info", "The agent started."
+    AGENT_STOPPED = 101, "info", "The agent stopped."
+    AGENT_STOPPING = 102, "info", "The agent stops once the hooks that run have ended or their time is up."
+    AGENT_FAILED = 103, "error", "The agent failed; the service's recovery actions start it again."
+    POLICY_REJECTED = 110, "error", "The policy file was rejected: correct it, then reload or start again."
+    POLICY_RELOADED = 111, "info", "The policy file was read again."
+    POLICY_WARNING = 112, "warning", "The policy file, or a file that it names, has a warning."
+    LOG_FILE_REJECTED = 113, "warning", "The log file is not written because others could change its directory."
+    PAGES_FAILED = 114, "error", "The HTTP server cannot listen, or a change of agent.web_config was rejected."
+    PAGES_WORK = 115, "info", "The HTTP server is listening, or the changed agent.web_config is in force."
+    SEEN = 200, "info", "A scheduled event was seen."
+    DECIDED = 201, "info", "The agent decided what to do about the event."
+    CHANGED = RENAMED = MISSING = 202, "info", "The event changed."
+    STARTED = 203, "info", "The event started."
+    GONE = 204, "info", "The event is no longer in the document."
+    MANY_EVENTS = 205, "warning", "Very many events were seen at once: the log has only the first ones."
+    EXPIRED = 206, "info", "A recommendation has expired: what was prepared for it is recovered."
+    PREPARING = PREPARED = WAITING = 210, "info", "Preparation goes on, waits or is done."
+    HOOK_STARTED = 220, "info", "A hook started."
+    HOOK_SUCCEEDED = 221, "info", "A hook succeeded."
+    HOOK_FAILED = 222, "warning", "A hook failed or ran out of time."
+    HOOK_CANCELED = 223, "info", "A hook was canceled."
     HOOK_CUT_SHORT = (
         224,
+        "warning",
         "A hook was cut short and runs again, or hooks that an earlier agent left running were ended.",
     )
-    HOOK_DELAYED = 225, "A hook that had to wait or was cut short starts now."
-    APPROVING = 230, "The approval is sent."
-    APPROVED = 231, "Azure has accepted the approval."
-    APPROVAL_FAILED = 232, "An approval failed; it is sent again."
-    HELD = 240, "The event is held: Azure waits until NotBefore, then starts it."
-    HOOK_MISSING = 241, "Recovery waits for a hook that is not in the policy: put it back."
-    OPERATOR = 242, "An operator made a request."
-    APPROVAL_NEEDED = 243, "The event waits for an operator's approval."
-    WITHOUT_SLOT = 244, "Preparation begins without a slot of the fleet."
-    RECOVERING = 250, "Recovery begins."
-    CLOSED = 251, "The event is over and what was prepared is recovered."
-    RECOVERY_FAILED = 252, "The event is over, but recovery failed: retry or resolve it."
-    RESTARTED = 260, "The agent restarted while the event was pending."
-    POLLING_FAILS = 300, "The metadata service does not answer."
-    POLLING_WORKS = 301, "The metadata service answers again."
-    VM_UNKNOWN = 302, "This VM's name is not known yet."
-    VM_KNOWN = 303, "This VM is known."
-    OTHER_VM = 304, "The state belongs to another VM and is not used."
-    API_VERSION = 305, "The api-version for recommendations is rejected, or answered again."
-    OTHER_AGENT = 306, "Another agent acts on this machine too: stop one of the two, or start it with --observe."
-    STATE_NOT_WRITTEN = 310, "The state file cannot be written: the agent does nothing until it can."
-    STATE_WRITTEN = 311, "The state file can be written again."
-    STATE_LOST = 312, "The state file is damaged, was removed or replaced, or could not be written at the end."
-    NO_RESERVE = 313, "The disk is nearly full: the state file cannot keep its reserve."
-    RESERVE = 314, "The state file has its reserve for a full disk again."
-    EVENT_BUG = 320, "An event could not be handled: a bug, which concerns this event only."
-    NOTIFICATIONS_FAIL = 330, "A service that is notified of events does not accept a notification."
-    NOTIFICATIONS_WORK = 331, "A service that is notified of events accepts notifications again."
-    NOTIFICATIONS_DROPPED = 332, "A notification is lost: rejected, too old, one too many, or without its target."
+    HOOK_DELAYED = 225, "info", "A hook that had to wait or was cut short starts now."
+    APPROVING = 230, "info", "The approval is sent."
+    APPROVED = 231, "info", "Azure has accepted the approval."
+    APPROVAL_FAILED = 232, "warning", "An approval failed; it is sent again."
+    HELD = 240, "warning", "The event is held: Azure waits until NotBefore, then starts it."
+    HOOK_MISSING = 241, "warning", "Recovery waits for a hook that is not in the policy: put it back."
+    OPERATOR = 242, "info", "An operator made a request."
+    APPROVAL_NEEDED = 243, "warning", "The event waits for an operator's approval."
+    WITHOUT_SLOT = 244, "warning", "Preparation begins without a slot of the fleet."
+    RECOVERING = 250, "info", "Recovery begins."
+    CLOSED = 251, "info", "The event is over and what was prepared is recovered."
+    RECOVERY_FAILED = 252, "warning", "The event is over, but recovery failed: retry or resolve it."
+    RESTARTED = 260, "info", "The agent restarted while the event was pending."
+    POLLING_FAILS = 300, "warning", "The metadata service does not answer."
+    POLLING_WORKS = 301, "info", "The metadata service answers again."
+    VM_UNKNOWN = 302, "warning", "This VM's name is not known yet."
+    VM_KNOWN = 303, "info", "This VM is known."
+    OTHER_VM = 304, "warning", "The state belongs to another VM and is not used."
+    API_VERSION = 305, "info, warning", "The api-version for recommendations is rejected, or answered again."
+    OTHER_AGENT = (
+        306,
+        "warning",
+        "Another agent acts on this machine too: stop one of the two, or start it with --observe.",
+    )
+    STATE_NOT_WRITTEN = 310, "warning", "The state file cannot be written: the agent does nothing until it can."
+    STATE_WRITTEN = 311, "info", "The state file can be written again."
+    STATE_LOST = (
+        312,
+        "error",
+        "The state file is damaged, was removed or replaced, or could not be written at the end.",
+    )
+    NO_RESERVE = 313, "warning", "The disk is nearly full: the state file cannot keep its reserve."
+    RESERVE = 314, "info", "The state file has its reserve for a full disk again."
+    EVENT_BUG = 320, "warning, error", "An event could not be handled: a bug, which concerns this event only."
+    NOTIFICATIONS_FAIL = 330, "warning", "A service that is notified of events does not accept a notification."
+    NOTIFICATIONS_WORK = 331, "info", "A service that is notified of events accepts notifications again."
+    NOTIFICATIONS_DROPPED = (
+        332,
+        "warning, error",
+        "A notification is lost: rejected, too old, one too many, or without its target.",
+    )
     FLEET_FAILS = (
         340,
+        "warning",
         "The fleet's table cannot be used: events wait, or begin without a slot, as the policy says.",
     )
-    FLEET_WORKS = 341, "The fleet's table can be used again."
-    FLEET_SAME_NAME = 342, "Another VM of the fleet uses the name of this one: events of this VM wait."
-    FLEET_MEMBERS = 343, "fleet.members does not match this VM: all VMs that an event names are waited for."
-    MACHINE_PAUSED = 400, "The machine was paused; the pause was measured."
-    OTHER_WARNING = 998, "Any other warning."
-    OTHER_ERROR = 999, "Any other error."
+    FLEET_WORKS = 341, "info", "The fleet's table can be used again."
+    FLEET_SAME_NAME = 342, "error", "Another VM of the fleet uses the name of this one: events of this VM wait."
+    FLEET_MEMBERS = (
+        343,
+        "error",
+        "fleet.members does not match this VM: all VMs that an event names are waited for.",
+    )
+    MACHINE_PAUSED = 400, "warning", "The machine was paused; the pause was measured."
+    OTHER_WARNING = 998, "warning", "Any other warning."
+    OTHER_ERROR = 999, "error", "Any other error."
 
 
 _MESSAGE_IDS = {
