@@ -95,7 +95,8 @@ def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, L
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes
         handle_signals(
             # SIGBREAK (Ctrl-Break) is Windows' alone, SIGHUP is Linux's alone
-            {"SIGINT": daemon.stop, "SIGTERM": daemon.stop, "SIGBREAK": daemon.stop, "SIGHUP": daemon.reload}
+            {"SIGINT": daemon.stop, "SIGTERM": daemon.stop, "SIGBREAK": daemon.stop, "SIGHUP": daemon.reload},
+            wake=daemon.wake,
         )
         daemon.run()
     if sys.stderr is not None:  # None if it was closed from the beginning
@@ -104,30 +105,27 @@ def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, L
     return 0
 
 
-def handle_signals(handlers: Mapping[str, Callable[[], None]]) -> None:
-    """Have a thread call the handler of each signal that comes, until the process ends. For the main thread.
+def handle_signals(handlers: Mapping[str, Callable[[], None]], wake: Callable[[], None]) -> None:
+    """Have the main thread call the handler of each signal that comes. Call it there.
 
-    ``handlers``: by the signal's name; a name that this system does not know is left out.
+    ``handlers``: by the signal's name; a name that this system does not know is left out. ``wake``: ends the main
+    thread's wait, and may be called from any thread.
 
-    Python runs its own handlers in the main thread, between two instructions. A signal that comes just before that
-    thread begins to wait, or that another thread gets, would be handled only after the wait.
+    Python calls handlers in the main thread between two instructions. If a signal comes just before that thread
+    begins to wait, or if another thread gets it, nothing ends the wait: so a thread does.
     """
-    handler_of = {
-        int(getattr(signal, name)): handler for name, handler in handlers.items() if hasattr(signal, name)
-    }
+    for name, handler in handlers.items():
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda *_, handler=handler: handler())
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
     signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)  # open as long as the process
-    for number in handler_of:
-        signal.signal(number, lambda *_: None)  # without a handler in Python the number is not sent
 
-    def call_handlers() -> None:
-        while True:
-            for number in receiving.recv(64):
-                if number in handler_of:
-                    handler_of[number]()
+    def wake_at_signals() -> None:
+        while receiving.recv(64):
+            wake()
 
-    threading.Thread(target=call_handlers, name="signals", daemon=True).start()
+    threading.Thread(target=wake_at_signals, name="signals", daemon=True).start()
 
 
 def _warn_of_other_agents() -> None:

@@ -15,7 +15,7 @@ approval or client can delay the engine's next cycle.
     pages       opens the web server, and retries until it is open (web/endpoints.py)
     web         answers from the published snapshot
     operators   wakes the engine for a request in the state file
-    signals     asks for a stop or a reload (cli/run.py)
+    signals     wakes the engine when a signal has come (cli/run.py)
     watchdog    ends the process if the engine finishes no cycle, or the poller hangs (watchdog.py)
 """
 
@@ -72,7 +72,7 @@ DEFAULT_STOP_TIMEOUT = 5.0
 
 
 class Daemon:
-    """The agent as a process. ``stop`` and ``reload`` may be called from any thread."""
+    """The agent as a process. Threads and signal handlers may call ``stop``, ``reload`` and ``wake``."""
 
     def __init__(
         self,
@@ -113,9 +113,7 @@ class Daemon:
             publish_fleet_requests=self._publish_fleet_requests,
             command_options=command_options,
         )
-        self._poller = Poller(
-            self._snapshot, self._put, self._metrics, partial(self._put, Command("check_requests"))
-        )
+        self._poller = Poller(self._snapshot, self._put, self._metrics, self.wake)
         self._identifier = IdentityResolver(self._snapshot, self._put, self._poller.stop_requested)
         self._inbox = Inbox(
             items, self._engine, self._executor, self._handle_command, is_sending=self._notifier.is_busy
@@ -174,6 +172,10 @@ class Daemon:
     def reload(self) -> None:
         """Read the policy file again. If it is bad, it is rejected and the old policy stays in force."""
         self._put(Command("reload"))
+
+    def wake(self) -> None:
+        """Have the engine run a cycle."""
+        self._put(Command("check_requests"))
 
     def run(self) -> None:
         """Work until ``stop`` is called. Blocks. Raises the error that ended a thread that must not end."""
@@ -235,7 +237,7 @@ class Daemon:
 
     def _wait_for_requests(self, wake_up: host.WakeUp) -> None:
         while wake_up.wait():
-            self._put(Command("check_requests"))
+            self.wake()
 
     def _reconfigure_fleet(self, settings: Settings) -> None:
         if self._fleet is not None:
