@@ -1,7 +1,8 @@
 """Prints a man page in roff: ``manual.py command|policy VERSION EPOCH``.
 
 That of the command is made from its own grammar, that of the policy file from the types that it is read into. Run
-by build.py, where the agent can be imported. What neither knows (files, environment) is in manual-sections.man.
+by build.py, where the agent can be imported. What neither knows (files, examples) is in manual-sections.man. The
+last section lists the documents by their titles.
 """  # noqa: INP001 - a script
 
 import argparse
@@ -15,6 +16,8 @@ from typing import Any
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.policy.schema import policy_schema
 
+_PAGES = Path(__file__).resolve().parents[1] / "docs"
+_DOCUMENTS = "/usr/share/doc/scheduled-events-agent/"  # where the packages install them
 _LEFT_ADJUSTED = ".ad l"  # long words, such as lists of choices, would tear holes into adjusted lines
 _POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at the start and at each reload. All
 of it may be left out. Durations are written 30s, 5m, 1h30m or 2d.
@@ -38,6 +41,7 @@ def page(version: str, epoch: int) -> Iterator[str]:
     for title, command, short in _commands(parser):
         yield from (f".SS {_text(title)}", _text(command.description or short), *_options(command, has_help=False))
     yield Path(__file__).with_name("manual-sections.man").read_text("utf-8").rstrip()
+    yield from (".PP", "In", rf".IR {_text(_DOCUMENTS)} :", ".sp", ".PD 0", *_documents(), ".PD")
 
 
 def policy_page(version: str, epoch: int) -> Iterator[str]:
@@ -55,7 +59,14 @@ def policy_page(version: str, epoch: int) -> Iterator[str]:
     yield from (".SH KEYS", *_keys(schema["properties"]))
     for key, section in schema["properties"].items():
         yield from _sections(key, section, schema["$defs"])
-    yield from (".SH SEE ALSO", r".BR scheduled\-events\-agent (8)")
+    yield from (".SH SEE ALSO", r".BR scheduled\-events\-agent (8),", rf".I {_text(_DOCUMENTS)}policy.md")
+
+
+def _documents() -> Iterator[str]:
+    """The pages that the packages install, and what each is about."""
+    for path in (*sorted(_PAGES.glob("*.md")), _PAGES / "cookbook/README.md"):
+        title = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+        yield from (".TP 22n", rf".I {_text(path.relative_to(_PAGES).as_posix())}", _text(title))
 
 
 def _sections(path: str, value: dict[str, Any], types: dict[str, Any]) -> Iterator[str]:
