@@ -36,7 +36,12 @@ from scheduled_events_agent.store import Store
 
 ANSWERS: dict[str, list[tuple[str, list[type]]]] = {
     "check": [("", [PolicyCheck]), ("absent.yaml", [PolicyCheck])],
-    "explain": [("", [Explanations]), ("document.json", [Explanations])],
+    "explain": [
+        ("", [Explanations]),
+        ("document.json", [Explanations]),
+        ("scenario.yaml", [Explanations]),
+        ("spot-eviction", [Explanations]),
+    ],
     "approve": [("E1", [OperatorResult])],
     "hold": [("E1", [OperatorResult])],
     "release": [("E1", [OperatorResult])],

@@ -20,6 +20,7 @@ from scheduled_events_agent.cli.config import find_config, load_policy, policy_f
 from scheduled_events_agent.daemon import policy_reader
 from scheduled_events_agent.hooks.durations import encode, record_run
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE, ConfigError
+from scheduled_events_agent.simulator import list_scenarios, load_scenario
 from scheduled_events_agent.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -631,6 +632,7 @@ def test_explain_as_json_has_the_content_of_the_text(run: Run, policy: str) -> N
             {"rule": "user-initiated", "reason": "source is Platform, not User"},
             {"rule": "short-freeze", "reason": "type is Preempt, not Freeze"},
         ],
+        "at": "2022-04-11T22:10:00Z",
         "begins_at": "2022-08-09T16:52:32Z",
         "begins_reason": "lead 15m",
         "needs_slot": False,
@@ -679,6 +681,247 @@ def test_explain_says_when_the_agent_only_observes(run: Run, tmp_path: Path) -> 
         "The agent's mode is observe: nothing of what follows would be done.\n"
         "No event is pending.\n"
     )
+
+
+AT = ("--at", "2026-01-05T12:00:00Z")
+SCENARIO = """\
+vms: [web_0, web_1]
+timeline:
+  - {at: 2s, event: {name: restart, type: Reboot, source: User, vms: web_0, notice: 10m}}
+  - {at: 3s, fault: {kind: stall}}
+  - {at: 1m, cancel: restart}
+  - {at: 2h, event: {type: Freeze, vms: [web_0, web_1], notice: 20m, duration: 30s, id: A}}
+"""
+
+
+def test_explain_of_a_scenario_shows_each_event_at_the_time_when_it_is_announced(
+    run: Run, policy: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "with blank.yaml"
+    path.write_text(SCENARIO, encoding="utf-8")
+    expected = """\
+rehearsal: no agent was asked
+This VM: web_0. Time: 2026-01-05 12:00:00Z.
+
+Reboot 00000000-0000-0000-0000-000000000001: not before 10m 0s from now (12:10:02Z)
+  time     12:00:02Z, 2s after the scenario began
+  event    Scheduled, from User, for an unknown time, \
+"Virtual machine is going to be restarted as requested by authorized user."
+  names    this VM only
+  rule     rule user-initiated matches it: affects self, source User
+  approve  at once
+
+Freeze A: not before 20m 0s from now (14:20:00Z)
+  time     14:00:00Z, 2h after the scenario began
+  event    Scheduled, from Platform, for about 30s, \
+"Virtual machine is being paused because of a memory-preserving Live Migration operation."
+  names    this VM and 1 other: web_0, web_1
+  rule     not user-initiated: source is Platform, not User
+           not short-freeze: duration is 30s, not below 9s
+           rule impactful matches it: affects shared, type Freeze
+  begins   at 14:05:00Z (lead 15m)
+  prepare  not ready for 5s, then run drain, checkpoint, until 14:19:55Z at the latest
+  approve  not approved: it names other VMs too (web_0, web_1) and shared is hold
+  recover  once it is over: run resume
+"""
+    assert run("explain", str(path), "--config", policy, *AT) == (0, expected, "")
+    assert run("explain", "with blank.yaml", "--config", policy, *AT) == (0, expected, "")
+
+
+@pytest.mark.parametrize("name", list_scenarios())
+def test_explain_knows_every_shipped_scenario_and_says_the_same_each_time(
+    run: Run, policy: str, name: str
+) -> None:
+    code, out, err = run("explain", name, "--config", policy, "--json", *AT)
+    assert (code, err) == (0, "")
+    assert run("explain", name, "--config", policy, "--json", *AT)[1] == out
+    report = json.loads(out)
+    assert (report["source"], report["received_at"], report["at"]) == ("scenario", None, "2026-01-05T12:00:00Z")
+    scenario = load_scenario(name)
+    assert report["vm"]["names"] == [scenario.vms[0]]
+    began_at = datetime(2026, 1, 5, 12, tzinfo=UTC)
+    planned = [
+        (began_at + timedelta(seconds=step.at), step.event.type) for step in scenario.timeline if step.event
+    ]
+    found = [(datetime.fromisoformat(one["at"]), one["event"]["type"]) for one in report["events"]]
+    assert found == sorted(planned)
+
+
+def test_explain_of_a_scenario_begins_now_without_a_time(run: Run, policy: str) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    report = json.loads(run("explain", "spot-eviction", "--config", policy, "--json")[1])
+    at = datetime.fromisoformat(report["at"])
+    assert before <= at <= datetime.now(UTC)
+    assert at.microsecond == 0
+    assert datetime.fromisoformat(report["events"][0]["at"]) == at + timedelta(seconds=2)
+
+
+def test_a_file_that_is_called_like_a_scenario_is_a_document(run: Run, policy: str, tmp_path: Path) -> None:
+    def source() -> str:
+        found: str = json.loads(run("explain", "spot-eviction", "--config", policy, "--json")[1])["source"]
+        return found
+
+    file = tmp_path / "spot-eviction"
+    file.mkdir()
+    assert source() == "scenario"
+    file.rmdir()
+    file.write_bytes((PAYLOADS / "02-reboot-user-scheduled.json").read_bytes())
+    assert source() == "file"
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "affects"),
+    [
+        ("", ["web_0"], ["self", "others"]),
+        ("--vm WEB_1", ["WEB_1"], ["others", "self"]),
+        ("--vm db_0", ["db_0"], ["others", "others"]),
+        ("--vm mine", ["mine"], ["self", "others"]),
+        ("--config named.yaml", ["web_1", "x"], ["others", "self"]),
+        ("--config named.yaml --vm web_0", ["web_0", "x"], ["self", "others"]),
+    ],
+)
+def test_explain_of_a_scenario_is_for_its_first_vm_or_the_one_that_is_named(
+    run: Run, tmp_path: Path, words: str, names: list[str], affects: list[str]
+) -> None:
+    (tmp_path / "s.yaml").write_text(
+        """\
+vms: [web_0, web_1]
+others: [db_0]
+timeline:
+  - {at: 0s, event: {type: Reboot, vms: web_0}}
+  - {at: 1s, event: {type: Reboot, vms: web_1}}
+"""
+    )
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "named.yaml").write_text("vm: {name: web_1, aliases: [x]}")
+    report = json.loads(run("explain", "s.yaml", "--json", "--config", "empty.yaml", *words.split())[1])
+    assert report["vm"]["names"] == names
+    assert [event["decision"]["affects"] for event in report["events"]] == affects
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("auto", ["User", "User"]), ("2019-04-01", ["", ""]), ("2017-08-01", [""])],
+)
+def test_explain_of_a_scenario_shows_what_the_api_version_of_the_policy_has(
+    run: Run, tmp_path: Path, version: str, expected: list[str]
+) -> None:
+    (tmp_path / "s.yaml").write_text(
+        "timeline: [{at: 1s, event: {type: Reboot, source: User}}, {at: 2s, event: {type: Preempt, source: User}}]"
+    )
+    (tmp_path / "p.yaml").write_text(f"imds: {{api_version: {version}}}")
+    report = json.loads(run("explain", "s.yaml", "--config", "p.yaml", "--json")[1])
+    assert [event["event"]["source"] for event in report["events"]] == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "text", "error"),
+    [
+        (
+            "spot-evicton",
+            "",
+            (
+                "scheduled-events-agent: spot-evicton: there is no such file, and no scenario is called "
+                '"spot-evicton": perhaps "spot-eviction" is meant; a scenario of your own is given by its path, '
+                "ending in .yaml"
+            ),
+        ),
+        (
+            "absent.yaml",
+            "",
+            "scheduled-events-agent: scenario absent.yaml: cannot be read: No such file or directory",
+        ),
+        ("absent.json", "", "scheduled-events-agent: absent.json: cannot be read: No such file or directory"),
+        ("x" * 300, "", f"scheduled-events-agent: {'x' * 300}: cannot be read: File name too long"),
+        (
+            "s.yml",
+            "timeline: [{at: 1s, fault: {kind: stall}}]",
+            "scheduled-events-agent: s.yml: the scenario announces no event",
+        ),
+        (
+            "s.yaml",
+            "timeline: [{at: 1s, event: {type: Preempt}}]\n# with imds.api_version 2017-03-01",
+            "scheduled-events-agent: s.yaml: the scenario announces no event in api-version 2017-03-01",
+        ),
+        (
+            "s.yaml",
+            "rules: []",
+            (
+                's.yaml:1: unknown key "rules"; known here: vms, others, vm_ids, scale_set, incarnation, '
+                "incarnation_step, timeline, ends\n"
+                "s.yaml: a .yaml file is read as a scenario; a policy is given with --config"
+            ),
+        ),
+    ],
+)
+@pytest.mark.skipif(os.name != "posix", reason="the system's own texts are those of Linux")
+def test_explain_says_what_is_wrong_with_a_scenario(
+    run: Run, tmp_path: Path, argument: str, text: str, error: str
+) -> None:
+    if text:
+        (tmp_path / argument).write_text(text)
+    (tmp_path / "p.yaml").write_text("imds: {api_version: 2017-03-01}" if "2017-03-01" in text else "")
+    assert run("explain", argument, "--config", "p.yaml") == (2, "", f"{error}\n")
+
+
+def test_the_suffix_of_a_scenario_is_that_of_yaml_in_any_case(run: Run, policy: str, tmp_path: Path) -> None:
+    for name in ("a.YAML", "b.Yml", "c.yaml"):
+        path = tmp_path / name
+        path.write_text("timeline: [{at: 1s, event: {type: Reboot}}]")
+        for argument in (name, str(path)):
+            code, out, _ = run("explain", argument, "--config", policy)
+            assert (code, out.count("Reboot 0000")) == (0, 1)
+
+
+@pytest.mark.parametrize("place", ["/srv/", "D:\\\\"])
+def test_explain_of_a_scenario_is_the_same_on_every_machine(run: Run, tmp_path: Path, place: str) -> None:
+    policy = tmp_path / "p.yaml"
+    policy.write_text(f'agent: {{state_dir: "{place}state"}}\nrules: [{{name: all, approve: manual}}]')
+    code, out, err = run("explain", "spot-eviction", "--config", str(policy), *AT)
+    assert (code, err) == (0, "")
+    assert out.endswith(
+        "approve  when an operator says so: scheduled-events-agent approve 00000000-0000-0000-0000-000000000001\n"
+    )
+
+
+def test_explain_of_a_scenario_counts_on_the_time_that_hooks_took_here(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        f"agent: {{state_dir: '{tmp_path.as_posix()}'}}\n"
+        "rules: [{name: all, prepare: [drain], recover: [drain], approve: manual}]\n"
+        "hooks: {drain: {run: [/bin/true], timeout: 2m}}\n"
+    )
+
+    def begins_at() -> str:
+        (event,) = json.loads(run("explain", "platform-reboot", "--config", str(path), "--json", *AT)[1])["events"]
+        found: str = event["begins_at"]
+        return found
+
+    by_its_limit = begins_at()
+    store = Store.open(tmp_path, datetime.now(UTC))
+    hook = load_policy(path).settings.hooks["drain"]
+    store.set_meta({"hook_times": encode(record_run({}, "drain", hook, "succeeded", 20.0))})
+    store.close()
+    assert "2026-01-05T12:10:00Z" < by_its_limit < begins_at() < "2026-01-05T12:15:00Z"
+
+
+@pytest.mark.parametrize("time", ["1969-12-31T23:59:59Z", "2900-01-01T00:00:00Z", "9999-12-31T23:59:59Z"])
+def test_a_time_beyond_the_calendar_is_wrong_usage(
+    run: Run, policy: str, capsys: pytest.CaptureFixture[str], time: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("explain", "spot-eviction", "--config", policy, "--at", time)
+    assert caught.value.code == 2
+    assert f"--at: expected a year from 1970 to 2899; got '{time}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time", ["1970-01-01T00:00:00Z", "2899-12-31T23:59:59Z"])
+def test_the_longest_scenario_fits_into_the_calendar(run: Run, policy: str, tmp_path: Path, time: str) -> None:
+    event = "{type: Reboot, notice: 3650d, lasts: 3650d}"
+    (tmp_path / "s.yaml").write_text(f"timeline: [{{at: 0s, event: {event}}}, {{at: 3650d, event: {event}}}]")
+    code, out, err = run("explain", "s.yaml", "--config", policy, "--at", time)
+    assert (code, err) == (0, "")
+    assert out.count("Reboot 0000") == 2
 
 
 def test_explain_of_a_missing_file_is_wrong_usage(run: Run) -> None:

@@ -266,6 +266,19 @@ def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them(tmp_path:
         assert is_with_http or slow & loaded == set()
 
 
+def test_explain_loads_the_simulator_only_for_a_scenario(tmp_path: Path) -> None:
+    (tmp_path / "document.json").write_text('{"DocumentIncarnation": 1, "Events": []}')
+    (tmp_path / "policy.yaml").write_text("")
+    command = [sys.executable, "-X", "importtime", "-m", "scheduled_events_agent", "explain"]
+    for what, has_simulator in (("document.json", False), ("spot-eviction", True)):
+        words = [*command, what, "--config", "policy.yaml"]
+        told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+        loaded = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+        assert "scheduled_events_agent.workflow" in loaded
+        assert any(is_in(name, {"scheduled_events_agent.simulator"}) for name in loaded) == has_simulator
+        assert "httpx" not in loaded
+
+
 MAIN_LOOP = {"scheduled_events_agent/daemon/daemon.py", "scheduled_events_agent/daemon/inbox.py"}
 
 

@@ -170,7 +170,7 @@ def test_an_unknown_scenario_is_reported_with_the_nearest_known_one() -> None:
         load_scenario("platform-rebot")
     assert str(caught.value) == (
         'no scenario is called "platform-rebot": perhaps "platform-reboot" is meant; '
-        "a file of your own is given by its path, ending in .yaml"
+        "a scenario of your own is given by its path, ending in .yaml"
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from scheduled_events_agent.simulator import list_scenarios, load_scenario, parse_scenario
 from scheduled_events_agent.simulator.azure import EVENTS_VERSIONS, Azure, EventType, Plan, SimulatorError
+from scheduled_events_agent.simulator.service import Service, announcements
 
 NOON = 1_782_648_000.0  # Sun, 28 Jun 2026 12:00:00 GMT
 LATEST = EVENTS_VERSIONS[-1]
@@ -322,3 +324,56 @@ def test_an_id_can_be_used_only_once() -> None:
 
     with pytest.raises(SimulatorError, match=r"^there has been an event ABC before; give another id$"):
         azure.schedule(NOON, plan(id="ABC"))
+
+
+# --- what a scenario announces
+
+
+@pytest.mark.parametrize("version", EVENTS_VERSIONS)
+@pytest.mark.parametrize("name", list_scenarios())
+def test_a_scenario_announces_what_its_documents_show_for_the_first_time(name: str, version: str) -> None:
+    scenario = load_scenario(name)
+    numbers = itertools.count(1)
+    service = Service(
+        (),
+        (),
+        scenario,
+        speed=1.0,
+        rate_limit=None,
+        shutdown_delay_seconds=0.0,
+        new_id=lambda: f"00000000-0000-0000-0000-{next(numbers):012x}",
+    )
+    service.begin(NOON)
+    shown: dict[str, tuple[float, dict[str, Any]]] = {}
+    while not service.has_ended:
+        now = service.next_due()
+        service.advance(now)
+        for event in json.loads(service.azure.document(version))["Events"]:
+            first_id = service.azure.event(event["EventId"]).ids[0]
+            shown.setdefault(first_id, (now, event))
+
+    found = announcements(scenario, NOON, version)
+    assert [(at.timestamp(), json.loads(body)) for at, body in found] == [*shown.values()]
+
+
+def test_an_event_is_announced_once_and_a_hidden_one_never() -> None:
+    scenario = parse_scenario(
+        """
+        timeline:
+          - {at: 1s, event: {type: Reboot, begins_started: true, new_id_at_start: true, id: A}}
+          - {at: 2s, event: {type: Reboot, notice: 5s, new_id_at_start: true, id: B}}
+          - {at: 3s, event: {type: Freeze, begins_started: true, shows_started: false, id: C}}
+          - {at: 4s, event: {type: SpotRebalanceRecommendation, begins_started: true, id: D}}
+          - {at: 8s, event: {type: Terminate, id: E, lasts: null}}
+          - {at: 9s, event: {type: Terminate, id: F}}
+        ends: 8s
+        """,
+        "mine.yaml",
+    )
+    events = [json.loads(body) for _, body in announcements(scenario, NOON, LATEST)]
+    assert [(event["EventId"], event["EventStatus"]) for event in events] == [
+        ("00000000-0000-0000-0000-000000000001", "Started"),
+        ("B", "Scheduled"),
+        ("D", "Scheduled"),
+        ("E", "Scheduled"),
+    ]

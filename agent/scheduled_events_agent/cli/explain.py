@@ -5,6 +5,7 @@ state in the agent. So ``explain`` shows what ``run`` does.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,6 +27,7 @@ from scheduled_events_agent.hooks.durations import KnownTimes, decode, estimate_
 from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
 from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import (
+    REBALANCE_VERSION,
     ApiVersion,
     Document,
     ScheduledEvent,
@@ -36,9 +38,9 @@ from scheduled_events_agent.imds.document import (
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations, rejected_rules
 from scheduled_events_agent.policy.durations import format_duration, parse_time
-from scheduled_events_agent.policy.load import LoadedPolicy
+from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
+from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
 from scheduled_events_agent.status.actions import command, quoted
 from scheduled_events_agent.status.attention import NO_AGENT
 from scheduled_events_agent.status.messages import activity, format_clock, wait_message
@@ -70,6 +72,9 @@ if TYPE_CHECKING:
     from scheduled_events_agent.imds.client import ImdsClient
 
 _STAGES: tuple[Stage, ...] = ("prepare", "on_start", "recover")
+# Within these years, a scenario's times are dates on every system.
+_YEARS = range(1970, 2900)
+_REHEARSAL = "rehearsal: no agent was asked"
 
 
 class RejectedRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +97,8 @@ class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The plan for one event if every hook succeeds at once, and the reasons."""
 
+    at: datetime
+    """The time that was assumed: of a scenario, when it announces the event."""
     event: ScheduledEvent
     workflow: WorkflowView | None
     """The agent's workflow of the event; None if it does not follow the event, or was not asked."""
@@ -117,11 +124,11 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
-    """The time that was assumed."""
-    source: Literal["endpoint", "agent", "file"]
+    """The time that was assumed: of a scenario, its beginning."""
+    source: Literal["endpoint", "agent", "file", "scenario"]
     """Where the events are from."""
     received_at: datetime | None
-    """When the service answered; None for a file."""
+    """When the service answered; None for a file and a scenario."""
     incarnation: str
     vm: Vm
     mode: Literal["act", "observe"]
@@ -131,24 +138,31 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``explain``."""
     parser.description = (
-        "Shows what is done about the events of a document, and why. Without DOCUMENT it asks the metadata "
-        "service and the agent, and shows what this agent does. With DOCUMENT, --vm or --at it asks no agent, and "
-        "shows what an agent would do that sees the events for the first time. Exit code 1: neither answers."
+        "Shows what is done about the events of a document or a scenario, and why. Without DOCUMENT it asks the "
+        "metadata service and the agent, and shows what this agent does. With DOCUMENT, --vm or --at it asks no "
+        "agent, and shows what an agent would do that sees the events for the first time. Exit code 1: neither "
+        "answers."
     )
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "document",
         nargs="?",
         metavar="DOCUMENT",
-        help="a file with a document or a single event; - for standard input (default: ask the metadata service)",
+        help="a file with a document or a single event, - for standard input; or a scenario: a .yaml file, or the "
+        "name of a shipped one, as simulate --list shows them (default: ask the metadata service)",
     )
     either.add_argument("--raw", action="store_true", help="print only the metadata service's answer, unchanged")
-    parser.add_argument("--vm", metavar="NAME", help="this VM's name in Resources (default: vm.name, or ask)")
+    parser.add_argument(
+        "--vm",
+        metavar="NAME",
+        help="this VM's name in Resources; if a scenario has no such VM, its first one gets the name (default: "
+        "vm.name; else ask, or the scenario's first VM)",
+    )
     parser.add_argument(
         "--at",
         metavar="TIME",
         type=_time,
-        help="assume this time, such as 2022-04-11T22:12:00Z (default: now)",
+        help="assume this time, such as 2022-04-11T22:12:00Z; a scenario begins then (default: now)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_state_options(parser)
@@ -157,9 +171,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _time(text: str) -> datetime:
     try:
-        return parse_time(text)
+        time = parse_time(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if time.year not in _YEARS:
+        raise argparse.ArgumentTypeError(f"expected a year from {_YEARS[0]} to {_YEARS[-1]}; got {text!r}")
+    return time
 
 
 # --- one event
@@ -256,6 +273,7 @@ def _explain(event: ScheduledEvent, known: WorkflowView | None, assumed: _Assume
     facts = MatchContext(names=assumed.names, not_before_seen_at=forecast.workflow.not_before_seen_at)
     above = rejected_rules(assumed.settings.rules, decision.rule, event, facts) if assumed.is_same_policy else []
     return Explanation(
+        at=now,
         event=event,
         workflow=known,
         decision=decision,
@@ -355,11 +373,23 @@ def _approval(forecast: _Forecast, assumed: _Assumed) -> ExpectedApproval:
 # --- what is asked
 
 
+class _FoundEvent(NamedTuple):
+    """An event, and when it is explained."""
+
+    event: ScheduledEvent
+    at: datetime
+    """The time to assume."""
+    workflow: WorkflowView | None = None
+    """The agent's workflow of it."""
+
+
 class _Found(NamedTuple):
     """The events, and where they are from."""
 
-    events: tuple[tuple[ScheduledEvent, WorkflowView | None], ...]
-    source: Literal["endpoint", "agent", "file"]
+    at: datetime
+    """The time to assume."""
+    events: tuple[_FoundEvent, ...]
+    source: Literal["endpoint", "agent", "file", "scenario"]
     received_at: datetime | None
     incarnation: str
     name: str
@@ -405,8 +435,47 @@ def _load_file(arguments: argparse.Namespace, settings: Settings, state_dir: Pat
         source = "endpoint"
         received_at = datetime.now(UTC)
         name = name or client.fetch_identity().name
-    events = tuple([(event, None) for event in document.events])
-    return _Found(events, source, received_at, document.incarnation, name, ("rehearsal: no agent was asked",))
+    at = arguments.at or datetime.now(UTC)
+    events = tuple([_FoundEvent(event, at) for event in document.events])
+    return _Found(at, events, source, received_at, document.incarnation, name, (_REHEARSAL,))
+
+
+def _is_scenario(argument: str) -> bool:
+    """Whether DOCUMENT is a scenario: a .yaml file, or a name that no file here has."""
+    is_name = re.fullmatch(r"\w[\w-]{0,99}", argument) is not None
+    return _has_yaml(argument) or (is_name and not Path(argument).is_file())
+
+
+def _has_yaml(path: str) -> bool:
+    return Path(path).suffix.lower() in (".yaml", ".yml")
+
+
+def _load_scenario(arguments: argparse.Namespace, settings: Settings) -> _Found:
+    """The events that a scenario announces, each at its time. Raises AgentError."""
+    from scheduled_events_agent.simulator import SimulatorError, load_scenario, rename_vms  # noqa: PLC0415  # 30 ms
+    from scheduled_events_agent.simulator.service import announcements  # noqa: PLC0415  # as above
+
+    argument: str = arguments.document
+    try:
+        scenario = load_scenario(argument)
+    except SimulatorError as error:
+        if error.kind == "config":
+            hint = f"{argument}: a .yaml file is read as a scenario; a policy is given with --config"
+            raise AgentError(f"{error}\n{hint}", kind="config") from error
+        if _has_yaml(argument):
+            raise
+        raise AgentError(f"{argument}: there is no such file, and {error}", kind=error.kind) from error
+    name = arguments.vm or settings.vm.name or scenario.vms[0]
+    if normalized_names([name]).isdisjoint(normalized_names([*scenario.vms, *scenario.others])):
+        scenario = rename_vms(scenario, (name,))
+    version = settings.imds.api_version
+    began_at = (arguments.at or datetime.now(UTC)).replace(microsecond=0)
+    announced = announcements(scenario, began_at.timestamp(), REBALANCE_VERSION if version == "auto" else version)
+    events = tuple([_FoundEvent(parse_event(body), at) for at, body in announced])
+    if not events:
+        seen = "" if version == "auto" else f" in api-version {version}"
+        raise AgentError(f"{argument}: the scenario announces no event{seen}", kind="usage")
+    return _Found(began_at, events, "scenario", None, "", name, (_REHEARSAL,))
 
 
 def _ask_agent(state_dir: Path, options: CommandOptions) -> tuple[Status | None, str]:
@@ -436,17 +505,22 @@ def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found
         if absence or status is None:
             raise AgentError(f"{error}; and {absence}", kind=error.kind) from error
         line = f"the metadata service gives no document: {error}; these are the events that the agent knows"
-        known = tuple([(workflow.event, workflow) for workflow in status.pending])
-        return _Found(known, "agent", status.last_poll_at, status.incarnation or "", name, (line,))
+        now = datetime.now(UTC)
+        known = tuple([_FoundEvent(workflow.event, now, workflow) for workflow in status.pending])
+        return _Found(now, known, "agent", status.last_poll_at, status.incarnation or "", name, (line,))
     workflows = {one.event.key: one for one in status.pending if not one.is_over} if status is not None else {}
     lines = (f"{absence}; this is what an agent started now would do",) if absence else ()
-    events = tuple([(event, workflows.get(event.key)) for event in document.events])
-    return _Found(events, "endpoint", received_at, document.incarnation, name, lines)
+    now = datetime.now(UTC)
+    events = tuple([_FoundEvent(event, now, workflows.get(event.key)) for event in document.events])
+    return _Found(now, events, "endpoint", received_at, document.incarnation, name, lines)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     loaded = load_policy(find_config(arguments.config))
     settings = loaded.settings
+    if arguments.document is not None and _is_scenario(arguments.document):
+        # No agent has these events, so a command that names one is shown without the paths of this machine.
+        return _show(arguments, loaded, _load_scenario(arguments, settings), None, NO_OPTIONS)
     state_dir = state_dir_of(settings, arguments.state_dir)
     if arguments.raw:
         body, _ = fetch_document(settings, is_first=find_agent(state_dir) is None)
@@ -459,9 +533,19 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         status, absence = _ask_agent(state_dir, options)
         found = _ask_both(settings, status, absence)
+    return _show(arguments, loaded, found, status, options)
+
+
+def _show(
+    arguments: argparse.Namespace,
+    loaded: LoadedPolicy,
+    found: _Found,
+    status: Status | None,
+    options: CommandOptions,
+) -> int:
     assumed = _assume(arguments, loaded, found, status, options)
-    explanations = tuple([_explain(event, known, assumed) for event, known in found.events])
-    mode = status.mode if status is not None and status.mode is not None else settings.agent.mode
+    explanations = tuple([_explain(one.event, one.workflow, assumed._replace(now=one.at)) for one in found.events])
+    mode = status.mode if status is not None and status.mode is not None else loaded.settings.agent.mode
     if arguments.json:
         print_json(
             Explanations(
@@ -481,7 +565,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for explanation in explanations:
         event = explanation.event
         is_over = explanation.workflow is not None and explanation.workflow.is_over
-        print("", *terminal.line(head(event, event.id, assumed.now, is_over=is_over), "bold"), sep="\n")
+        print("", *terminal.line(head(event, event.id, explanation.at, is_over=is_over), "bold"), sep="\n")
         print(*terminal.rows(_rows(explanation, status, assumed)), sep="\n")
     return 0
 
@@ -494,7 +578,7 @@ def _assume(
     options: CommandOptions,
 ) -> _Assumed:
     settings = loaded.settings
-    name = found.name or next((event.resources[0] for event, _ in found.events if event.resources), "")
+    name = found.name or next((one.event.resources[0] for one in found.events if one.event.resources), "")
     names = tuple(filter(None, (name, *settings.vm.aliases)))
     has_agent = status is not None and status.source == "agent"
     is_same_policy = True
@@ -505,20 +589,20 @@ def _assume(
     return _Assumed(
         settings=settings,
         names=names,
-        now=arguments.at or datetime.now(UTC),
-        known_times=_load_known_times(state_dir_of(settings, arguments.state_dir)),
+        now=found.at,
+        known_times=_load_known_times(settings, arguments.state_dir),
         options=options,
         has_agent=has_agent,
         is_same_policy=is_same_policy,
     )
 
 
-def _load_known_times(state_dir: Path) -> KnownTimes:
+def _load_known_times(settings: Settings, state_option: str | None) -> KnownTimes:
     """Times of hooks that the agent of this machine has stored; nothing if they cannot be read."""
     try:
-        with closing(Store.open_readonly(state_dir)) as store:
+        with closing(Store.open_readonly(state_dir_of(settings, state_option))) as store:
             return decode(store.get_meta("hook_times"))
-    except StoreError:
+    except (ConfigError, StoreError):  # a policy of the other system can be explained too
         return {}
 
 
@@ -573,7 +657,10 @@ def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
 def _rows(explanation: Explanation, status: Status | None, assumed: _Assumed) -> Iterator[Row]:
     event = explanation.event
     decision = explanation.decision
-    now = assumed.now
+    now = explanation.at
+    if now != assumed.now:
+        seconds = (now - assumed.now).total_seconds()
+        yield Row("time", f"{format_clock(now, assumed.now)}, {format_duration(seconds)} after the scenario began")
     yield from event_rows(event, decision.affects)
     label = "rule"
     for passed in explanation.rejected_rules:

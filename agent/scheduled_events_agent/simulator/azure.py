@@ -389,6 +389,11 @@ class Azure:
         return key
 
 
+def event_json(event: SimulatedEvent, version: str) -> bytes | None:
+    """The event as an object of a document in this api-version; None if that does not show it."""
+    return json.dumps(_shown(event, version)).encode() if _is_shown(event, version) else None
+
+
 def _description(plan: Plan) -> str:
     return _DESCRIPTIONS.get((plan.type, plan.source), "")
 

@@ -84,7 +84,7 @@ def parse_scenario(text: str | bytes, name: str) -> Scenario:
 def load_scenario(name: str) -> Scenario:
     """The scenario of a file, or the shipped one of that name."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+    if path.suffix.lower() in (".yaml", ".yml") or len(path.parts) > 1:
         return parse_scenario(read_file(name, "scenario", _MAX_FILE_BYTES), name)
     names = tuple(list_scenarios())
     if name in names:
@@ -93,7 +93,7 @@ def load_scenario(name: str) -> Scenario:
     guess = nearest(name, names)
     hint = f'perhaps "{guess}" is meant' if guess else f"there are {', '.join(names)}"
     raise SimulatorError(
-        f'no scenario is called "{name}": {hint}; a file of your own is given by its path, ending in .yaml',
+        f'no scenario is called "{name}": {hint}; a scenario of your own is given by its path, ending in .yaml',
         kind="usage",
     )
 

@@ -6,13 +6,16 @@ Invariant: everything that is due is done before a request is answered.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from functools import partial
-from uuid import uuid4
+from itertools import count
+from typing import NamedTuple
+from uuid import UUID, uuid4
 
 import msgspec
 
-from scheduled_events_agent.simulator.azure import Azure, SimulatedEvent, SimulatorError
+from scheduled_events_agent.simulator.azure import Azure, SimulatedEvent, SimulatorError, event_json
 from scheduled_events_agent.simulator.faults import Fault, FaultQueue, faulty_response
 from scheduled_events_agent.simulator.protocol import (
     Answer,
@@ -30,6 +33,10 @@ PORTAL = "the portal"
 """``approved_by`` of an event that none of its VMs approved."""
 
 
+def _new_id() -> str:
+    return str(uuid4()).upper()
+
+
 class Service:
     """The state of the simulated service. Not safe for several threads at once; its owner holds a lock."""
 
@@ -42,6 +49,7 @@ class Service:
         speed: float,
         rate_limit: int | None,
         shutdown_delay_seconds: float,
+        new_id: Callable[[], str] = _new_id,
     ) -> None:
         """``shutdown_delay_seconds``: real time from the last thing to happen to the end; infinite: no end."""
         self.vms = _machines(vms, scenario)
@@ -58,10 +66,10 @@ class Service:
         self._agenda: deque[tuple[float, Callable[[float], object]]] = deque()  # what to do when
         plan = scenario if isinstance(scenario, Scenario) else Scenario()
         self._planned = {step.event.name for step in plan.timeline if step.event and step.event.name}
-        self._replay = Replay(self.vms, new_id=_new_id) if isinstance(scenario, Recording) else None
+        self._replay = Replay(self.vms, new_id=new_id) if isinstance(scenario, Recording) else None
         self.azure = self._replay or Azure(
             (*self.vms, *others, *plan.others),
-            new_id=_new_id,
+            new_id=new_id,
             incarnation=plan.incarnation,
             incarnation_step=plan.incarnation_step,
             speed=speed,
@@ -218,6 +226,43 @@ class Service:
             self.azure.log("fault", now, vm=name, text=text)
 
 
+class Announcement(NamedTuple):
+    """An event at the moment when a scenario announces it."""
+
+    at: datetime
+    event: bytes
+    """The event as an object of a document."""
+
+
+def announcements(scenario: Scenario, began_at: float, version: str) -> Iterator[Announcement]:
+    """Every event of a scenario that documents of this api-version show, if no client approves any.
+
+    An event that begins as Started is announced by its start. Faults have no effect. The ids of the events are the
+    same each time.
+    """
+    numbers = count(1)
+    service = Service(
+        (),
+        (),
+        scenario,
+        speed=1.0,
+        rate_limit=None,
+        shutdown_delay_seconds=0.0,
+        new_id=lambda: str(UUID(int=next(numbers))),
+    )
+    service.begin(began_at)
+    while not service.has_ended:
+        service.advance(service.next_due())
+    for entry in service.azure.history:
+        event = entry.event
+        if event is None:
+            continue
+        is_announced = entry.kind == "scheduled" or (entry.kind == "started" and event.plan.begins_started)
+        body = event_json(event, version)
+        if is_announced and body is not None:
+            yield Announcement(entry.at, body)
+
+
 def _machines(
     vms: Sequence[str | VirtualMachine], scenario: Scenario | Recording | None
 ) -> dict[str, VirtualMachine]:
@@ -233,7 +278,3 @@ def _machines(
     if len(by_name) < len(machines):
         raise SimulatorError("two VMs have the same name", kind="usage")
     return by_name
-
-
-def _new_id() -> str:
-    return str(uuid4()).upper()
