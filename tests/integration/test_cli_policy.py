@@ -3,6 +3,9 @@
 import io
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -903,6 +906,48 @@ def test_explain_of_a_scenario_counts_on_the_time_that_hooks_took_here(run: Run,
     store.set_meta({"hook_times": encode(record_run({}, "drain", hook, "succeeded", 20.0))})
     store.close()
     assert "2026-01-05T12:10:00Z" < by_its_limit < begins_at() < "2026-01-05T12:15:00Z"
+
+
+@pytest.mark.skipif(os.name != "posix" or shutil.which("git") is None, reason="needs sh and git")
+def test_the_pipeline_of_the_reference_fails_on_plans_that_are_not_those_of_the_policy(tmp_path: Path) -> None:
+    (pipeline,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/policy.md").read_text("utf-8"), re.DOTALL)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "agent"),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_SYSTEM": os.devnull,
+    }
+
+    def sh(script: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["sh", "-ec", script],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    code, out = sh(f"git init --quiet\n{pipeline}")
+    assert code == 0, out
+    plans = {path.name for path in (tmp_path / "plans").iterdir()}
+    assert plans == {f"{name}.txt" for name in ("platform-reboot", "user-reboot", "freeze", "spot-eviction")}
+    assert sh("git add plans && git -c user.name=a -c user.email=a@example.com commit --quiet -m plans")[0] == 0
+    code, out = sh(pipeline)
+    assert code == 0, out
+
+    (tmp_path / "policy.yaml").write_text(POLICY.replace("approve: when-prepared", "approve: manual"))
+    code, out = sh(pipeline)
+    assert code == 1
+    assert "-  approve  as soon as its 2 hooks have succeeded, " in out
+    assert "+  approve  when an operator says so: " in out
+    (tmp_path / "policy.yaml").write_text(POLICY.replace("when-prepared", "x"))
+    assert sh(pipeline)[0] == 2
 
 
 @pytest.mark.parametrize("time", ["1969-12-31T23:59:59Z", "2900-01-01T00:00:00Z", "9999-12-31T23:59:59Z"])
