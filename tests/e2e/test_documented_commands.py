@@ -22,6 +22,7 @@ PAGES = sorted(
     path
     for place in ("", "docs/**/", "config/**/", "packaging/", "systemd/", "winservice/")
     for path in CHECKOUT.glob(f"{place}*.md")
+    if path.stem != "tutorial"  # tests/system/test_tutorial.py runs all of it
 )
 OURS = "scheduled-events-agent "
 CURL = "curl "  # of the simulator
