@@ -37,6 +37,14 @@ def build_deb(directory: Path, *options: str, sources: Path = CHECKOUT) -> Path:
     return package
 
 
+def build_rpm(directory: Path, *options: str, sources: Path = CHECKOUT) -> Path:
+    """Build the package with these options of packaging/build.py; returns the file."""
+    command = [sys.executable, str(sources / "packaging/build.py"), "rpm", "--architecture", "x86_64"]
+    subprocess.run([*command, "--output", str(directory), *options], check=True, timeout=300)
+    (package,) = directory.glob("*.rpm")
+    return package
+
+
 def shown_commands(page: str, heading: str) -> list[list[str]]:
     """The commands for root below a heading of a page, block by block."""
     text = (CHECKOUT / page).read_text(encoding="utf-8")

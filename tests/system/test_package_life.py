@@ -7,13 +7,10 @@ test_packages.py checks what it requires. Everything else is real: the scripts, 
 
 import hashlib
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -21,6 +18,16 @@ if sys.platform == "win32":
     pytest.skip("packages for Linux are installed on Linux", allow_module_level=True)
 
 from container import CHECKOUT, PROJECT, Container
+from package_managers import (
+    AZURE_LINUX_3,
+    REMOVE,
+    RHEL_9,
+    SLES_15,
+    UNATTENDED,
+    Distribution,
+    add_repository,
+    managed,
+)
 from service import (
     DROP_INS,
     POLICY,
@@ -28,6 +35,7 @@ from service import (
     UNIT,
     Service,
     build_deb,
+    build_rpm,
     make_strict,
     shown_commands,
     upgrade_while_a_hook_runs,
@@ -44,13 +52,6 @@ NAME = "scheduled-events-agent"
 NEWER = "9.8.7"
 (BACK,) = (block for block in shown_commands("docs/operations.md", "## Rolling it out") if len(block) == 3)
 WAITING = f"{NAME}-restart.service"
-
-
-def build_rpm(directory: Path, *options: str, sources: Path = CHECKOUT) -> Path:
-    command = [sys.executable, str(sources / "packaging/build.py"), "rpm", "--architecture", "x86_64"]
-    subprocess.run([*command, "--output", str(directory), *options], check=True, timeout=300)
-    (package,) = directory.glob("*.rpm")
-    return package
 
 
 @dataclass(frozen=True)
@@ -707,75 +708,6 @@ def test_erasing_it_untouched_leaves_only_the_state(machine: Container, package:
 
 
 # --- package managers
-
-
-class Distribution(NamedTuple):
-    """A distribution and the packages there that ours asks for: each with what its spec says of that."""
-
-    manager: str
-    installed: Mapping[str, str]
-    offered: Mapping[str, str]
-
-
-_LIBRARIES = "libc.so.6(GLIBC_2.14)(64bit) libgcc_s.so.1()(64bit)"
-_BASE = {"base": f"Provides: /bin/sh coreutils findutils util-linux {_LIBRARIES}"}
-RHEL_9 = Distribution(
-    "dnf",
-    {**_BASE, "systemd": "Version: 252", "python3": "Provides: python(abi) = 3.9"},
-    {"python3.11": "Provides: python(abi) = 3.11"},
-)
-SLES_15 = Distribution(
-    "zypper",
-    {**_BASE, "systemd": "Version: 254", "python3-base": "Provides: python(abi) = 3.6"},
-    {"python311-base": "Provides: python(abi) = 3.11", "python311": "Requires: python311-base"},
-)
-# Its own manager, tdnf, is not to be had here; it asks the same library (libsolv) as the others.
-AZURE_LINUX_3 = Distribution(
-    "dnf",
-    {**_BASE, "systemd": "Version: 255", "python3": "Provides: python(abi)"},  # any version, that is
-    {},
-)
-INSTALL = {
-    "dnf": ("dnf", "install", "--assumeyes"),
-    "zypper": ("zypper", "--non-interactive", "install", "--allow-unsigned-rpm"),
-}
-UNATTENDED = {"dnf": ("--assumeyes",), "zypper": ("--non-interactive",)}
-REMOVE = {"dnf": ("dnf", "remove", "--assumeyes"), "zypper": ("zypper", "--non-interactive", "remove")}
-
-
-@contextmanager
-def managed(bare: Container, distribution: Distribution) -> Iterator[Container]:
-    """A machine with the package manager, and empty packages that stand for those of the distribution."""
-    with Container(bare) as below:
-        wanted = (distribution.manager, "createrepo-c")
-        below.run("apt-get", "install", "-qy", "--no-install-recommends", *wanted, timeout=300)
-        # Debian's rpm has another database than the managers.
-        below.write("/etc/rpm/macros", "%_dbpath /var/lib/rpm\n")
-        for folder, packages in (("installed", distribution.installed), ("offered", distribution.offered)):
-            for name, facts in packages.items():
-                version = "" if facts.startswith("Version:") else "Version: 1\n"
-                below.write(
-                    f"/root/{name}.spec",
-                    f"Name: {name}\n{version}{facts}\nRelease: 1\nSummary: a stand-in\nLicense: MIT\n"
-                    "BuildArch: noarch\n%description\nNothing.\n%files\n",
-                )
-                place = f"_rpmdir /root/{folder}"
-                below.run("rpmbuild", "-bb", "--define", place, f"/root/{name}.spec")
-            below.run("mkdir", "-p", f"/root/{folder}")
-            below.run("createrepo_c", "--quiet", f"/root/{folder}")
-        add_repository(below, distribution, "installed")
-        below.run(*INSTALL[distribution.manager], *distribution.installed, timeout=300)
-        below.stop()
-        with Container(below, private_network=True) as machine:
-            yield machine
-
-
-def add_repository(machine: Container, distribution: Distribution, folder: str) -> None:
-    if distribution.manager == "dnf":
-        source = f"[{folder}]\nname={folder}\nbaseurl=file:///root/{folder}\ngpgcheck=0\n"
-        machine.write(f"/etc/yum.repos.d/{folder}.repo", source)
-    else:
-        machine.run("zypper", "addrepo", "--no-gpgcheck", f"/root/{folder}", folder)
 
 
 def packages_of(machine: Container) -> set[str]:

@@ -249,8 +249,8 @@ def test_the_page_calls_tested_what_the_system_tests_run() -> None:
         tested.setdefault(how, set()).update(names)
     container = (ROOT / "tests/system/container.py").read_text(encoding="utf-8")
     booted = {SUITES[suite] for suite in re.findall(r'^    "(\w+)": _Suite\(', container, re.MULTILINE)}
-    packages = (ROOT / "tests/system/test_package_life.py").read_text(encoding="utf-8")
-    stood_for = re.findall(r"^([A-Z_]+_\d+) = Distribution\(", packages, re.MULTILINE)
+    managers = (ROOT / "tests/system/package_managers.py").read_text(encoding="utf-8")
+    stood_for = re.findall(r"^([A-Z_]+_\d+) = Distribution\(", managers, re.MULTILINE)
     assert tested.pop("tested at each release") == booted
     assert {name.casefold() for name in tested.pop("tested without its own systemd or repository")} == {
         name.replace("_", " ").casefold() for name in stood_for
