@@ -7,7 +7,7 @@ SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
 LONGEST := $(addprefix tests/system/test_,package_life.py install_other.py packages.py systemd_service.py)
 
-.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes system system-linux system-windows packages deb rpm msi release image clean
+.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes system system-linux system-windows packages deb rpm msi release image repository clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -75,6 +75,9 @@ release: $(VENV)/.ready       ## All files of a release, into dist/ (PYTHON_EMBE
 
 image: $(VENV)/.ready         ## The container image (needs podman or docker; BASE=IMAGE: on another base)
 	$(if $(BASE),BASE=$(BASE) )$(BIN)/python packaging/release.py image
+
+repository: $(VENV)/.ready    ## apt and rpm repositories of what is in dist/ (KEY=FILE, private; FROM=DIR: older packages; INTO=dist/repository)
+	$(BIN)/python packaging/repository.py $(if $(KEY),--key $(KEY)) $(if $(FROM),--from $(FROM)) $(if $(INTO),--into $(INTO))
 
 $(VENV)/.ready: pyproject.toml
 	@echo "Setting up, once: a virtual environment in $(VENV) ..."

@@ -69,6 +69,13 @@ _PROGRAMS = {
         ("msibuild", "msitools", "msitools"),
         ("x86_64-w64-mingw32-windmc", "binutils-mingw-w64-x86-64", "mingw64-binutils"),
     ),
+    "repository": (
+        ("apt-ftparchive", "apt-utils", "apt-utils"),
+        ("createrepo_c", "createrepo-c", "createrepo_c"),
+        ("rpmsign", "rpm", "rpm-sign"),
+        ("gpg", "gpg", "gnupg2"),
+        ("gpg-agent", "gpg-agent", "gnupg2"),
+    ),
 }
 # Parts of a wheel that are not needed at run time, as its tests are not: hints for type checkers, and how it was
 # built and is installed.

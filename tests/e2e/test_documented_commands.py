@@ -38,6 +38,17 @@ ELSEWHERE = {
     "python3 packaging/release.py version": ("tests/system/test_release_files.py", 'release(tidy, "version"'),
     "sha256sum -c": ("tests/system/test_release_files.py", '"sha256sum", "--check"'),
     "git add --all": ("tests/system/sources.py", '"add", "--all"'),
+    "make repository": ("tests/system/test_repository.py", '"make", "--dry-run"'),
+    "gpg --batch --passphrase": ("tests/system/repositories.py", '"--quick-generate-key"'),
+    "gpg --armor --export-secret-keys": ("tests/system/repositories.py", '"--export-secret-keys"'),
+    **dict.fromkeys(
+        ("curl -fsSLo /etc/", "apt update", "apt install scheduled-events-agent"),
+        ("tests/system/test_repository.py", "carry_out(machine, FOR_APT"),
+    ),
+    **dict.fromkeys(
+        ("rpm --import", "dnf makecache", "zypper addrepo", "zypper refresh"),
+        ("tests/system/test_repository.py", "carry_out(machine, family.install"),
+    ),
     "apt install ./": ("tests/system/installed.py", '"dpkg", "--install"'),
     "dnf install": ("tests/system/package_managers.py", '"dnf", "install"'),
     "zypper install": ("tests/system/package_managers.py", '"zypper", "--non-interactive", "install"'),
