@@ -1,11 +1,14 @@
 #!/bin/sh
 # Installs the agent on this machine and starts it: for cloud-init, for Azure's Custom Script extension, or to run it yourself.
 #
+#   install.sh REPOSITORY [KEY [POLICY]]
 #   install.sh PACKAGE [SHA256 [POLICY]]
 #
-# PACKAGE  a .deb, a .rpm, or a .whl (which goes to /opt/scheduled-events-agent): a file or an address of one
-# SHA256   what the package's sum must be; "-" for a package that is trusted as it comes
-# POLICY   a file that becomes /etc/scheduled-events-agent/policy.yaml if the agent finds nothing wrong with it
+# REPOSITORY  the address of one for apt, dnf, tdnf or zypper
+# KEY         a file with its public key (.asc); "-" for the one that it offers itself
+# PACKAGE     a .deb, a .rpm, or a .whl (which goes to /opt/scheduled-events-agent): a file or an address of one
+# SHA256      what the package's sum must be; "-" for a package that is trusted as it comes
+# POLICY      a file that becomes /etc/scheduled-events-agent/policy.yaml if the agent finds nothing wrong with it
 #
 # Run again, it installs what is newer, takes the policy over, and restarts the agent, which is harmless.
 set -eu
@@ -17,60 +20,105 @@ fail() {
 
 case $# in
     1 | 2 | 3) ;;
-    *) fail "expected PACKAGE [SHA256 [POLICY]]; got $# arguments" ;;
+    *) fail "expected REPOSITORY [KEY [POLICY]] or PACKAGE [SHA256 [POLICY]]; got $# arguments" ;;
 esac
 [ "$(id -u)" -eq 0 ] || fail "only root can install a service"
-package=$1 sum=${2:--} policy=${3:-}
+source=$1 proof=${2:--} policy=${3:-}
 etc=/etc/scheduled-events-agent
 [ -z "$policy" ] || [ -f "$policy" ] || fail "$policy: there is no such policy file"
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The name says what it is, without what may follow it in an address, such as a token.
-name=${package%%\?*}
-name=${name##*/}
-case $package in
-    http://* | https://* | file://*)
-        file=$work/$name
-        if command -v curl >/dev/null; then
-            curl --fail --silent --show-error --location --retry 5 --output "$file" "$package"
-        elif command -v wget >/dev/null && [ "${package#file:}" = "$package" ]; then
-            wget --quiet --tries=5 --output-document="$file" "$package"
-        else
-            python3 -c 'import sys, urllib.request as u; u.urlretrieve(*sys.argv[1:])' "$package" "$file"
-        fi
-        ;;
-    *)
-        file=$(realpath "$package")
-        ;;
-esac
-[ -s "$file" ] || fail "$package: there is no such package"
-if [ "$sum" != - ]; then
-    echo "$sum  $file" | sha256sum --check --quiet - || fail "$package: its SHA-256 is not $sum"
-fi
+fetch() { # ADDRESS FILE
+    if command -v curl >/dev/null; then
+        curl --fail --silent --show-error --location --retry 5 --output "$2" "$1"
+    elif command -v wget >/dev/null && [ "${1#file:}" = "$1" ]; then
+        wget --quiet --tries=5 --output-document="$2" "$1"
+    else
+        python3 -c 'import sys, urllib.request as u; u.urlretrieve(*sys.argv[1:])' "$1" "$2"
+    fi
+}
 
-case $name in
-    *.deb)
+get_package() { # sets what is installed
+    case $source in
+        http://* | https://* | file://*)
+            wanted=$work/$name
+            fetch "$source" "$wanted"
+            ;;
+        *)
+            wanted=$(realpath "$source")
+            ;;
+    esac
+    [ -s "$wanted" ] || fail "$source: there is no such package"
+    if [ "$proof" != - ]; then
+        echo "$proof  $wanted" | sha256sum --check --quiet - || fail "$source: its SHA-256 is not $proof"
+    fi
+    is_file=yes # its sum was checked, or it is trusted: it needs no signature
+}
+
+add_repository() { # sets what is installed, and its kind
+    source=${source%/} key=$proof
+    case $source in
+        http://* | https://*) ;;
+        *) fail "$source: expected a .deb, a .rpm, a .whl or the address of a repository" ;;
+    esac
+    if [ "$key" = - ]; then
+        key=$work/key
+        fetch "$source/scheduled-events-agent.asc" "$key"
+    fi
+    [ -s "$key" ] || fail "$key: there is no such key"
+    if command -v apt-get >/dev/null; then
+        kind=deb
+        kept=/etc/apt/keyrings/scheduled-events-agent.asc
+        install -D -m 0644 "$key" "$kept"
+        printf '%s\n' 'Types: deb' "URIs: $source/apt" 'Suites: stable' 'Components: main' "Signed-By: $kept" \
+            >/etc/apt/sources.list.d/scheduled-events-agent.sources
+        apt-get -o DPkg::Lock::Timeout=600 update
+    else
+        kind=rpm
+        kept=/etc/pki/rpm-gpg/RPM-GPG-KEY-scheduled-events-agent
+        install -D -m 0644 "$key" "$kept"
+        rpm --import "$kept"
+        folder=/etc/yum.repos.d
+        ! command -v zypper >/dev/null || folder=/etc/zypp/repos.d
+        printf '%s\n' '[scheduled-events-agent]' 'name=scheduled-events-agent' "baseurl=$source/rpm" \
+            'enabled=1' 'autorefresh=1' 'gpgcheck=1' 'repo_gpgcheck=1' "gpgkey=file://$kept" \
+            >"$folder/scheduled-events-agent.repo"
+    fi
+    wanted=scheduled-events-agent is_file=
+}
+
+# The name says what it is, without what may follow it in an address, such as a token.
+name=${source%%\?*}
+name=${name##*/}
+kind=${name##*.}
+case $kind in
+    deb | rpm | whl) get_package ;;
+    *) add_repository ;;
+esac
+
+case $kind in
+    deb)
         agent=/usr/bin/scheduled-events-agent
         # Others may be at it while a machine is set up: wait for them. A policy that is there is kept.
         set -- -o DPkg::Lock::Timeout=600 -o Dpkg::Options::=--force-confold
         chmod 0755 "$work" # for apt's own account
-        DEBIAN_FRONTEND=noninteractive apt-get "$@" install --yes --no-install-recommends "$file"
+        DEBIAN_FRONTEND=noninteractive apt-get "$@" install --yes --no-install-recommends "$wanted"
         ;;
-    *.rpm)
+    rpm)
         agent=/usr/bin/scheduled-events-agent
         if command -v dnf >/dev/null; then
-            dnf install --assumeyes "$file"
+            dnf install --assumeyes "$wanted"
         elif command -v tdnf >/dev/null; then
-            tdnf install --assumeyes --nogpgcheck "$file"
+            tdnf install --assumeyes ${is_file:+--nogpgcheck} "$wanted"
         elif command -v zypper >/dev/null; then
-            zypper --non-interactive install --allow-unsigned-rpm "$file"
+            zypper --non-interactive install ${is_file:+--allow-unsigned-rpm} "$wanted"
         else
             fail "$name: found neither dnf nor tdnf nor zypper to install it with"
         fi
         ;;
-    *.whl)
+    whl)
         home=/opt/scheduled-events-agent
         agent=$home/bin/scheduled-events-agent
         if [ ! -x "$home/bin/pip" ]; then
@@ -82,10 +130,7 @@ case $name in
             "$python" -m venv "$home"
         fi
         # PIP_INDEX_URL, PIP_NO_INDEX and PIP_FIND_LINKS say where the libraries come from.
-        "$home/bin/pip" install --disable-pip-version-check --quiet "$file"
-        ;;
-    *)
-        fail "$name: expected a .deb, a .rpm or a .whl"
+        "$home/bin/pip" install --disable-pip-version-check --quiet "$wanted"
         ;;
 esac
 
@@ -98,8 +143,8 @@ if [ -n "$policy" ]; then
     mv "$etc/.policy.yaml.new" "$etc/policy.yaml"
 fi
 
-case $name in
-    *.whl)
+case $kind in
+    whl)
         ln -sf "$agent" /usr/local/bin/
         ln -sfn "$home/share/scheduled-events-agent" /usr/share/scheduled-events-agent
         cp "$home"/share/scheduled-events-agent/systemd/*.service /etc/systemd/system/

@@ -12,14 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -32,6 +30,7 @@ if sys.platform == "win32":
 import apt
 from container import CHECKOUT, PATIENCE, Container
 from ports import free_port
+from repositories import ADDRESS, NAME, Site, add_stand_ins, forget_sources, make_key, open_site, served
 from service import OFFLINE, POLICY, POLKIT_RULE, UNIT, WHEELS, Service, build_deb, make_strict, shown_commands
 from sources import clone
 
@@ -83,6 +82,21 @@ def supplied(debian: Path, wheels: Path) -> Iterator[Container]:
 def sim() -> Iterator[Simulator]:
     with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
         yield simulator
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """The address of a repository, which is empty until something is published."""
+    with open_site(tmp_path / "site", make_key(tmp_path / "private.asc")) as site:
+        yield site
+
+
+def publish(site: Site, *debs: Path) -> None:
+    """Have these packages in the repository, with stand-ins of other kinds."""
+    with tempfile.TemporaryDirectory() as folder:
+        for deb in debs:
+            shutil.copy(deb, folder)
+        site.publish(add_stand_ins(Path(folder)))
 
 
 @pytest.fixture
@@ -251,20 +265,18 @@ def test_the_scripts_are_clean_and_the_user_data_has_them_as_they_are(supplied: 
     assert valid.stdout == f"Valid cloud-config: {inside}\n"
 
 
-def start_with_cloud_init(machine: Container, deb: Path, policy: str) -> str:
-    """Boot a machine for the first time with the user data, this package and this policy; what cloud-init says."""
+def start_with_cloud_init(machine: Container, source: str, proof: str, policy: str) -> str:
+    """Boot a machine for the first time with the user data, this source and this policy; what cloud-init says."""
     data = user_data()
     data["write_files"][0]["content"] = policy
     arguments = data["runcmd"][0]
-    assert arguments[2].startswith("https://")
-    arguments[2] = "file:///root/agent.deb"
-    arguments[3] = run(["sha256sum", str(deb)]).stdout.split()[0]
+    assert arguments[2:4] == [ADDRESS, "-"]
+    arguments[2:4] = [source, proof]
     seed = "/var/lib/cloud/seed/nocloud"
-    machine.copy_in(deb, "/root/agent.deb")
     machine.write(f"{seed}/user-data", "#cloud-config\n" + yaml.safe_dump(data))
     machine.write(f"{seed}/meta-data", "instance-id: vm-1\n")
     # This minimal system has no locales, which cloud-init would count as an error.
-    machine.write("/etc/cloud/cloud.cfg.d/90-test.cfg", "locale: false\n")
+    machine.write("/etc/cloud/cloud.cfg.d/90-test.cfg", "locale: false\napt: {preserve_sources_list: true}\n")
     machine.start()
     said = machine.run("cloud-init", "status", "--wait", "--long", timeout=120, check=False).stdout
     sys.stdout.write(machine.path("/var/log/cloud-init-output.log").read_text())  # pytest shows it on failure only
@@ -275,7 +287,9 @@ def test_cloud_init_installs_the_package_with_its_policy_at_the_first_boot(
     supplied: Container, sim: Simulator, deb: Path
 ) -> None:
     with Container(supplied, boots=False) as machine:
-        assert "status: done" in start_with_cloud_init(machine, deb, policy_text(sim))
+        machine.copy_in(deb, "/root/agent.deb")
+        proof = run(["sha256sum", str(deb)]).stdout.split()[0]
+        assert "status: done" in start_with_cloud_init(machine, "file:///root/agent.deb", proof, policy_text(sim))
         service = Service(machine, sim.endpoint())
         assert machine.path(POLICY).read_text() == policy_text(sim)
         assert service.show("UnitFileState") == "enabled"
@@ -284,10 +298,23 @@ def test_cloud_init_installs_the_package_with_its_policy_at_the_first_boot(
         assert is_approved(sim)
 
 
+def test_cloud_init_installs_it_from_the_repository(
+    supplied: Container, sim: Simulator, deb: Path, site: Site
+) -> None:
+    publish(site, deb)
+    with Container(supplied, boots=False) as machine:
+        forget_sources(machine)
+        assert "status: done" in start_with_cloud_init(machine, site.address, "-", policy_text(sim))
+        listed = machine.path(f"/etc/apt/sources.list.d/{NAME}.sources").read_text()
+        assert listed == (site.root / f"{NAME}.sources").read_text()
+        assert is_approved(sim)
+
+
 def test_cloud_init_reports_an_invalid_policy_and_the_agent_continues(supplied: Container, deb: Path) -> None:
     # In a network of its own: the default policy asks Azure's endpoint and serves its pages at the usual port.
     with Container(supplied, boots=False, private_network=True) as machine:
-        assert "status: error" in start_with_cloud_init(machine, deb, "rulez: []\n")
+        machine.copy_in(deb, "/root/agent.deb")
+        assert "status: error" in start_with_cloud_init(machine, "file:///root/agent.deb", "-", "rulez: []\n")
         assert machine.run("dpkg", "--verify", "scheduled-events-agent").stdout == ""  # nor its policy was changed
         service = Service(machine, "")
         assert service.show("ActiveState") == "active"
@@ -441,6 +468,35 @@ def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
         assert is_approved(sim)
 
 
+def test_the_ansible_role_installs_a_version_from_the_repository(
+    managed: Container, sim: Simulator, deb: Path, site: Site, tmp_path: Path
+) -> None:
+    (book,) = yaml.safe_load((PACKAGING / "ansible" / "playbook.yml").read_text(encoding="utf-8"))
+    assert book["roles"][0]["vars"]["scheduled_events_agent_repository"] == ADDRESS
+    newer = build_deb(tmp_path, "--version", "9.8.7")
+    publish(site, deb)
+    with Container(managed) as machine:
+        forget_sources(machine)
+        machine.copy_in(site.root / f"{NAME}.asc", "/root/key.asc")
+        service = Service(machine, sim.endpoint())
+        variables = {"repository": site.address, "policy": policy_text(sim)}
+        assert play(service, **variables)["failed"] == 1  # without a key
+        variables["repository_key"] = "/root/key.asc"
+        assert play(service, **variables)["failed"] == 0
+        listed = machine.path(f"/etc/apt/sources.list.d/{NAME}.sources").read_text()
+        assert listed == (site.root / f"{NAME}.sources").read_text()
+        assert is_approved(sim)
+
+        publish(site, deb, newer)
+        again = play(service, **variables)
+        assert (again["changed"], again["failed"]) == (0, 0)
+        for version in ("9.8.7", __version__):
+            changed = play(service, **variables, version=version)
+            assert (changed["changed"] > 0, changed["failed"]) == (True, 0)
+            assert machine.run(NAME, "--version").stdout == f"{NAME} {version}\n"
+        assert is_approved(sim)
+
+
 def test_the_ansible_role_downloads_a_package_from_an_address_with_a_token(
     managed: Container, sim: Simulator, deb: Path
 ) -> None:
@@ -453,19 +509,6 @@ def test_the_ansible_role_downloads_a_package_from_an_address_with_a_token(
         assert (again["changed"], again["failed"]) == (0, 0)
         other = play(service, **{**variables, "package": f"{address}/agent.tar.gz"})
         assert (other["changed"], other["failed"]) == (0, 1)
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of a web server on loopback that has the files of a folder, whatever follows a question mark."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder))) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_the_ansible_role_is_without_a_complaint_of_its_linter() -> None:

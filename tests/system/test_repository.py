@@ -17,8 +17,8 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("repositories for Linux are made on Linux", allow_module_level=True)
 
-from container import CHECKOUT, PATIENCE, Container
-from package_managers import RHEL_9, SLES_15, Distribution, add_repository, managed
+from container import CHECKOUT, PATIENCE, PROJECT, Container
+from package_managers import REMOVE, RHEL_9, SLES_15, Distribution, add_repository, managed
 from repositories import (
     ADDRESS,
     MACHINES,
@@ -41,6 +41,7 @@ pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(600)
 
 NEWER = "9.8.7"
+INSTALL = f"{PROJECT}/packaging/cloud-init/install.sh"
 FOR_APT, FOR_DNF, FOR_ZYPPER = shown_commands("docs/install-linux.md", "## From the repository")
 (BACK,) = (block for block in shown_commands("docs/operations.md", "## Rolling it out") if len(block) == 3)
 
@@ -324,12 +325,28 @@ def test_apt_refuses_a_changed_byte_and_another_key(
     assert "NO_PUBKEY" in said("update")
     assert f"Unable to locate package {NAME}" in said("install", "--yes", NAME)
 
+    machine.copy_in(tmp_path / "another.asc", "/root/another.asc")  # a private key, but a key
     site.publish(empty)
+    refused = machine.run("sh", INSTALL, site.address, "/root/another.asc", check=False)
+    assert (refused.returncode != 0, "NO_PUBKEY" in refused.stderr) == (True, True)
     carry_out(machine, FOR_APT[:3], site.address)
     site.change_a_byte(f"apt/pool/*_{native}.deb")
     assert "Hash Sum mismatch" in said("install", "--yes", NAME)
     site.publish(empty)
     machine.run("apt-get", "-qy", "install", NAME)
+
+
+def test_the_script_for_cloud_init_installs_it_on_the_next_debian(
+    debian_13: Path, site: Site, sim: Simulator, older: Path
+) -> None:
+    site.publish(older)
+    with Container(debian_13) as machine:
+        forget_sources(machine)
+        service = Service(machine, sim.endpoint())
+        service.write_policy()
+        machine.run("sh", INSTALL, site.address)
+        assert version_of(machine) == __version__
+        assert service.log("agent started", version=__version__, endpoint=sim.endpoint())
 
 
 class Family(NamedTuple):
@@ -382,3 +399,16 @@ def test_dnf_and_zypper_verify_install_upgrade_and_go_back(
         assert version_of(machine) == NEWER
         carry_out(machine, [family.back], address)
         assert version_of(machine) == __version__
+
+        # The script for cloud-init, where there is no apt, finds the manager and writes what the page fetches.
+        machine.run(*REMOVE[distribution.manager], NAME, timeout=300)
+        folder = "/etc/zypp/repos.d" if distribution.manager == "zypper" else "/etc/yum.repos.d"
+        list_file = machine.path(f"{folder}/{NAME}.repo")
+        assert "autorefresh=1\n" in list_file.read_text()
+        list_file.unlink()
+        machine.run("rm", "/usr/bin/apt-get")
+        machine.run("sh", INSTALL, address, f"/srv/site/{NAME}.asc", timeout=300)
+        assert version_of(machine) == NEWER
+        published = (site.root / f"{NAME}.repo").read_text()
+        kept = f"gpgkey=file:///etc/pki/rpm-gpg/RPM-GPG-KEY-{NAME}"
+        assert list_file.read_text() == published.replace(f"gpgkey={address}/{NAME}.asc", kept)
