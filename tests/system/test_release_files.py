@@ -85,6 +85,12 @@ def test_the_sdist_has_the_sources_and_builds_the_same_wheel(dist: Path, tmp_pat
     assert modules == {path.relative_to(package).as_posix() for path in files}
 
 
+def test_the_packages_say_how_to_report_a_vulnerability(dist: Path) -> None:
+    for package, command in ((PACKAGES[0], ("dpkg-deb", "--contents")), (PACKAGES[2], ("rpm", "-qpl"))):
+        listed = subprocess.run([*command, str(dist / package)], capture_output=True, text=True, check=True).stdout
+        assert f"/usr/share/doc/{NAME}/SECURITY.md" in listed, package
+
+
 def test_a_bill_of_materials_names_every_wheel_of_the_package_with_its_hash(dist: Path) -> None:
     pinned = (CHECKOUT / "packaging/requirements.txt").read_text()
     for package in PACKAGES:
