@@ -90,6 +90,7 @@ ELSEWHERE = {
     ),
     ".venv/bin/python tests/simulation": ("Makefile", "$(BIN)/python tests/simulation"),
     ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
+    "sed -i ": ("tests/unit/test_runbook.py", 're.findall(r"^\\$ (sed .+)$"'),
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
     "journalctl ": ("tests/system/test_systemd_service.py", '"journalctl", "--quiet"'),
     f"{OURS}check redis.yaml": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),

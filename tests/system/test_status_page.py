@@ -27,6 +27,7 @@ from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.status import (
+    RUNBOOK_URL,
     ActivePolicy,
     FleetState,
     History,
@@ -473,6 +474,8 @@ def test_the_page_starts_with_what_an_operator_must_do(tab: Tab, server: WebServ
     assert commands[0] == "sudo scheduled-events-agent retry C7061BAC"
     assert (commands[2], commands[3]) == ("Copy", "sudo scheduled-events-agent approve C7061BAC")
     assert tab.ask("document.querySelector('.attention').getAttribute('role')") == "alert"
+    link = tab.ask("document.querySelector('.attention a').outerHTML")
+    assert link == f'<a href="{RUNBOOK_URL}#prepare_failed">Runbook: prepare_failed</a>'
     size = "parseFloat(getComputedStyle(document.querySelector({})).fontSize)"
     assert tab.ask(f"{size.format(repr('.commands pre'))} >= {size.format(repr('body'))}")
     # The page says nothing twice, and folds away what no operator needs at night.

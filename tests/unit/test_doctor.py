@@ -432,6 +432,7 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
         found = check_running_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
         assert found.severity == expected
         assert (held.message in found.message) == (expected == "warning")
+        assert found.hint.endswith("; runbook prepare_failed") == (expected == "warning")
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
@@ -439,6 +440,7 @@ def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     found = check_running_agent("17", ill, None)
     told = "and is not healthy: no poll has succeeded for 60s; its disk is full"
     assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__} {told}")
+    assert found.hint.endswith("; runbook unhealthy")
     assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(
         "agent", "the agent (pid 17) does not answer", "see its log; if it stays, restart it"
     )

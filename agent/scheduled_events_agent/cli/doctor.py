@@ -593,9 +593,11 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     look = f"see {command(status.command_options, 'status')}"
     if status.health != "ok":
         problems = "; ".join(status.health)
-        return failure("agent", f"{runs} and is not healthy: {problems}", f"{look}, and its log")
-    if needs := [one.message for one in status.attention if one.severity == "act"]:
-        return warning("agent", f"{runs}: {needs[0]}", look)
+        return failure(
+            "agent", f"{runs} and is not healthy: {problems}", f"{look}, and its log; runbook unhealthy"
+        )
+    if needs := [one for one in status.attention if one.severity == "act"]:
+        return warning("agent", f"{runs}: {needs[0].message}", f"{look}; runbook {needs[0].kind}")
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
     if loaded is not None and policy is not None:

@@ -66,10 +66,10 @@ Outputs = Mapping[str, Sequence[str]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``status``."""
     parser.description = (
-        "Asks the running agent for its status. First comes what needs a person, with the commands; then each "
-        "pending event: how long is left, what is done or waited for, and why. If no agent answers, shows the "
-        "state file. Exit code 0: the agent is healthy; 1: it is not, or none answers; 2: wrong usage; "
-        "3: an operator must act on an event."
+        "Asks the running agent for its status. First comes what needs a person, with the commands and the name "
+        "of its section in the runbook; then each pending event: how long is left, what is done or waited for, "
+        "and why. If no agent answers, shows the state file. Exit code 0: the agent is healthy; 1: it is not, or "
+        "none answers; 2: wrong usage; 3: an operator must act on an event."
     )
     parser.add_argument(
         "--json",
@@ -216,10 +216,11 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
     table = [*terminal.table(rows, indent=len(_INDENT))]
     if len(table) == len(rows):
         yield from table
-        return
-    for suggested in one.commands:  # it is too wide for the window: each command in a line of its own
-        yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
-        yield from terminal.line(f"{_INDENT}  {suggested.command}", "bold", indent=len(_INDENT) + 4)
+    else:  # it is too wide for the window: each command in a line of its own
+        for suggested in one.commands:
+            yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
+            yield from terminal.line(f"{_INDENT}  {suggested.command}", "bold", indent=len(_INDENT) + 4)
+    yield from terminal.line(f"{_INDENT}runbook {one.kind}", "dim", indent=len(_INDENT))
 
 
 def _rows(status: Status) -> Iterator[Row]:

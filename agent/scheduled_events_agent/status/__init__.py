@@ -9,6 +9,7 @@ actions.py    the actions that are open to an operator, and their command lines
 
 from scheduled_events_agent.status.status import (
     NO_OPTIONS,
+    RUNBOOK_URL,
     SCHEMA_VERSION,
     ActivePolicy,
     Attention,
@@ -35,6 +36,7 @@ from scheduled_events_agent.status.status import (
 
 __all__ = [
     "NO_OPTIONS",
+    "RUNBOOK_URL",
     "SCHEMA_VERSION",
     "ActivePolicy",
     "Attention",

@@ -4,11 +4,14 @@ from datetime import datetime
 from typing import Literal
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from scheduled_events_agent.workflow import OperatorAction, Stage, Workflow
 
 SCHEMA_VERSION = 1
 """The version of all JSON output; see docs/json.md. A new field keeps it; a new meaning or name raises it."""
+RUNBOOK_URL = "https://source.scheduled-events-agent.invalid/blob/main/docs/runbook.md"
+"""Address of the runbook, as in pyproject.toml. It has a section for each ``AttentionKind`` and each alert."""
 
 
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,6 +186,12 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """After this time it is too late; None if there is none, or if the event may start at any moment."""
     commands: tuple[SuggestedCommand, ...] = ()
     """Commands to copy, the likeliest first."""
+    runbook: str = ""
+    """Address of the runbook's section about the kind. Filled in here, unless an agent has sent it."""
+
+    def __post_init__(self) -> None:
+        if not self.runbook:
+            force_setattr(self, "runbook", f"{RUNBOOK_URL}#{self.kind}")
 
 
 class WebConfigRejected(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,7 +165,8 @@
         const number = shown.slice(0, i).filter((other) => isLike(one, other)).length;
         return block(`a-${key(`${one.kind} ${one.workflow_id} ${number}`)}`, one.severity, signOf(one), words(one.message),
           one.consequence && el("p", {}, words(one.consequence)), deadline(one),
-          commands(one.commands, status.command_prefix));
+          commands(one.commands, status.command_prefix),
+          el("p", {}, el("a", {href: one.runbook}, `Runbook: ${one.kind}`)));
       }),
       more(status.attention.length - shown.length, "need an operator; /status has them all"),
     ];
