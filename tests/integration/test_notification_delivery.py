@@ -27,7 +27,7 @@ from scheduled_events_agent.http.transport import BoundedTransport, proxy_for
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.notifications import SAMPLE, FormatError, NotificationError, deliver, render, warnings
 from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
-from scheduled_events_agent.status import SuggestedCommand
+from scheduled_events_agent.status import RUNBOOK_URL, SuggestedCommand
 
 ROOT = Path(__file__).parents[2]
 URL = "https://hooks.example.com/T0/secret-path?sig=secret-query"
@@ -141,7 +141,7 @@ def test_check_reports_problems_of_a_target_on_this_machine(tmp_path: Path) -> N
     body.write_text('{"a": 1,\n "b": ${b}}')
     targets = [TARGET, replace(TARGET, format=str(body))]
     fields = "id, kind, title, reason, time, vm, vm_id, rule, mode, outcome, event_id, type, status, source, "
-    fields += "description, resources, not_before, deadline, commands, seconds_left, duration_seconds"
+    fields += "description, resources, not_before, deadline, commands, runbook, seconds_left, duration_seconds"
     assert [*warnings(targets)] == [
         ("notify[1]", f"format: {body}:2: there is no field ${{b}}; known are: {fields}")
     ]
@@ -436,13 +436,14 @@ ASKED: dict[str, Any] = {
         ),
         SuggestedCommand(command="sudo scheduled-events-agent approve A123", effect="let Azure start it as it is"),
     ),
+    "runbook": f"{RUNBOOK_URL}#prepare_failed",
 }
 
 
 def test_operator_commands_are_in_every_format(tmp_path: Path) -> None:
     retry, approve = (one.command for one in ASKED["commands"])
     lines = body_of("slack", **ASKED)["text"].splitlines()
-    assert lines[-2:] == [
+    assert lines[-3:-1] == [
         f"`{retry}`: run drain again, then the rest",
         f"`{approve}`: let Azure start it as it is",
     ]
@@ -466,6 +467,23 @@ def test_operator_commands_are_in_every_format(tmp_path: Path) -> None:
     file = tmp_path / "body.json"
     file.write_text('{"type": "${commands}", "until": "${deadline}"}')
     assert body_of(str(file), **ASKED) == {"type": f"{retry}\n{approve}", "until": "2026-01-01T12:15:00+00:00"}
+
+
+def test_the_runbook_is_in_every_format_and_only_if_an_operator_must_act(tmp_path: Path) -> None:
+    url = ASKED["runbook"]
+    file = tmp_path / "body.json"
+    file.write_text('{"see": "${runbook}"}')
+    assert body_of("cloudevents", **ASKED)["data"]["runbook"] == url
+    assert body_of(str(file), **ASKED) == {"see": url}
+    assert body_of("slack", **ASKED)["text"].splitlines()[-1] == f"<{url}|Runbook>"
+    card = body_of("teams", **ASKED)["attachments"][0]["content"]
+    assert card["actions"] == [{"type": "Action.OpenUrl", "title": "Runbook", "url": url}]
+    assert body_of("pagerduty", **ASKED)["links"] == [{"href": url, "text": "Runbook"}]
+
+    assert body_of("cloudevents")["data"]["runbook"] == ""
+    assert body_of(str(file)) == {"see": ""}
+    for format_ in ("slack", "teams", "pagerduty"):
+        assert not re.search("runbook.md|actions|links", json.dumps(body_of(format_))), format_
 
 
 def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
@@ -558,6 +576,7 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
         "not_before": "2026-01-01T12:15:00+00:00",
         "deadline": "2026-01-01T12:15:00+00:00",
         "commands": "retry A123",
+        "runbook": f"{RUNBOOK_URL}#prepare_failed",
         "seconds_left": 900,
         "duration_seconds": 5,
     }
@@ -573,12 +592,13 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
         "outcome": "completed",
         "deadline": SAMPLE.event.not_before,
         "commands": (SuggestedCommand(command="retry A123", effect="run it again"),),
+        "runbook": f"{RUNBOOK_URL}#prepare_failed",
         "event": replace(SAMPLE.event, resources=("vm-1", "vm-2")),
     }
     assert body_of(str(file), **given) == known
     assert body_of(str(file), **given | {"rule": None}) == known | {"rule": ""}
     file.write_text('{"a": ${none}}')
-    with pytest.raises(FormatError, match=f"known are: {', '.join([*known][:19])}"):  # none is missing above
+    with pytest.raises(FormatError, match=f"known are: {', '.join([*known][:20])}"):  # none is missing above
         render(str(file), SAMPLE)
 
 

@@ -463,6 +463,7 @@ FIRST_NOTIFICATION = Notification(
     seconds_left=1500,
     deadline=NOT_BEFORE,
     commands=(SuggestedCommand(command="scheduled-events-agent approve PREPARED", effect="Azure may start it"),),
+    runbook="https://example.com/runbook.md#approval_needed",
     is_needed=True,
     has_started=False,
     outcome="",

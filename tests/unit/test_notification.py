@@ -13,7 +13,7 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.notifications import Notification, matches, notifications_of, render
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget
-from scheduled_events_agent.status import CommandOptions, History, JournalRecord, Vm
+from scheduled_events_agent.status import RUNBOOK_URL, CommandOptions, History, JournalRecord, Vm
 from scheduled_events_agent.status.messages import to_view, with_messages
 from scheduled_events_agent.web.endpoints import output_of_pending
 from scheduled_events_agent.workflow import Record, Signal, Transition, Workflow
@@ -142,6 +142,7 @@ def test_a_failed_recovery_is_its_own_incident_and_the_start_resolves_earlier_on
     agent.document(started(an_event()))
     agent.document()
     agent.ends("resume", "failed")
+    assert agent.history[-1][1].runbook == f"{RUNBOOK_URL}#recovery_failed"
     agent.operator("resolve")
     assert agent.told(PAGERDUTY) == [
         "held: trigger warning",
@@ -165,6 +166,7 @@ def test_a_failed_recovery_is_its_own_incident_and_the_start_resolves_earlier_on
 def test_an_event_that_never_starts_is_one_incident() -> None:
     agent = Told(a_rule(prepare=(), recover=(), approve="manual"))
     agent.document(an_event())
+    assert agent.history[-1][1].runbook == f"{RUNBOOK_URL}#approval_needed"
     agent.document()
     assert agent.told(PAGERDUTY) == ["approval_needed: trigger warning", "recovered: resolve info"]
 
@@ -178,6 +180,7 @@ def test_a_recovery_that_misses_a_hook_is_critical_too() -> None:
     agent.context = replace(agent.context, hooks=("drain",))
     agent.document()
     assert agent.told(PAGERDUTY)[-1] == "hook_missing: trigger/recovery critical"
+    assert agent.history[-1][1].runbook == f"{RUNBOOK_URL}#hook_missing"
     first, second = agent.history[-1][1].commands
     assert first.command == "sudo scheduled-events-agent check"
     assert second.command == "sudo scheduled-events-agent resolve A --state-dir /srv/state"
@@ -193,7 +196,7 @@ def test_an_event_held_by_a_rule_or_an_operator_pages_no_one(*, is_held_by_rule:
         agent.operator("hold")
     agent.ends("drain")
     (held,) = [notification for _, notification in agent.history if notification.kind == "held"]
-    assert held.commands == ()
+    assert (held.commands, held.runbook) == ((), "")
     assert agent.told(PAGERDUTY) == []
 
 
@@ -203,6 +206,9 @@ def test_a_notification_that_needs_attention_has_a_deadline_and_commands() -> No
     agent.ends("drain", "failed")
     asking = {notification.kind: notification for _, notification in agent.history if notification.commands}
     assert list(asking) == ["held"]
+    assert [notification.runbook for _, notification in agent.history if notification.runbook] == [
+        f"{RUNBOOK_URL}#prepare_failed"
+    ]
     assert asking["held"].deadline == an_event().not_before
     assert [(one.command, one.effect) for one in asking["held"].commands] == [
         ("sudo scheduled-events-agent retry A --state-dir /srv/state", "run drain again, then the rest"),

@@ -53,6 +53,7 @@ def _data(notification: Notification) -> dict[str, Any]:
         "seconds_left": notification.seconds_left,
         "deadline": notification.deadline,
         "commands": notification.commands,
+        "runbook": notification.runbook,
         "outcome": notification.outcome,
         "event": msgspec.Raw(to_azure_json(notification.event)),
     }
@@ -102,7 +103,7 @@ def _slack(notification: Notification) -> dict[str, Any]:
     # Slack's control characters; without them a text from Azure cannot mention a channel.
     for character, escape in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         text = text.replace(character, escape)
-    return {"text": text}
+    return {"text": f"{text}\n<{notification.runbook}|Runbook>" if notification.runbook else text}
 
 
 def _teams(notification: Notification) -> dict[str, Any]:
@@ -113,12 +114,14 @@ def _teams(notification: Notification) -> dict[str, Any]:
     ]
     if notification.addition:
         texts.append({"type": "TextBlock", "text": notification.addition, "wrap": True})
-    card = {
+    card: dict[str, Any] = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "type": "AdaptiveCard",
         "version": "1.4",
         "body": [*texts, {"type": "FactSet", "facts": facts}],
     }
+    if notification.runbook:
+        card["actions"] = [{"type": "Action.OpenUrl", "title": "Runbook", "url": notification.runbook}]
     content = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None, "content": card}
     return {"type": "message", "attachments": [content]}
 
@@ -142,6 +145,8 @@ def _pagerduty(notification: Notification, routing_key: str) -> dict[str, Any]:
             "custom_details": _data(notification),
         },
     }
+    if notification.runbook:
+        event["links"] = [{"href": notification.runbook, "text": "Runbook"}]
     return event
 
 
@@ -191,6 +196,7 @@ def _fields(notification: Notification) -> dict[str, str]:
         "not_before": event.not_before.isoformat() if event.not_before else "",
         "deadline": notification.deadline.isoformat() if notification.deadline else "",
         "commands": "\n".join(one.command for one in notification.commands),
+        "runbook": notification.runbook,
     }
     numbers = {"seconds_left": notification.seconds_left, "duration_seconds": event.duration_seconds}
     escaped = {name: msgspec.json.encode(text).decode()[1:-1] for name, text in texts.items()}

@@ -43,6 +43,8 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deadline: datetime | None = None
     commands: tuple[SuggestedCommand, ...] = ()
     """The commands that an operator may use; empty if no action is needed."""
+    runbook: str = ""
+    """Address of the runbook's section about what is needed; empty if no action is needed."""
     is_needed: bool = False
     """Whether an operator must act."""
     has_started: bool
@@ -92,6 +94,7 @@ def notifications_of(
                     deadline=need.deadline if need else None,
                     is_needed=need is not None,
                     commands=tuple(_commands(need, status.command_prefix)) if need else (),
+                    runbook=need.runbook if need else "",
                     has_started=workflow.was_started,
                     outcome=workflow.outcome,
                     event=event,
