@@ -106,9 +106,13 @@ def check(version: str) -> Iterator[str]:
         notes(CHANGELOG.read_text("utf-8"), version)
     except BuildError as error:
         yield str(error)
-    listed = run(["git", "-C", str(SOURCES), "ls-files", "*.md", "packaging", "config"]).split()
-    pages = {name: (SOURCES / name).read_text("utf-8") for name in listed if not name.endswith("/release.py")}
-    yield from placeholders({"authors": PROJECT["authors"][0]["email"], **URLS}, pages)
+    yield from placeholders({"authors": PROJECT["authors"][0]["email"], **URLS}, published_texts())
+
+
+def published_texts() -> dict[str, str]:
+    """The files that may name an address of the project, by name: pages, packaging, config, the agent."""
+    listed = run(["git", "-C", str(SOURCES), "ls-files", "*.md", "packaging", "config", "agent"]).split()
+    return {name: (SOURCES / name).read_text("utf-8") for name in listed if not name.endswith("/release.py")}
 
 
 def placeholders(addresses: Mapping[str, str], files: Mapping[str, str]) -> Iterator[str]:

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from scheduled_events_agent.status import RUNBOOK_URL
+
 if sys.platform == "win32":
     pytest.skip("releases are made on Linux", allow_module_level=True)
 
@@ -119,6 +121,17 @@ def test_addresses_and_a_base_that_are_not_filled_in_are_refused(release: Module
     ]
     filled = {release.CONTAINERFILE: "ARG BASE=python:3.13-slim@sha256:0123\n"}
     assert list(release.placeholders({"Homepage": "https://example.com/"}, filled)) == []
+
+
+def test_every_file_with_the_address_of_the_runbook_is_looked_at(release: ModuleType) -> None:
+    """While that is not filled in, ``check`` so names each of them."""
+    named = {name for name, text in release.published_texts().items() if RUNBOOK_URL in text}
+    assert named == {
+        "agent/scheduled_events_agent/status/status.py",
+        "config/prometheus/README.md",
+        "config/prometheus/rules.test.yaml",
+        "config/prometheus/rules.yaml",
+    }
 
 
 @pytest.mark.usefixtures("release")
