@@ -8,6 +8,7 @@ import contextlib
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -45,11 +46,16 @@ class Recipe(ABC):
 
     title: ClassVar[str]
     page: ClassVar[str]
-    """With the table and the command; from the root of the checkout."""
+    """With the table of all recipes of a file; from the root of the checkout."""
+    case: ClassVar[str] = ""
+    """What is at the head of its rows in the table, if the page has several recipes."""
     load: ClassVar[str]
-    """In words, as the page says it."""
+    """In words."""
     columns: ClassVar[tuple[str, ...]] = ("requests failed",)
-    """The heads for ``failed``, then for ``outage_seconds`` and ``lost`` if the outcome has them."""
+    """The heads for ``failed``, then for ``outage_seconds`` and ``lost`` if the outcome has them.
+
+    They are the same for all recipes of a page.
+    """
     event: ClassVar[EventType] = "Reboot"
     notice_seconds: ClassVar[float] = 60.0
     down_seconds: ClassVar[float] = 10.0
@@ -157,19 +163,24 @@ def _have_event(recipe: Recipe, sim: Simulator, agent: Agent) -> None:
         agent.wait_log("closed", timeout=PATIENCE + recipe.notice_seconds, event_id=event)
 
 
-def table_head(columns: tuple[str, ...]) -> str:
-    """The first line of a recipe's table, as its page has it."""
-    return f"| | {' | '.join(columns)} |"
-
-
-def table(columns: tuple[str, ...], outcomes: dict[Way, Outcome]) -> str:
-    """For its page, in Markdown."""
-    lines = [table_head(columns), "|---" * (len(columns) + 1) + "|"]
-    for way, outcome in outcomes.items():
-        cells = [f"{outcome.failed:,} of {outcome.total:,}"]
-        if outcome.outage_seconds is not None:
-            cells.append(f"{outcome.outage_seconds:.1f} s")
-        if outcome.lost is not None:
-            cells.append(f"{outcome.lost:,}")
-        lines.append(f"| {way} | {' | '.join(cells)} |")
+def table(columns: tuple[str, ...], cases: Mapping[str, Mapping[Way, Outcome]]) -> str:
+    """For a page, in Markdown: a row for each way of each case. A single case is not named."""
+    heads = ["", *columns]
+    if len(cases) > 1:
+        heads.insert(0, "")
+    lines = [_row(heads), "|---" * len(heads) + "|"]
+    for case, outcomes in cases.items():
+        for number, (way, outcome) in enumerate(outcomes.items()):
+            cells = [way, f"{outcome.failed:,} of {outcome.total:,}"]
+            if outcome.outage_seconds is not None:
+                cells.append(f"{outcome.outage_seconds:.1f} s")
+            if outcome.lost is not None:
+                cells.append(f"{outcome.lost:,}")
+            if len(cases) > 1:
+                cells.insert(0, case if number == 0 else "")
+            lines.append(_row(cells))
     return "\n".join(lines)
+
+
+def _row(cells: list[str]) -> str:
+    return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"

@@ -21,7 +21,7 @@ CLIENTS = 4
 class _Database(Recipe):
     page = "docs/cookbook/database.md"
     load = f"{CLIENTS} clients, each inserts row after row and connects again after a failure"
-    columns = ("with a standby: inserts failed", "outage", "commits lost")
+    columns = ("inserts failed", "outage", "commits lost")
     has_standby: ClassVar[bool] = False
 
     def __init__(self, place: Path, way: Way) -> None:
@@ -112,21 +112,22 @@ class _Database(Recipe):
 
 class WithStandby(_Database):
     title = "PostgreSQL with an asynchronous standby"
+    case = "standby"
     has_standby = True
 
 
 class Alone(_Database):
     title = "PostgreSQL without a standby"
-    columns = ("no standby: inserts failed", "outage", "commits lost")
+    case = "no standby"
 
 
 class AloneAndAwaited(Alone):
     title = "PostgreSQL without a standby, on a host that waits for other VMs"
-    columns = ("no standby, host waits: inserts failed", "outage", "commits lost")
+    case = "no standby, host waits"
     is_awaited = True
 
 
 class Frozen(_Database):
     title = "PostgreSQL without a standby, paused"
-    columns = ("freeze: inserts failed", "outage", "commits lost")
+    case = "no standby, freeze"
     event: ClassVar[EventType] = "Freeze"

@@ -16,6 +16,7 @@ from redis_set import UNIT, RedisSet, Writer
 
 class RedisSentinel(Recipe):
     title = "Redis with Sentinel, the primary's VM"
+    case = "reboot"
     page = "docs/cookbook/redis.md"
     load = "one client that writes all the time, and asks Sentinel where; a Sentinel waits 5 s until it acts"
     columns = ("writes failed", "longest outage", "confirmed writes lost")
@@ -68,6 +69,6 @@ class RedisSentinel(Recipe):
 
 class RedisEvicted(RedisSentinel):
     title = "Redis with Sentinel, the primary's VM, with the shortest notice there is"
-    columns = ("writes failed at an eviction", *RedisSentinel.columns[1:])
+    case = "eviction, 10 s of notice"
     event = "Preempt"
     notice_seconds = 10.0

@@ -18,6 +18,7 @@ from scheduled_events_agent.simulator.azure import EventType
 
 class _Training(Recipe):
     page = "docs/cookbook/training.md"
+    columns = ("steps of work lost", "time without training")
     counts_notice = True  # what is lost is the work until then
     load = "two workers under torchrun, on CPU; no periodic checkpoint falls into the run"
 
@@ -71,11 +72,11 @@ class _Training(Recipe):
 
 class Evicted(_Training):
     title = "A training job on a Spot VM"
-    columns = ("eviction: steps of work lost", "time without training")
+    case = "eviction"
     event: ClassVar[EventType] = "Preempt"
     notice_seconds = 30.0
 
 
 class Rebooted(_Training):
     title = "A training job"
-    columns = ("reboot: steps of work lost", "time without training")
+    case = "reboot"

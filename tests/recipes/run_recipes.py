@@ -1,7 +1,7 @@
 """Measures with load what the recipes of the cookbook save; prints Markdown tables.
 
 Installs what a recipe needs, which root on Debian or Ubuntu may do. recipe_NAME.py is for one page of the
-cookbook, and has a ``Recipe`` for each table on it.
+cookbook, and has a ``Recipe`` for each case in its table.
 """
 
 import sys
@@ -49,7 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON, too")
-    parser.add_argument("--write", action="store_true", help="put the tables and the date on the pages")
+    parser.add_argument("--write", action="store_true", help="put the tables and the date into the cookbook")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the programs")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
@@ -85,17 +85,25 @@ def main() -> int:
 
 
 def write(name: str, results: list[dict[str, Any]], when: str, checkout: Path) -> None:
-    """Put the tables of one file's recipes, and when they were measured, on their page."""
+    """Put the table of one file's recipes on their page, and when they were measured into the cookbook's list."""
     page = checkout / results[0]["page"]
-    text = page.read_text("utf-8")
-    date_of = rf"(`make recipes NAME={name}`(?:(?!\n\n).)*?\()\d{{4}}-\d\d-\d\d[^)]*"
-    text, dates = re.subn(date_of, lambda found: found[1] + when, text, flags=re.DOTALL)
-    for result in results:
-        head = re.escape(result["table"].partition("\n")[0])
-        text, tables = re.subn(rf"^{head}\n(?:\|.*\n)+", result["table"] + "\n", text, flags=re.MULTILINE)
-        if (dates, tables) != (1, 1):
-            raise ValueError(f"{page}: expected one date and one table of {result['title']}")
-    page.write_text(text, "utf-8")
+    cases = {result["case"]: _outcomes(result) for result in results}
+    rows = table(results[0]["columns"], cases)
+    head = re.escape(rows.partition("\n")[0])
+    _replace_once(page, rf"^{head}\n(?:\|.*\n)+", f"{rows}\n")
+    _replace_once(page.parent / "README.md", rf"(?<=`NAME={name}` \()\d{{4}}-\d\d-\d\d[^)]*", when)
+
+
+def _outcomes(result: dict[str, Any]) -> dict[Way, Outcome]:
+    return {way: Outcome(**outcome) for way, outcome in result["outcomes"].items()}
+
+
+def _replace_once(file: Path, pattern: str, text: str) -> None:
+    """Raises ValueError if the file does not have exactly one match."""
+    changed, matches = re.subn(pattern, lambda _: text, file.read_text("utf-8"), flags=re.MULTILINE)
+    if matches != 1:
+        raise ValueError(f"{file}: {matches} matches of {pattern}")
+    file.write_text(changed, "utf-8")
 
 
 def _give_up(*_: object) -> None:
@@ -126,11 +134,13 @@ def _measure(name: str, recipe: type[Recipe], *, is_verbose: bool) -> dict[str, 
         "name": name,
         "title": recipe.title,
         "page": recipe.page,
+        "case": recipe.case,
+        "columns": recipe.columns,
         "versions": versions,
         "event": recipe.event,
         "load": recipe.load,
         "outcomes": {way: asdict(outcome) for way, outcome in outcomes.items()},
-        "table": table(recipe.columns, outcomes),
+        "table": table(recipe.columns, {recipe.case: outcomes}),
     }
 
 

@@ -41,11 +41,13 @@ UNIT = "[Service]\nExecStart=/usr/local/bin/gitlab-runner\nRestart=always\nResta
 def installing(page: str) -> str:
     """Commands that install the hooks and the policy that a page of the cookbook names, as its README shows it."""
     text = (HOOKS.parents[1] / f"docs/cookbook/{page}.md").read_text("utf-8")
-    (named,) = re.findall(r"^\[As all examples\].*$", text, re.MULTILINE)
-    *hooks, policy = re.findall(r"`([^`]+)`", named)
+    hooks = re.findall(
+        r"\]\(\.\./\.\./config/hooks/([\w-]+)\)", re.findall(r"^- hooks: .*", text, re.MULTILINE)[0]
+    )
+    (policy,) = re.findall(r"^- policy: .*/config/examples/([\w.-]+)\)$", text, re.MULTILINE)
     (commands,) = shown_commands("docs/cookbook/README.md", "## Install")
     script = "\n".join(command for command in commands if not command.startswith("sudoedit "))
-    return script.replace("common.sh redis-prepare redis-recover", " ".join(hooks)).replace("redis.yaml", policy)
+    return script.replace("redis-prepare redis-recover", " ".join(hooks)).replace("redis.yaml", policy)
 
 
 @pytest.fixture
