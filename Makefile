@@ -7,7 +7,7 @@ SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
 LONGEST := $(addprefix tests/system/test_,package_life.py install_other.py packages.py systemd_service.py)
 
-.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes system system-linux system-windows packages deb rpm msi release image repository clean
+.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes pictures system system-linux system-windows packages deb rpm msi release image repository clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -49,6 +49,10 @@ bench: $(VENV)/.ready         ## Speed and size, onto docs/benchmarks.md (all co
 
 recipes: $(VENV)/.ready       ## What the cookbook's recipes save, measured with load (root; NAME=slurm: only this one; WRITE=1: onto the pages)
 	$(BIN)/python tests/recipes/run_recipes.py $(if $(WRITE),--write) $(if $(filter command,$(origin NAME)),$(NAME))
+
+pictures: $(VENV)/.ready      ## The documentation's pictures, into docs/pictures (root: the agent gets namespaces of its own)
+	$(BIN)/python tests/fixtures/life_picture.py
+	$(BIN)/python tests/system/pictures.py
 
 system: system-linux system-windows   ## Tests in real surroundings (root: fetches them once; make -j2 halves the time)
 

@@ -98,10 +98,13 @@ class Tab:
             self.ask("1")  # with the answer comes what the browser had to say before
             time.sleep(0.05)
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page, as long as it is."""
+    def screenshot(self, path: Path, last: str = "") -> None:
+        """The whole page, as long as it is; ``last``: down to the end of the first such element, and a margin."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 6000), "scale": 1}
+        height = min(size["height"], 6000)
+        if last:
+            height = 16 + self.ask(f"document.querySelector({last!r}).getBoundingClientRect().bottom + scrollY")
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height, "scale": 1}
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         path.write_bytes(base64.b64decode(data))
 
