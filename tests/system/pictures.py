@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "fixtures"))
@@ -22,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "fixtures"))
 import apt
 from chromium import Tab, browser, install
 from container import CHECKOUT
-from test_tutorial import Shell
+from test_tutorial import Shell, section, steps
 
 WIDTH = 900
 _COLORS = "64"  # more make a file larger, and no picture better
@@ -84,6 +85,7 @@ def take_all(folder: Path) -> None:
         tab.call("Emulation.setScrollbarsHidden", hidden=True)
         tab.look(WIDTH)
         take_held(tab, folder / "status-held.png")
+        take_tutorial(tab, folder / "tutorial-drained.png", folder / "tutorial-held.png")
 
 
 def take_held(tab: Tab, picture: Path) -> None:
@@ -95,6 +97,21 @@ def take_held(tab: Tab, picture: Path) -> None:
     show(tab, shell, "http://127.0.0.1:9769/", "is held")
     tab.click("details[open] summary")  # the timeline makes the picture too long
     shoot(tab, picture, "pending")
+
+
+def take_tutorial(tab: Tab, drained: Path, held: Path) -> None:
+    """The page after step 5 of the tutorial, and in step 6, of the agent that its commands start."""
+    shell = Shell(Path.home())
+    page = "http://127.0.0.1:9770/"
+    for step in (*steps(section(3, 3)), *steps(section(5, 5))):
+        shell.run(step.command)
+    show(tab, shell, page, "is over: completed")
+    shoot(tab, drained, "recent")
+    shell.run("wait %?simulate")
+    for step in takewhile(lambda step: " status " not in step.command, steps(section(6, 6))):
+        shell.run(step.command)
+    show(tab, shell, page, "is held")
+    shoot(tab, held, "pending")
 
 
 def show(tab: Tab, shell: Shell, page: str, words: str) -> None:
