@@ -114,7 +114,6 @@ NOT_RUN = {
     "sudoedit ": "is for people",
     "journalctl ": "needs systemd's journal; the fields that it is asked for have tests of their own",
     "iptables ": "needs root, and a kernel that filters",
-    "systemctl status": "the system tests ask systemd for the same by systemctl show",
 }
 
 

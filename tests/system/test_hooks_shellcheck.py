@@ -1,4 +1,4 @@
-"""Every shell script, shipped or of the packaging, and what the cookbook shows, read by shellcheck."""
+"""Every shell script that is shipped as a hook or for one, or that the cookbook shows, read by shellcheck."""
 
 import re
 import shutil
