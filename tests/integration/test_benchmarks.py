@@ -275,7 +275,9 @@ def test_make_begins_a_complete_run() -> None:
     if shutil.which("make") is None:
         pytest.skip("there is no make")
     for arguments, command in (((), "-m benchmarks"), (("ANYWAY=1",), "-m benchmarks --anyway")):
-        commands = subprocess.check_output(["make", "--dry-run", "bench", *arguments], cwd=CHECKOUT, text=True)
+        commands = subprocess.check_output(
+            ["make", "--no-print-directory", "--dry-run", "bench", *arguments], cwd=CHECKOUT, text=True
+        )
         assert commands.splitlines()[-1].strip().endswith(command)
 
 
