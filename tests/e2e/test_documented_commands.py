@@ -20,7 +20,7 @@ from harness import CHECKOUT, PATIENCE, Agent, Simulator
 
 PAGES = sorted(
     path
-    for place in ("", "docs/**/", "config/**/", "packaging/", "systemd/", "winservice/")
+    for place in ("", "docs/**/", "config/**/", "packaging/", "systemd/", "tests/", "winservice/")
     for path in CHECKOUT.glob(f"{place}*.md")
     if path.stem != "tutorial"  # tests/system/test_tutorial.py runs all of it
 )
