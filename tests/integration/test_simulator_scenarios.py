@@ -148,9 +148,9 @@ def test_a_scenario_that_says_so_ends_with_an_event_pending() -> None:
 
 
 def test_the_python_in_the_guide_works() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "testing-hooks.md").read_text(encoding="utf-8")
     (sample,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    exec(compile(sample, "simulator.md", "exec"), {})
+    exec(compile(sample, "testing-hooks.md", "exec"), {})
 
 
 # The command

@@ -143,9 +143,16 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         "default: platform-reboot, or with --control none",
     )
     parser.add_argument("--list", action="store_true", help="list the shipped scenarios")
-    parser.add_argument("--check", action="store_true", help="only check whether SCENARIO is valid")
     parser.add_argument(
-        "--speed", type=float, default=1.0, metavar="N", help="let the scenario's time pass N times as fast"
+        "--check", action="store_true", help="only check whether SCENARIO is valid; if not, exit with 2"
+    )
+    parser.add_argument(
+        "--speed",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="let the scenario's time pass N times as fast (0.1 to 1000000); "
+        "NotBefore stays right by the real clock",
     )
     parser.add_argument(
         "--port",
