@@ -119,6 +119,19 @@ def test_a_quick_run_prints_every_row() -> None:
         assert figure in beside
 
 
+@on_linux
+def test_the_explanation_says_how_each_kind_of_figure_is_measured() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--explain"]
+    shown = subprocess.check_output(command, cwd=CHECKOUT, text=True, timeout=60)
+    kinds = (
+        "cpu of a poll:", "wake-ups a second:", "served to the first hook, to the approval:",
+        "cpu from exec to the first poll:", "cpu of a command:", "cpu of a page:", "resident memory,",
+        "requests to the table:", "last of the vms ready to the approval:", "resident memory of a fleet:",
+    )  # fmt: skip
+    assert [kind for kind in kinds if kind not in shown.lower()] == []
+    assert re.findall(r"^\w+$", shown, re.MULTILINE) == ["polls", "tail", "start", "memory", "fleet"]
+
+
 def test_the_page_and_the_json_have_the_same_complete_run() -> None:
     page = PAGE.read_text(encoding="utf-8")
     run = msgspec.json.decode(RECORD.read_bytes(), type=Run)
