@@ -1,7 +1,9 @@
 """States that need a person, and states that a rule or an operator wants, which do not."""
 
+import re
 import shlex
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +62,7 @@ UNRECOVERED = recovering(
     recover=replace(FAILED, failed_hook="resume", failure="hook resume: exit code 1"),
     wait_message="hook resume: exit code 1",
 )
-# Kind, severity, message, the first command and whether it has a deadline; of the table in docs/operations.md.
+# By kind: a status, severity, message and the first command.
 NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "recovery_failed": (
         of_event(UNRECOVERED),
@@ -160,6 +162,19 @@ def test_each_kind_has_a_message_a_command_and_an_exit_code(kind: str) -> None:
     assert shown.headline == message
     is_of_event = bool(found.event_id)
     assert exit_code(shown) == {"unhealthy": 1}.get(kind, 3 if is_of_event else 0)
+
+
+def test_the_page_lists_the_kinds_by_severity_and_those_with_a_deadline() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    text = page.partition("\n## What needs a person\n")[2].partition("\n## ")[0]
+    listed: dict[str, list[str]] = {"act": [], "fix": []}
+    for severity, line in re.findall(r"^- `(act|fix)`, (.+?)(?=^- |^$)", text, re.MULTILINE | re.DOTALL):
+        listed[severity] += re.findall(r"\[`(\w+)`\]", line)
+    assert {severity: sorted(kinds) for severity, kinds in listed.items()} == {
+        severity: sorted(kind for kind in ATTENTION_KINDS if NEEDED[kind][1] == severity) for severity in listed
+    }
+    (line,) = re.findall(r"until NotBefore (.+?)\n- ", text, re.DOTALL)
+    assert re.findall(r"\[`(\w+)`\]", line) == [*WITH_DEADLINE]
 
 
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
