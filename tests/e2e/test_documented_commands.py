@@ -4,17 +4,20 @@ What is ours runs for real, beside an agent that works on an event, with an id, 
 the place of the one that is written. Everything else must be in ``ELSEWHERE``, or with the reason in ``NOT_RUN``.
 """
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
 
@@ -263,6 +266,7 @@ def test_a_documented_command_has_its_documented_effect(command: Shown, scene: S
         stderr=subprocess.STDOUT,
         text=True,
         encoding="utf-8",
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -275,8 +279,20 @@ def test_a_documented_command_has_its_documented_effect(command: Shown, scene: S
             assert process.returncode == (3 if "ACT  " in output else 0), output
             assert "Traceback" not in output
     finally:
+        end_with_children(process)
+
+
+def end_with_children(process: "subprocess.Popen[str]") -> None:
+    """End it, and the agent that the demo has started: that would hold its output open."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
         process.kill()
-        process.communicate()
+    process.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
