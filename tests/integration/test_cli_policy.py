@@ -750,6 +750,15 @@ def test_explain_knows_every_shipped_scenario_and_says_the_same_each_time(
     assert found == sorted(planned)
 
 
+def test_explain_says_that_the_agent_does_not_ask_for_recommendations(run: Run, tmp_path: Path) -> None:
+    note = "the agent does not ask Azure for recommendations: no rule names SpotRebalanceRecommendation"
+    file = tmp_path / "policy.yaml"
+    for types, is_noted in (("Preempt", True), ("SpotRebalanceRecommendation", False)):
+        file.write_text(f"rules: [{{name: spot, when: {{type: {types}}}, approve: never}}]\n")
+        _, printed, _ = run("explain", "rebalance-eviction", "--config", str(file))
+        assert (note in printed.splitlines()) == is_noted
+
+
 def test_explain_of_a_scenario_begins_now_without_a_time(run: Run, policy: str) -> None:
     before = datetime.now(UTC).replace(microsecond=0)
     report = json.loads(run("explain", "spot-eviction", "--config", policy, "--json")[1])

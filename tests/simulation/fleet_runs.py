@@ -4,8 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from fleet_machines import Sent
-from fleet_simulation import CLOCKS, FleetSimulation, FleetTrouble
+from fleet_simulation import CLOCKS, FLEET_TROUBLES, FleetSimulation, FleetTrouble
 from runs import RunResult, failure_of
+from simulation import given_troubles
 
 _LARGE = 200
 _LARGE_EVERY = 200
@@ -42,7 +43,7 @@ def _live(simulation: FleetSimulation) -> FleetRunResult:
         journal=tuple(simulation.journal),
         events=len(simulation.oracle.lives),
         troubles=simulation.troubles,
-        option=" --fleet",
+        option=" --fleet" if simulation.has_ages else " --fleet --no-ages",
         requests=len(simulation.network.log),
         checked=simulation.oracle.checked,
     )
@@ -50,13 +51,14 @@ def _live(simulation: FleetSimulation) -> FleetRunResult:
 
 def _check_clocks(seed: int, troubles: frozenset[FleetTrouble] | None) -> FleetRunResult:
     """(9) The requests are the same whatever the clocks say, as long as no event reaches its latest begin."""
-    given = FleetSimulation(seed).troubles if troubles is None else troubles
+    given = given_troubles(seed, FLEET_TROUBLES) if troubles is None else troubles
     given -= {"one name"}  # one of the two waits until its latest begin
     right = FleetSimulation(seed, given - CLOCKS, is_short=True)
-    wrong = FleetSimulation(seed, given | CLOCKS, is_short=True)
     result = _live(right)
-    if not result.broken:
-        result = _live(wrong)
+    if result.broken:
+        return result
+    wrong = FleetSimulation(seed, given | CLOCKS, is_short=True)
+    result = _live(wrong)
     result.checked[9] += 1
     logs = [[one for one in simulation.network.log if one[0] < right.stops_at] for simulation in (right, wrong)]
     apart = (pair for pair in zip(*logs, strict=False) if not _is_same(*pair))

@@ -53,6 +53,11 @@ class Schedule:
         return callback
 
 
+def given_troubles(seed: int, all_troubles: Sequence[Trouble]) -> frozenset[Trouble]:
+    """The troubles that chance gives to the seed."""
+    return frozenset(one for one in all_troubles if random.Random(f"{seed}/has {one}").random() < 0.3)
+
+
 class Simulation(Schedule, ABC, Generic[Trouble]):
     """One run. ``journal`` says what happened, a line for each thing."""
 
@@ -71,8 +76,7 @@ class Simulation(Schedule, ABC, Generic[Trouble]):
         self.stops_at = inf
         """The run ends here, without the checks of its end."""
         self._chances: dict[str, random.Random] = {}
-        given = (trouble for trouble in all_troubles if self.chance(f"has {trouble}").random() < 0.3)
-        self.troubles = frozenset(given) if troubles is None else troubles
+        self.troubles = given_troubles(seed, all_troubles) if troubles is None else troubles
         self._azure = azure
         self._azure_seen = 0
 
@@ -148,9 +152,9 @@ class Simulation(Schedule, ABC, Generic[Trouble]):
         new = self._azure.history[self._azure_seen :]
         if not new:
             return
+        self._azure_seen += len(new)
         for entry in new:
             self._on_azure(entry)
-        self._azure_seen += len(new)
         self._poll_soon()
         if self._azure.next_due < inf:
             self.after(max(0.0, self._azure.next_due - self.epoch()) + 1e-6, lambda: None)

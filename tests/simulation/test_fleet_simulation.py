@@ -13,10 +13,11 @@ from typing import Any, cast
 import pytest
 from fleet_machines import Requests, Vm
 from fleet_runs import run_fleet_seed
-from fleet_simulation import FLEET_TROUBLES, FleetSimulation, FleetTrouble
+from fleet_simulation import FLEET_TROUBLES, FleetTrouble
 from memory_backend import MemoryStore
 from msgspec.structs import replace
 from mutants import break_workflow
+from simulation import given_troubles
 
 from scheduled_events_agent.fleet import client, plan
 from scheduled_events_agent.fleet.backend import Record
@@ -74,7 +75,8 @@ def test_a_seed_of_a_fleet_always_gives_the_same_run() -> None:
 
 
 def test_every_trouble_of_a_fleet_is_simulated() -> None:
-    assert frozenset[str]().union(*(FleetSimulation(seed).troubles for seed in range(30))) == set(FLEET_TROUBLES)
+    given = (given_troubles(seed, FLEET_TROUBLES) for seed in range(30))
+    assert frozenset[str]().union(*given) == set(FLEET_TROUBLES)
 
 
 # --- Each bug planted on purpose.

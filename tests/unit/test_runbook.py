@@ -26,7 +26,7 @@ OTHERS = (
     "sudo systemctl daemon-reload",
     "sudo journalctl -u scheduled-events-agent ", "sudo journalctl -k",
     "sudo df -h /var/lib/scheduled-events-agent", "sudo fuser -v /var/lib/scheduled-events-agent/state.db",
-    "sudo ss -ltnp", "sudo ss -tnp dst 169.254.169.254",
+    "sudo ss -ltnp", "sudo ss -tanp dst 169.254.169.254",
 )  # fmt: skip
 ON_WINDOWS = {
     "sudo systemctl reload scheduled-events-agent": "scheduled-events-agent service reload",

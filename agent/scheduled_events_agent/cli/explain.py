@@ -28,6 +28,7 @@ from scheduled_events_agent.imds.api_version import candidate_versions, fetch_wi
 from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import (
     REBALANCE_VERSION,
+    RECOMMENDATION,
     ApiVersion,
     Document,
     ScheduledEvent,
@@ -75,6 +76,7 @@ _STAGES: tuple[Stage, ...] = ("prepare", "on_start", "recover")
 # Within these years, a scenario's times are dates on every system.
 _YEARS = range(1970, 2900)
 _REHEARSAL = "rehearsal: no agent was asked"
+_NOT_ASKED_FOR = "the agent does not ask Azure for recommendations: no rule names SpotRebalanceRecommendation"
 
 
 class RejectedRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -442,8 +444,13 @@ def _load_file(arguments: argparse.Namespace, settings: Settings, state_dir: Pat
 
 def _is_scenario(argument: str) -> bool:
     """Whether DOCUMENT is a scenario: a .yaml file, or a name that no file here has."""
-    is_name = re.fullmatch(r"\w[\w-]{0,99}", argument) is not None
-    return _has_yaml(argument) or (is_name and not Path(argument).is_file())
+    if _has_yaml(argument):
+        return True
+    try:
+        is_file = Path(argument).exists() and not Path(argument).is_dir()
+    except OSError:  # a folder that this account may not search
+        is_file = False
+    return not is_file and re.fullmatch(r"\w[\w-]{0,99}", argument) is not None
 
 
 def _has_yaml(path: str) -> bool:
@@ -475,7 +482,10 @@ def _load_scenario(arguments: argparse.Namespace, settings: Settings) -> _Found:
     if not events:
         seen = "" if version == "auto" else f" in api-version {version}"
         raise AgentError(f"{argument}: the scenario announces no event{seen}", kind="usage")
-    return _Found(began_at, events, "scenario", None, "", name, (_REHEARSAL,))
+    is_asked_for = version != "auto" or names_recommendations(settings.rules)
+    has_unseen = not is_asked_for and any(found.event.type == RECOMMENDATION for found in events)
+    notes = (_REHEARSAL, _NOT_ASKED_FOR) if has_unseen else (_REHEARSAL,)
+    return _Found(began_at, events, "scenario", None, "", name, notes)
 
 
 def _ask_agent(state_dir: Path, options: CommandOptions) -> tuple[Status | None, str]:

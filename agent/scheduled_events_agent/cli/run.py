@@ -117,7 +117,10 @@ def handle_signals(handlers: Mapping[str, Callable[[], None]], wake: Callable[[]
     for name, handler in handlers.items():
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, handler=handler: handler())
-    receiving, sending = socket.socketpair()
+    try:
+        receiving, sending = socket.socketpair()
+    except OSError:  # then a signal may wait for the engine's next tick
+        return
     sending.setblocking(False)
     signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)  # open as long as the process
 
