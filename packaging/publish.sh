@@ -3,12 +3,13 @@
 #
 #   packaging/publish.sh check         whether the tag $VERSION is ready; tells the workflow whether it is a prerelease
 #   packaging/publish.sh prerequisites what packs an rpm and an MSI, and the Python that the MSI carries ($PYTHON_EMBED)
+#   packaging/publish.sh try           packaging/try.sh in a container of $IMAGE, with the packages in dist/
 #   packaging/publish.sh release       a release page with the changelog's section and all files of dist/
 #   packaging/publish.sh index         sdist and wheel alone, in python/, for the action that uploads them
 #   packaging/publish.sh image         the image to $IMAGE, signed without keys by cosign
 #   packaging/publish.sh repository    an apt and an rpm repository with this and all earlier packages, signed with
 #                                      the key in $SIGNING_KEY
-#   packaging/publish.sh propose       a branch and a change of it, if the renewed pins differ
+#   packaging/publish.sh propose       the branch "renew" and a change of it, if the renewed pins differ
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -21,6 +22,11 @@ is_prerelease() {
 
 case $1 in
     check)
+        : "${IMAGE:?set the variable IMAGE: where the image is pushed to}"
+        git merge-base --is-ancestor HEAD origin/main || {
+            echo "publish.sh: $VERSION is not on main" >&2
+            exit 1
+        }
         python3 packaging/release.py check "$VERSION"
         if is_prerelease; then prerelease=true; else prerelease=false; fi
         echo "prerelease=$prerelease" >>"$GITHUB_OUTPUT"
@@ -33,49 +39,57 @@ case $1 in
         # The build refuses a file that has another hash than the one beside the address.
         curl --fail --location --silent --show-error --proto =https --output "$PYTHON_EMBED" "$url"
         ;;
+    try)
+        docker run --rm --volume "$PWD:/release:ro" "$IMAGE" /release/packaging/try.sh /release/dist
+        ;;
     release)
         notes=$(mktemp)
         python3 packaging/release.py notes "$VERSION" >"$notes"
-        if is_prerelease; then mark=--prerelease; else mark=--latest; fi
-        gh release create "$VERSION" --verify-tag --title "$VERSION" --notes-file "$notes" "$mark" dist/*
+        set -- dist/*
+        if is_prerelease; then set -- --prerelease "$@"; fi
+        gh release create "$VERSION" --verify-tag --title "$VERSION" --notes-file "$notes" "$@"
         ;;
     index)
         mkdir python
         mv dist/*.whl dist/*.tar.gz python/
         ;;
     image)
-        make image
+        python3 packaging/release.py image
+        # Where cosign looks for it too.
+        export REGISTRY_AUTH_FILE="$HOME/.docker/config.json"
+        mkdir -p "$HOME/.docker"
         podman login --username "$GITHUB_ACTOR" --password-stdin "${IMAGE%%/*}" <<EOF
-$GITHUB_TOKEN
+$GH_TOKEN
 EOF
         podman push --digestfile digest "scheduled-events-agent:${VERSION#v}" "$IMAGE:${VERSION#v}"
-        podman push "scheduled-events-agent:${VERSION#v}" "$IMAGE:latest"
+        # Not for a fix of an older minor version.
+        if [ "$(gh release view --json tagName --jq .tagName)" = "$VERSION" ]; then
+            podman push "scheduled-events-agent:${VERSION#v}" "$IMAGE:latest"
+        fi
         cosign sign --yes "$IMAGE@$(cat digest)"
         ;;
     repository)
         older=$(mktemp -d)
-        gh release list --exclude-pre-releases --exclude-drafts --limit 1000 --json tagName --jq '.[].tagName' |
-            while read -r tag; do
-                [ "$tag" = "$VERSION" ] ||
-                    gh release download "$tag" --dir "$older" --pattern '*.deb' --pattern '*.rpm'
-            done
+        tags=$(gh release list --exclude-pre-releases --exclude-drafts --limit 1000 --json tagName --jq '.[].tagName')
+        for tag in $tags; do
+            [ "$tag" = "$VERSION" ] || gh release download "$tag" --dir "$older" --pattern '*.deb' --pattern '*.rpm'
+        done
         key=$(mktemp)
         trap 'rm -f "$key"' EXIT
         printf '%s\n' "$SIGNING_KEY" >"$key"
-        make repository KEY="$key" FROM="$older"
+        python3 packaging/repository.py --key "$key" --from "$older"
         ;;
     propose)
         git diff --quiet && exit 0
-        branch=renew-$(date -u +%Y-%m-%d)
         git config user.name "renew"
         git config user.email "renew@users.noreply.github.com"
-        git switch --create "$branch"
+        git switch --create renew
         git commit --all --message "Renew the pinned wheels"
-        git push --force origin "$branch"
-        gh pr create --fill --head "$branch"
+        git push --force origin renew
+        [ "$(gh pr list --head renew --json number --jq length)" -gt 0 ] || gh pr create --fill --head renew
         ;;
     *)
-        sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac

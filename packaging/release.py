@@ -7,7 +7,8 @@
     packaging/release.py image            the image, from the wheel that it puts into dist/ ("make image")
     packaging/release.py compare A B      whether two folders with releases have the same SHA256SUMS
 
-Invariant: what ``build`` writes depends on the commit alone, not on the place, the hour, the umask or the zone.
+Invariant: with the same tools (Python, dpkg, rpm, wixl) ``build`` makes the same bytes of a commit, whatever the
+place, the hour, the umask or the time zone.
 """  # noqa: INP001 - a script
 
 import argparse
@@ -183,6 +184,7 @@ def build_release(output: Path, *, is_draft: bool) -> None:
     git = ["git", "-C", str(SOURCES)]
     if changes := run([*git, "status", "--porcelain"]).rstrip():
         raise BuildError(f"a release is built from a commit: commit these changes or take them away\n{changes}")
+    os.environ["SOURCE_DATE_EPOCH"] = run([*git, "log", "-1", "--format=%ct"]).strip()
     version = source_version()
     if not is_draft:
         tags = run([*git, "tag", "--points-at", "HEAD"]).split()
@@ -198,6 +200,7 @@ def build_release(output: Path, *, is_draft: bool) -> None:
         write_sums(fresh)
         shutil.rmtree(output, ignore_errors=True)
         shutil.copytree(fresh, output)
+        output.chmod(0o755)  # the temporary folder is private
     print(f"{SUMS}: {output}")
 
 

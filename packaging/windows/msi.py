@@ -193,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build(python_embed: Path | None, sha256: str | None, version: str | None, output: Path) -> Path:
     """Stage, pack, and sign if that is wanted; returns the MSI."""
-    version = version or source_version()
+    # Of a prerelease's version the numbers: Windows Installer knows no others. Its MSI is for tests only.
+    version = version or re.sub(r"(a|b|rc)\d+$", "", source_version())
     if not re.fullmatch(r"(\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5])(\.\d{1,3}){2}", version):
         raise BuildError(
             f"version {version}: expected three numbers, the first at most 255, since Windows Installer compares "
@@ -279,7 +280,10 @@ def _place_python(root: Path, interpreter: Path) -> Part:
     write(root / f"python/python{digits}._pth", "".join(f"{folder}\r\n" for folder in folders).encode())
     write(root / "licenses/Python/LICENSE.txt", contents["LICENSE.txt"])
     sha256 = hashlib.sha256(interpreter.read_bytes()).hexdigest()
-    return Part("Python", PYTHON, f"pkg:generic/python?file_name={interpreter.name}", "PSF-2.0", sha256)
+    pinned = tomllib.loads((HERE / "python.toml").read_text("utf-8"))
+    name = pinned["url"].rpartition("/")[2] if sha256 == pinned["sha256"] else "another"
+    version = name.split("-")[1] if sha256 == pinned["sha256"] else PYTHON
+    return Part("Python", version, f"pkg:generic/python@{version}?file_name={name}", "PSF-2.0", sha256)
 
 
 def _place_wheels(root: Path) -> Iterator[Part]:

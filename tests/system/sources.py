@@ -15,7 +15,7 @@ def git(folder: Path, *words: str) -> str:
 
 def clone(target: Path) -> Path:
     """The sources as they are now, committed, in a clone. What was downloaded already is not downloaded again."""
-    git(CHECKOUT, "clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(target))
+    git(CHECKOUT, "clone", "--quiet", "--no-hardlinks", "--no-tags", str(CHECKOUT), str(target))
     listed = git(CHECKOUT, "ls-files", "--cached", "--others", "--exclude-standard", "--deleted").split("\n")
     for name in filter(None, listed):
         source, copy = CHECKOUT / name, target / name
@@ -29,10 +29,12 @@ def clone(target: Path) -> Path:
 
 
 def last_release(target: Path) -> Path:
-    """The sources of the newest tag, in a clone; as long as there is none, those of the last commit."""
+    """The sources of the newest tag before this commit, in a clone; if there is none, those of the last commit."""
     git(CHECKOUT, "clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(target))
+    here = git(CHECKOUT, "tag", "--points-at", "HEAD").split()
     tags = git(CHECKOUT, "tag", "--list", "v*", "--sort=-version:refname").split()
-    git(target, "checkout", "--quiet", "--detach", tags[0] if tags else "HEAD")
+    earlier = [tag for tag in tags if tag not in here]
+    git(target, "checkout", "--quiet", "--detach", earlier[0] if earlier else "HEAD")
     return _with_cache(target)
 
 

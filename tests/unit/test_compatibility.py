@@ -255,9 +255,14 @@ def test_the_page_calls_tested_what_the_system_tests_run() -> None:
     assert {name.casefold() for name in tested.pop("tested without its own systemd or repository")} == {
         name.replace("_", " ").casefold() for name in stood_for
     }
+    release = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    images = re.findall(r"^ +- (debian|ubuntu|almalinux):(\S+)$", release, re.MULTILINE)
+    tried = {f"{name.capitalize()} {version}" for name, version in images} - booted - {"Almalinux 9"}  # for RHEL 9
+    assert tested.pop("package tried in a container at each release") == tried
     assert tested.keys() == {"expected", "under Wine, not yet on a real Windows"}
     assert set(re.findall(r"^- \*\*(.+?)\*\*: ", section("Systems"), re.MULTILINE)) == {
         "tested at each release",
         "tested without its own systemd or repository",
+        "package tried in a container at each release",
         "expected",
     }
