@@ -5,8 +5,8 @@
 # ends with "cannot open" and its place if it is not there.
 #
 #   say TEXT                  a line for the log; fail TEXT: the same as an error, and the hook fails
-#   time_left LIMIT [SPARE]   prints how many seconds the hook may take from now on: LIMIT, but SPARE (10) less than the
-#                             event leaves, if that is known; 0 at least
+#   time_left LIMIT [SPARE]   prints how many seconds the hook may take from now on: LIMIT, but no more than the agent
+#                             leaves it, and SPARE (10) less than the event leaves, if these are known; 0 at least
 #   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
 #   ask COMMAND               runs a client that a busy server may leave without an answer: after 15 s again, for a minute
 #                             or until 10 s before the event
@@ -55,6 +55,10 @@ time_left() {
     if [ -n "${SCHEDULED_EVENT_SECONDS_LEFT:-}" ]; then
         event_leaves=$((SCHEDULED_EVENT_SECONDS_LEFT - ${2:-10} - $(uptime) + began))
         if [ "$event_leaves" -lt "$left" ]; then left=$event_leaves; fi
+    fi
+    if [ -n "${SCHEDULED_EVENT_TIMEOUT_SECONDS:-}" ]; then
+        agent_leaves=$((SCHEDULED_EVENT_TIMEOUT_SECONDS - $(uptime) + began))
+        if [ "$agent_leaves" -lt "$left" ]; then left=$agent_leaves; fi
     fi
     echo $((left > 0 ? left : 0))
 }

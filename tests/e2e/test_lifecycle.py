@@ -65,6 +65,7 @@ def test_a_platform_reboot_is_drained_approved_started_and_recovered_once(sim: S
         "RULE": "drain",
         "VM": "vm-1",
         "OUTCOME": "",
+        "TIMEOUT_SECONDS": "300",
     }
     assert [note["given"]["STAGE"] for note in starts] == ["prepare", "prepare", "on_start", "recover"]
     assert (last["STATUS"], last["OUTCOME"], last["NOT_BEFORE"]) == ("Started", "completed", "")
@@ -182,7 +183,7 @@ def test_when_nothing_is_pending_at_the_start_on_clear_runs(agent: Agent) -> Non
     agent.start()
     agent.wait_log("on_clear hook ended", hook="greet", outcome="succeeded")
     assert agent.ran() == ["uncordon", "greet"]
-    assert agent.records("start")[0]["given"] == {"STAGE": "on_clear", "VM": "vm-1"}
+    assert agent.records("start")[0]["given"] == {"STAGE": "on_clear", "VM": "vm-1", "TIMEOUT_SECONDS": "300"}
     assert agent.records("start")[0]["event"] is None
     assert ("on_clear", "nothing is pending: uncordon, greet") in agent.journal("kind", "text")
 

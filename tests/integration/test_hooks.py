@@ -125,6 +125,29 @@ def test_variables_of_the_event_of_the_policy_and_of_the_system_arrive() -> None
     assert "PATH" in seen
 
 
+@pytest.mark.parametrize(
+    ("timeout", "deadline_seconds", "least", "most"),
+    [
+        (90.0, None, 90, 90),
+        (90.0, 3600.0, 90, 90),
+        (3600.0, 100.0, 60, 95),  # 5 s of the 100 are for its processes to end in
+    ],
+)
+def test_each_attempt_gets_the_seconds_until_it_is_ended(
+    timeout: float, deadline_seconds: float | None, least: int, most: int
+) -> None:
+    code = "import os; print(os.environ['SCHEDULED_EVENT_TIMEOUT_SECONDS'], flush=True); raise SystemExit(1)"
+    lines: list[str] = []
+    hook = _hook(code, timeout=timeout, attempts=2, retry_delay=1.5)
+    deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+    HookRun("test", hook, environment={}, deadline=deadline, on_line=lines.append).run()
+    given = [int(line) for line in lines]
+    assert all(least <= seconds <= most for seconds in given)
+    assert len(given) == 2
+    if deadline_seconds == 100.0:
+        assert given[1] < given[0]  # the second attempt has less time than the first
+
+
 def test_output_and_errors_are_passed_on_line_by_line_while_the_hook_runs() -> None:
     code = (
         "import sys, time; print('ready', flush=True); print('error', file=sys.stderr, flush=True); time.sleep(60)"

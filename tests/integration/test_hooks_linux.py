@@ -400,6 +400,7 @@ def test_the_linux_hook_environment_is_exactly_the_documented_one(monkeypatch: p
         "SHELL": account.pw_shell,
         "COLOUR": "blue",
         "SCHEDULED_EVENT_ID": "A",
+        "SCHEDULED_EVENT_TIMEOUT_SECONDS": "300",
     }
 
 

@@ -3,7 +3,7 @@ from datetime import UTC, datetime
 import pytest
 
 from scheduled_events_agent.hooks import run as hooks
-from scheduled_events_agent.hooks.run import hook_environment
+from scheduled_events_agent.hooks.run import attempt_environment, hook_environment
 from scheduled_events_agent.imds.document import ScheduledEvent
 
 _EVENT = ScheduledEvent(
@@ -56,6 +56,11 @@ def test_unknown_values_are_empty_or_minus_one() -> None:
 def test_time_that_is_over_is_no_seconds_left() -> None:
     variables = hook_environment(_EVENT, stage="prepare", rule="r", vm="v", outcome="", seconds_left=-3.0)
     assert variables["SCHEDULED_EVENT_SECONDS_LEFT"] == "0"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(119.9, "119"), (60.0, "60"), (0.9, "0"), (-3.0, "0")])
+def test_an_attempt_gets_whole_seconds(seconds: float, text: str) -> None:
+    assert attempt_environment(seconds) == {"SCHEDULED_EVENT_TIMEOUT_SECONDS": text}
 
 
 def test_variables_are_bounded_and_hold_no_nul() -> None:

@@ -91,6 +91,11 @@ def hook_environment(
     return {f"SCHEDULED_EVENT_{name}": value[:_MAX_VARIABLE].replace("\0", "") for name, value in values.items()}
 
 
+def attempt_environment(timeout_seconds: float) -> dict[str, str]:
+    """The variable that only an attempt has: after so many whole seconds the agent begins to end it."""
+    return {"SCHEDULED_EVENT_TIMEOUT_SECONDS": str(max(0, int(timeout_seconds)))}
+
+
 def kill_orphans(instance: str) -> int:
     """End processes that hooks of an earlier agent with this ``instance`` left running. Returns their number.
 
@@ -246,7 +251,7 @@ class HookRun:
         except (OSError, RuntimeError) as error:  # no descriptors, no memory for a thread
             return self._result(attempt, begun_at, "not_started", f"cannot be started: {error}")
         try:
-            outcome, detail = self._watch(self._start(output.descriptor), started_at)
+            outcome, detail = self._watch(self._start(output.descriptor, started_at), started_at)
         except AgentError as error:
             outcome = "not_started"
             detail = str(error)
@@ -254,12 +259,13 @@ class HookRun:
             tail = output.finish()
         return self._result(attempt, begun_at, outcome, detail, tail)
 
-    def _start(self, output: int) -> processes.ProcessTree:
+    def _start(self, output: int, started_at: float) -> processes.ProcessTree:
         hook = self._hook
+        limit = attempt_environment(min(hook.timeout, self._latest_end(started_at) - started_at))
         return processes.start_tree(
             run=hook.run,
             shell=hook.shell,
-            env={**processes.base_environment(hook.user), **hook.env, **self._environment},
+            env={**processes.base_environment(hook.user), **hook.env, **self._environment, **limit},
             cwd=hook.cwd,
             user=hook.user,
             stdin=self._stdin,
