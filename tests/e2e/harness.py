@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import sqlite3
+import ssl
 import subprocess
 import sys
 import threading
@@ -452,6 +453,12 @@ class Request(NamedTuple):
     path: str
     headers: Mapping[str, str]
     body: bytes
+    certificate: str = ""
+    """The common name in the client's certificate, if it has shown one."""
+
+    def header(self, name: str) -> str:
+        """The value of a header, however its name is written; "" without it."""
+        return next((value for key, value in self.headers.items() if key.lower() == name.lower()), "")
 
 
 class Answer(NamedTuple):
@@ -460,39 +467,56 @@ class Answer(NamedTuple):
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = {}
+    stream: Iterable[bytes] = ()
+    """Sent after the body; then the connection ends."""
 
 
 class Server:
     """A small HTTP server on loopback, a context manager; what it answers is for those to say who inherit."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
 
+            def setup(self) -> None:
+                if tls is not None:  # here, in the connection's own thread: a client may take its time
+                    self.request.settimeout(PATIENCE)
+                    self.request = tls.wrap_socket(self.request, server_side=True)
+                super().setup()
+
+            def finish(self) -> None:
+                with contextlib.suppress(OSError):
+                    super().finish()
+                self.connection.close()
+
             def respond(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-                answer = server.answer(Request(self.command, self.path, dict(self.headers), body))
+                name = _common_name(self.connection)
+                answer = server.answer(Request(self.command, self.path, dict(self.headers), body, name))
                 self.send_response(answer.status)
                 for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(answer.body)
+                for piece in answer.stream:
+                    self.wfile.write(piece)
+                    self.close_connection = True
 
-            do_GET = do_POST = do_PATCH = do_DELETE = respond  # noqa: N815 - as http.server calls them
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = respond  # noqa: N815 - as http.server calls them
 
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _HttpServer(("127.0.0.1", port), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_address[1]}"
 
     def answer(self, request: Request) -> Answer:
-        """Called in a thread of the connection's own."""
+        """Called in a thread of the connection's own. ConnectionError: the connection ends without an answer."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -503,6 +527,23 @@ class Server:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # the client has gone, or is to get no answer
+            super().handle_error(request, client_address)
+
+
+def _common_name(connection: Any) -> str:
+    if not isinstance(connection, ssl.SSLSocket):
+        return ""
+    certificate: dict[str, Any] = connection.getpeercert() or {}
+    subject = dict(pair for part in certificate.get("subject", ()) for pair in part)
+    return str(subject.get("commonName", ""))
 
 
 class Endpoint(Server):
