@@ -2,8 +2,10 @@
 
 import base64
 import json
+import re
 import shutil
 import ssl
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from kube_access import kubelet, service_account
+from kube_access import ADMIN, kubelet, service_account
 from kube_api import KubeApi
 from kube_controllers import ENDS_AFTER, READY_AFTER
 from kube_faults import FaultName
@@ -164,6 +166,24 @@ def test_a_pod_that_ignores_sigterm_ends_with_its_grace(api: KubeApi, ask: Ask) 
     assert time.monotonic() - begun_at >= 2
 
 
+def test_a_grace_is_only_ever_shortened(api: KubeApi, ask: Ask) -> None:
+    api.add_pod("deaf", "vm-1", grace_seconds=600, annotations={ENDS_AFTER: "never"})
+    seen = []
+    for seconds in (None, 100, 200, 100):
+        body = None if seconds is None else {"gracePeriodSeconds": seconds}
+        metadata = ask("DELETE", "/api/v1/namespaces/default/pods/deaf", body).json()["metadata"]
+        seen.append((metadata["deletionGracePeriodSeconds"], metadata["deletionTimestamp"]))
+    assert [grace for grace, _ in seen] == [600, 100, 100, 100]
+    assert len(set(seen[1:])) == 1
+    assert seen[1][1] < seen[0][1]
+
+
+def test_an_eviction_that_is_only_tried_changes_nothing(api: KubeApi, ask: Ask) -> None:
+    before = api.add_pod("one")
+    assert evict(ask, "one", dryRun=["All"]).status_code == 201
+    assert api.store.get(PODS, "default", "one") == before
+
+
 def test_a_finalizer_keeps_the_object_of_a_pod_that_has_ended(api: KubeApi, ask: Ask) -> None:
     api.add_node("vm-1")
     api.add_pod("kept", "vm-1", finalizers=["example.com/wait"])
@@ -309,3 +329,33 @@ def test_what_happens_between_two_requests_of_a_client_makes_its_version_old(api
 def _relabel(api: KubeApi, name: str) -> None:
     node = api.store.get(NODES, "", name)
     api.store.update(NODES, {**node, "metadata": {**node["metadata"], "labels": {"changed": "yes"}}})
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_kubectl_cordons_drains_describes_and_uncordons_a_node(api: KubeApi, tmp_path: Path) -> None:
+    api.add_node("vm-1")
+    api.add_node("vm-2")
+    api.add(set_of("ReplicaSet", "web", 4))
+    api.add(budget("web", minAvailable=3))
+    log = api.add({"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "log"}, "spec": {}})
+    uid = log["metadata"]["uid"]
+    owner = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "log", "uid": uid, "controller": True}
+    api.add_pod("log-1", "vm-1", ownerReferences=[owner])
+    wait_until(lambda: allowed(api) == 1 and len(api.pod_names("vm-1")) == 3, "all pods are ready")
+    command = ["kubectl", f"--kubeconfig={api.kubeconfig(ADMIN)}", f"--cache-dir={tmp_path / 'cache'}"]
+
+    def kubectl(*arguments: str) -> str:
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "vm-1 cordoned" in kubectl("cordon", "vm-1")
+    assert "vm-1 drained" in kubectl("drain", "vm-1", "--ignore-daemonsets", "--timeout=180s")
+    assert api.pod_names("vm-1") == ["log-1"]
+    assert 429 in [one.status for one in api.seen("create", "pods/eviction")]
+    shown = kubectl("describe", "node", "vm-1")
+    assert re.search(r"Unschedulable: +true", shown)
+    assert "log-1" in shown
+    assert "vm-1 uncordoned" in kubectl("uncordon", "vm-1")
+    assert "unschedulable" not in api.store.get(NODES, "", "vm-1")["spec"]

@@ -7,6 +7,7 @@
 - ``kube_objects``: kinds, objects and their defaults, versions, graceful deletion
 - ``kube_status``: the answers that say no
 - ``kube_patches``: merge patches of both kinds
+- ``kube_discovery``: which kinds there are, for kubectl
 - ``kube_selection``: lists, with selectors and pages
 - ``kube_evictions``: evictions and budgets
 - ``kube_access``: who asks, and whether they may
@@ -32,6 +33,7 @@ from harness import Answer, Request, Server
 from kube_access import ADMIN, ANONYMOUS, Access, Call, User, check_policy
 from kube_certificates import Authority
 from kube_controllers import Controllers
+from kube_discovery import discover
 from kube_evictions import Evictions, check_preconditions
 from kube_faults import Fault, FaultName
 from kube_objects import (
@@ -238,8 +240,11 @@ class KubeApi:
         call: Call | None = None
         answer: Answer | None = None
         try:
-            call = _parse(request)
+            kinds = discover(request.path.partition("?")[0]) if request.method == "GET" else None
+            call = _parse(request) if kinds is None else None
             user = self.access.user_of(request.header("Authorization"), request.certificate)
+            if call is None:
+                return _answer(200, kinds or {})
             call = replace(call, user=user)
             self.before(call)
             self._runs.wait()
