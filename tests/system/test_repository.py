@@ -229,7 +229,7 @@ def test_a_folder_that_is_no_repository_is_not_replaced(key: Path, empty: Path, 
 
 
 def test_make_gives_the_script_what_it_was_given() -> None:
-    command = ["make", "--dry-run", "--old-file=.venv/.ready", "repository"]
+    command = ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/.ready", "repository"]
     told = subprocess.run(
         [*command, "KEY=key.asc", "FROM=older", "INTO=site"],
         cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=60,
