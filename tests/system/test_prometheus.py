@@ -652,7 +652,7 @@ def promtool(programs: Path, *arguments: str, cwd: Path = PACKAGE) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE * 2,
+        timeout=PATIENCE * 10,  # it counts on one core: half a minute on a calm machine
     )
     assert done.returncode == 0, f"promtool {' '.join(arguments)}\n{done.stdout}{done.stderr}"
     return done.stdout
