@@ -41,7 +41,7 @@ ELSEWHERE = {
     "python3 packaging/release.py version": ("tests/system/test_release_files.py", 'release(tidy, "version"'),
     "sha256sum -c": ("tests/system/test_release_files.py", '"sha256sum", "--check"'),
     "git add --all": ("tests/system/sources.py", '"add", "--all"'),
-    "make repository": ("tests/system/test_repository.py", '"make", "--dry-run"'),
+    "make repository": ("tests/system/test_repository.py", '"--dry-run", "--old-file=.venv/.ready"'),
     "gpg --batch --passphrase": ("tests/system/repositories.py", '"--quick-generate-key"'),
     "gpg --armor --export-secret-keys": ("tests/system/repositories.py", '"--export-secret-keys"'),
     **dict.fromkeys(
