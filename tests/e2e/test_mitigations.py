@@ -141,6 +141,7 @@ def test_policy_rejected(agent: Agent) -> None:
     agent.wait_metric(1, "config_last_reload_successful")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("fuser") is None, reason="there is no fuser (package psmisc)")
 def test_errors_of_the_state_file(agent: Agent, sim: Simulator) -> None:
     agent.write_policy(rules=[RULE], hooks=agent.hooks("drain", "resume"))

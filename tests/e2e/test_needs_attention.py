@@ -134,6 +134,7 @@ def test_an_agent_that_ends_by_itself_again_and_again_says_so(agent: Agent) -> N
     assert "agent_restarts" not in kinds(agent.status())
 
 
+@pytest.mark.nightly
 def test_approvals_that_fail_and_then_do_not(agent: Agent, sim: Simulator) -> None:
     agent.write_policy(rules=[{"name": "all", "approve": "immediately"}])
     agent.start()

@@ -102,6 +102,7 @@ def test_an_agent_that_only_observes_notifies_too(sim: Simulator, agent: Agent) 
         assert {body["data"]["mode"] for body in receiver.taken} == {"observe"}
 
 
+@pytest.mark.nightly
 def test_an_agent_killed_at_random_moments_loses_no_notification(sim: Simulator, agent: Agent) -> None:
     dice = random.Random(20261122)
 

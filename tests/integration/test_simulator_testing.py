@@ -78,6 +78,7 @@ def test_the_example_of_the_page_passes(directory: Path, only: str) -> None:
     assert ran.returncode == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(280)  # a second pytest and its agents are started
 def test_a_failure_shows_what_the_agent_wrote_and_leaves_nothing_running(directory: Path) -> None:
     (directory / "hang.py").write_text("import time\nprint('hangs', flush=True)\ntime.sleep(600)\n")

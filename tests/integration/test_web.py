@@ -437,6 +437,7 @@ def test_probes_are_answered_while_two_hundred_clients_send_a_byte_a_second(serv
             client.close()
 
 
+@pytest.mark.nightly
 def test_connections_that_come_again_at_once_do_not_keep_a_probe_waiting(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
