@@ -106,7 +106,7 @@ ELSEWHERE = {
 # Command -> why no test runs it.
 NOT_RUN = {
     "az ": "needs an Azure subscription; the real command line read each of them once, see docs/azure.md",
-    "tdnf install": "Azure Linux cannot be had here, see docs/install-linux.md",
+    "tdnf install": "Azure Linux cannot be had here, see docs/compatibility.md",
     "SUSEConnect ": "needs a SLES and its subscription",
     "gh ": "needs a published release, see docs/verify.md",
     "cosign ": "needs a published release, see docs/verify.md",
