@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``history``."""
     parser.description = (
         "Shows the journal: for each event a timeline from first sight to recovery, with the ends of hooks and "
-        "the last of their output. Between them are the records about the agent, unless an event is chosen."
+        "the last of their output. A change that says nothing new for this VM, such as another description or a "
+        "NotBefore moved by less than a minute, is recorded once a minute. Between them are the records about the "
+        "agent, unless an event is chosen."
     )
     parser.add_argument("--event", metavar="ID", help="only this event: its id, or a beginning that fits only one")
     parser.add_argument(

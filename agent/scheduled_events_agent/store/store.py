@@ -530,7 +530,10 @@ class Store:
                 return 0
 
     def ensure_reserve(self) -> str:
-        """Fill up the reserve if it has become small. Returns why that is not possible, "" if it is full."""
+        """Fill up the reserve if it has become small. Returns why that is not possible, "" if it is full.
+
+        It needs three times RESERVE_BYTES, 12 MiB, free on the disk.
+        """
         left = self.reserve_bytes()
         if left >= RESERVE_BYTES * 3 // 4:
             return ""
