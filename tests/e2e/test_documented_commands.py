@@ -112,7 +112,6 @@ NOT_RUN = {
     "cosign ": "needs a published release, see docs/verify.md",
     "git push ": "publishes",
     "podman ": "there is no container engine; tests/system/test_install_other.py carries the recipe out",
-    "curl --cacert": "needs a certificate; tests/integration/test_web_access.py has a client of its own",
     "SIGN_COMMAND=": "needs a certificate",
     "sudoedit ": "is for people",
     "journalctl ": "needs systemd's journal; the fields that it is asked for have tests of their own",

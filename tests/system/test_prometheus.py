@@ -739,16 +739,17 @@ def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(
     assert "SUCCESS" in promtool(programs, "check", "config", "--syntax-only", "prometheus.yaml", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("with_comments", [False, True], ids=["as it stands", "with all that is commented out"])
+@pytest.mark.parametrize("shows_certificate", [False, True], ids=["of the server alone", "of the client too"])
 def test_prometheus_accepts_the_configuration_that_asks_for_pages_with_tls(
-    programs: Path, tmp_path: Path, with_comments: bool
+    programs: Path, tmp_path: Path, shows_certificate: bool
 ) -> None:
-    text = (ROOT / "docs" / "web.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in blocks if block.startswith("scrape_configs:")]
-    whole = re.sub(r"^( *)# ", r"\1", block, flags=re.MULTILINE)
-    assert whole != block
-    (tmp_path / "prometheus.yaml").write_text(whole if with_comments else block)
+    text = (PACKAGE / "prometheus.yaml").read_text(encoding="utf-8")
+    before, scheme, of_tls = text.partition("    #scheme: https\n")
+    of_tls = re.sub(r"^( *)#", r"\1", scheme + of_tls, flags=re.MULTILINE)
+    server_only = re.sub(r"^ *(?:cert|key)_file: .*\n", "", of_tls, flags=re.MULTILINE)
+    assert len(server_only.splitlines()) == len(of_tls.splitlines()) - 2
+    (tmp_path / "prometheus.yaml").write_text(before + (of_tls if shows_certificate else server_only))
+    shutil.copy(PACKAGE / "rules.yaml", tmp_path)
     for name in ("ca.pem", "client.pem", "client.key"):
         (tmp_path / name).touch()
     # The files are there, and are looked at without --syntax-only.
