@@ -1,5 +1,9 @@
 """``python -m benchmarks``: measures, prints the table and, of a complete run, writes it onto the page.
 
+The bare loops only poll, compare bytes, and start the hook or post the approval: no policy, no state file, no
+metrics. One uses httpx as the agent does, the other the standard library's http.client. The differences are what
+the agent and its client cost; the loops also show how noisy the machine was. It runs on Linux.
+
 Invariant: all sides meet the same noise. They poll at the same pace, a third of an interval apart, or take
 turns. The agent and each loop have a simulator of their own in the measuring process, which takes all times.
 Each figure is the median of at least five windows or runs, so the one in which modules are compiled is not it.
