@@ -49,12 +49,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON, too")
-    parser.add_argument("--write", action="store_true", help="put the tables and the date into the cookbook")
+    parser.add_argument("--write", action="store_true", help="put the tables and the date on their pages")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the programs")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no such recipe: {', '.join(sorted(unknown))}")
-    when = f"{datetime.now(UTC):%Y-%m-%d}, load average {os.getloadavg()[0]:.1f} before"
+    when = f"{datetime.now(UTC):%Y-%m-%d}, load average {os.getloadavg()[0]:.1f}"
     results: list[dict[str, Any]] = []
     missing: list[str] = []
     for name in arguments.names or NAMES:
@@ -70,7 +70,7 @@ def main() -> int:
                 traceback.print_exc()
         results += own
         if arguments.write and len(own) == len(recipes):
-            write(name, own, when, CHECKOUT)
+            write(own, when, CHECKOUT)
     machine = describe_machine()
     print(f"\n{machine}; {when}")
     for result in results:
@@ -84,14 +84,13 @@ def main() -> int:
     return 1 if missing else 0
 
 
-def write(name: str, results: list[dict[str, Any]], when: str, checkout: Path) -> None:
-    """Put the table of one file's recipes on their page, and when they were measured into the cookbook's list."""
+def write(results: list[dict[str, Any]], when: str, checkout: Path) -> None:
+    """Put the table of one file's recipes on their page, and when they were measured."""
     page = checkout / results[0]["page"]
     cases = {result["case"]: _outcomes(result) for result in results}
     rows = table(results[0]["columns"], cases)
     head = re.escape(rows.partition("\n")[0])
-    _replace_once(page, rf"^{head}\n(?:\|.*\n)+", f"{rows}\n")
-    _replace_once(page.parent / "README.md", rf"(?<=`NAME={name}` \()\d{{4}}-\d\d-\d\d[^)]*", when)
+    _replace_once(page, rf"^Measured .*:\n\n{head}\n(?:\|.*\n)+", f"Measured {when}:\n\n{rows}\n")
 
 
 def _outcomes(result: dict[str, Any]) -> dict[Way, Outcome]:

@@ -1,4 +1,4 @@
-"""Every measured recipe has its table, of all three ways, on its page, and its row in the cookbook's list."""
+"""Every measured recipe has its table, of all three ways, on its page, with the date."""
 
 import re
 import sys
@@ -25,9 +25,10 @@ def test_every_file_has_a_recipe() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_page_has_its_table_and_the_cookbook_its_name_and_date(name: str) -> None:
+def test_its_page_has_its_table_with_the_date(name: str) -> None:
     recipes = recipes_of(name)
     ((page, columns),) = {(recipe.page, recipe.columns) for recipe in recipes}
+    assert Path(page).stem == name.replace("_", "-")
     cases = {recipe.case: dict.fromkeys(WAYS, Outcome(1, 2, 3, 4)) for recipe in recipes}
     assert len(cases) == len(recipes)
     head, rule, *rows = table(columns, cases).splitlines()
@@ -36,10 +37,15 @@ def test_its_page_has_its_table_and_the_cookbook_its_name_and_date(name: str) ->
     expected = "\n".join(
         [re.escape(head), re.escape(rule), *(f"{first}(?:{cell}){{{len(columns)}}}" for first in firsts)]
     )
-    assert re.search(rf"^{expected}\n\n", (ROOT / page).read_text("utf-8"), re.MULTILINE)
-    listed = (ROOT / page).with_name("README.md").read_text("utf-8")
-    row = rf"^\| \[[^]]+\]\({Path(page).name}\) \|.*`NAME={name}` \(\d{{4}}-\d\d-\d\d[^)]*\)"
-    assert len(re.findall(row, listed, re.MULTILINE)) == 1
+    dated = rf"^Measured \d{{4}}-\d\d-\d\d(?:, [^:\n]+)?:\n\n{expected}\n\n"
+    assert len(re.findall(dated, (ROOT / page).read_text("utf-8"), re.MULTILINE)) == 1
+
+
+def test_no_page_has_a_date_without_a_recipe() -> None:
+    pages = {recipe.page for name in NAMES for recipe in recipes_of(name)}
+    cookbook = (ROOT / "docs/cookbook").glob("*.md")
+    dated = {page for page in cookbook if re.search("^Measured ", page.read_text("utf-8"), re.MULTILINE)}
+    assert {page.relative_to(ROOT).as_posix() for page in dated} == pages
 
 
 def test_a_table_has_a_row_for_each_mode() -> None:
@@ -90,21 +96,15 @@ def test_a_new_table_and_its_date_replace_only_the_old_ones(name: str, tmp_path:
         )
     page = tmp_path / recipes[0].page
     page.parent.mkdir(parents=True)
-    files = (page, page.with_name("README.md"))
-    before = [(ROOT / file.relative_to(tmp_path)).read_text("utf-8") for file in files]
-    for file, text in zip(files, before, strict=True):
-        file.write_text(text, "utf-8")
-    write(name, results, "2031-02-03, load average 0.1 before", tmp_path)
-    after = [file.read_text("utf-8") for file in files]
-    rows = table(recipes[0].columns, cases)
-    assert after[0].count(rows) == 1
-    assert after[1].count("(2031-02-03, load average 0.1 before)") == 1
-    start = after[0].index(rows)
-    assert before[0].startswith(after[0][:start])
-    assert before[0].endswith(after[0][start + len(rows) :])
-    start = after[1].index("2031-02-03")
-    assert before[1].startswith(after[1][:start])
-    assert before[1].endswith(after[1][after[1].index(")", start) :])
+    before = (ROOT / recipes[0].page).read_text("utf-8")
+    page.write_text(before, "utf-8")
+    write(results, "2031-02-03, load average 0.1", tmp_path)
+    after = page.read_text("utf-8")
+    dated = f"\nMeasured 2031-02-03, load average 0.1:\n\n{table(recipes[0].columns, cases)}\n"
+    assert after.count(dated) == 1
+    start = after.index(dated)
+    assert before.startswith(after[:start])
+    assert before.endswith(after[start + len(dated) :])
 
 
 def test_a_recipe_that_fails_keeps_no_other_from_its_table(

@@ -154,10 +154,3 @@ def test_the_list_of_hooks_is_complete() -> None:
     text = (ROOT / "config/hooks/README.md").read_text("utf-8")
     listed = set(re.findall(r"`([\w-]+(?:\.ps1|\.sh)?)`", "".join(re.findall(r"^\| .*", text, re.MULTILINE))))
     assert {file.name for file in FILES} <= listed
-
-
-def test_the_list_of_examples_is_complete() -> None:
-    text = (ROOT / "docs/cookbook/README.md").read_text("utf-8")
-    rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\) \| (?:\[([\w-]+\.yaml)\]|on the page)", text, re.MULTILINE)
-    assert {example for _, example in rows if example} == {path.name for path in EXAMPLES}
-    assert {page for page, _ in rows} == {page.name for page in PAGES} - {"README.md"}
