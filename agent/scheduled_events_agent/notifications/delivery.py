@@ -67,7 +67,8 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
 def deliver(target: NotifyTarget, notification: Notification) -> Delivered:
     """Send a notification once. Raises NotificationError.
 
-    Blocks for at most the target's time limit, and while a name is looked up.
+    The answer's status decides; of its body at most 64 KiB are read, for people. Blocks for at most the target's
+    time limit, and while a name is looked up.
     """
     post = _prepare(target, notification)
     with httpx.Client(

@@ -22,7 +22,8 @@ _MAX_KEY = 255
 _SEVERITIES = {
     "recovery_failed": "critical", "hook_missing": "critical", "approval_needed": "warning", "held": "warning",
 }  # fmt: skip
-# A failed recovery calls again, also if what came before the start was acknowledged.
+# Ends the key, the id of the event's appearance, once Azure has started the event. So a failed recovery calls
+# again, also if what came before the start was acknowledged.
 _AFTER_START = "/recovery"
 
 

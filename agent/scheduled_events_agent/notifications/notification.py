@@ -113,7 +113,8 @@ def matches(
     """Whether the target receives this notification."""
     if target.format == "pagerduty":
         if notification.kind in ("started", "recovered"):
-            # These end incidents. The event may have changed since an incident began, or the policy.
+            # These end incidents. The event may have changed since an incident began, or the policy. PagerDuty
+            # ignores one about an incident that was never opened.
             return True
         if notification.kind == "held" and not notification.is_needed:
             return False  # the rule or an operator holds the event on purpose
