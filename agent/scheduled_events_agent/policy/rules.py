@@ -59,8 +59,7 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     affects: Annotated[
         tuple[RuleAffects, ...],
         Meta(
-            description="self: names this VM, alone or with others; shared: names this VM and others; "
-            "others: does not name this VM.",
+            description="self: it names this VM, alone or with others; shared: with others; others: it does not.",
             extra=ONE_OR_MANY,
         ),
     ] = ("self",)
@@ -125,7 +124,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Duration | None,
         Meta(
             description="Do nothing earlier than this long before NotBefore. Default: at once if this VM approves "
-            "the event by itself, else as late as the hooks of prepare allow."
+            "the event by itself, else as late as hooks allow."
         ),
     ] = None
     window: Annotated[
@@ -134,9 +133,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
     expire_after: Annotated[
         Duration,
-        Meta(
-            gt=0, description="How long a recommendation is prepared for at most; then the hooks of recover run."
-        ),
+        Meta(gt=0, description="How long a recommendation is prepared for at most."),
     ] = DEFAULT_EXPIRE_SECONDS
 
 
@@ -159,7 +156,7 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     env: Annotated[dict[str, str], Meta(description="Additional environment variables.", extra=SECRET)] = {}
     serialize: Annotated[
         bool,
-        Meta(description="Never run this hook for two events at the same time; the most urgent one is next."),
+        Meta(description="Never run this hook for two events at the same time."),
     ] = False
     required: Annotated[
         bool,
@@ -203,9 +200,7 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     length: Annotated[
         Duration, Meta(gt=0, le=7 * 86400, description="How long the window stays open; at most seven days.")
     ]
-    days: Annotated[
-        tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=ONE_OR_MANY)
-    ] = _DAYS
+    days: Annotated[tuple[Day, ...], Meta(description="Days on which it opens.", extra=ONE_OR_MANY)] = _DAYS
     timezone: Annotated[
         str, Meta(description="IANA name such as Europe/Berlin.", extra={"check": _timezone_error})
     ] = "UTC"

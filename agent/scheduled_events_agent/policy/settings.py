@@ -41,10 +41,9 @@ NotificationKind = Literal[
 _DEFAULT_KINDS: tuple[NotificationKind, ...] = (
     "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
 )  # fmt: skip
-# Other notifications would open incidents at PagerDuty, and call people for nothing.
-_PAGERDUTY_KINDS: tuple[NotificationKind, ...] = (
-    "approval_needed", "held", "hook_missing", "recovery_failed", "started", "recovered",
-)  # fmt: skip
+# It would open an incident at PagerDuty, and call people for nothing.
+_NOT_FOR_PAGERDUTY: NotificationKind = "seen"
+_PAGERDUTY_KINDS = tuple(kind for kind in _DEFAULT_KINDS if kind != _NOT_FOR_PAGERDUTY)
 NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty")
 
 
@@ -62,37 +61,26 @@ class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The metadata service and how to talk to it."""
 
-    endpoint: Annotated[
-        str,
-        Meta(
-            description="http://ADDRESS[:PORT], or auto: from DHCP option 245, for VMs outside a virtual network."
-        ),
-    ] = "http://169.254.169.254"
+    endpoint: Annotated[str, Meta(description="http://ADDRESS[:PORT], or auto: from DHCP option 245.")] = (
+        "http://169.254.169.254"
+    )
     api_version: Annotated[
         ApiVersionSetting,
         Meta(
-            description="Version of the Scheduled Events interface; auto: 2024-07-09 if a rule names "
-            "SpotRebalanceRecommendation and the service knows it, else 2020-07-01."
+            description="auto: 2024-07-09 if a rule names SpotRebalanceRecommendation and the service knows it, "
+            "else 2020-07-01."
         ),
     ] = "auto"
     poll_interval: Annotated[
         Duration,
         # A Spot VM may be gone 30 s after its notice, so more than a minute makes no sense.
-        Meta(
-            ge=0.25,
-            le=60,
-            description="Time between two requests; the service allows five a second to the whole VM.",
-        ),
+        Meta(ge=0.25, le=60, description="Time between two requests."),
     ] = 1.0
     request_timeout: Annotated[
         Duration, Meta(gt=0, description="Time limit of a whole request, answer included.")
     ] = 10.0
     first_request_timeout: Annotated[
-        Duration,
-        Meta(
-            gt=0,
-            description="Time limit of the first request after a start; others go out beside it after 2 s.",
-        ),
+        Duration, Meta(gt=0, description="Time limit of the first request after a start.")
     ] = 120.0
 
 
@@ -124,15 +112,15 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "127.0.0.1:9769"
     listen_names: Annotated[
         tuple[str, ...],
-        Meta(description="Further names by which a browser or a proxy on this machine may ask for the pages."),
+        Meta(description="Further names of the pages, for browsers and proxies on this machine."),
     ] = ()
     web_config: Annotated[
         str | None,
         Meta(description="File with TLS settings for the pages, as Prometheus' exporters have it."),
     ] = None
-    show_hook_output: Annotated[
-        bool, Meta(description="Show the ends of hooks' output on the page, in /status and in /history too.")
-    ] = False
+    show_hook_output: Annotated[bool, Meta(description="Whether the pages show the ends of hooks' output.")] = (
+        False
+    )
 
 
 class SecretFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,8 +140,8 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on: Annotated[
         tuple[NotificationKind, ...] | None,
         Meta(
-            description=f"Which notifications to send. Default: {', '.join(_DEFAULT_KINDS)}; "
-            f"with format pagerduty {', '.join(_PAGERDUTY_KINDS)}.",
+            description=f"Kinds to send. Default: {', '.join(_DEFAULT_KINDS)}; with format pagerduty "
+            f"all of these but {_NOT_FOR_PAGERDUTY}.",
             extra=ONE_OR_MANY,
         ),
     ] = None
@@ -186,7 +174,7 @@ class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
     sas_file: Annotated[
         str | None,
-        Meta(description="Absolute path of a file that holds a shared access signature, read for each request."),
+        Meta(description="Absolute path of the file of a shared access signature."),
     ] = None
 
 
@@ -226,10 +214,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ("*",)
     on_unavailable: Annotated[
         Literal["wait", "begin"],
-        Meta(
-            description="While the table cannot be used: wait for a slot until the latest begin; or begin without "
-            "one after a minute."
-        ),
+        Meta(description="Whether to wait for a slot as long as possible while the table cannot be used."),
     ] = "wait"
 
     def members_error(self, names: Iterable[str]) -> str:
