@@ -74,7 +74,7 @@ Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--upgrade', $Package)
 $options = @()
 if ($Config) { $options += "--config=$Config" }
 if ($StateDir) { $options += "--state-dir=$StateDir" }
-Invoke-Checked $venv (@('-I', '-m', 'agent', 'service', 'install') + $options)
+Invoke-Checked $venv (@('-I', '-m', 'scheduled_events_agent', 'service', 'install') + $options)
 if ($Account) {
     # The same lines are in docs/windows.md.
     $data = "$env:ProgramData\ScheduledEventsAgent"
@@ -87,5 +87,5 @@ if ($Account) {
     Invoke-Checked icacls.exe @("$data\logs", '/grant', "${Account}:(OI)(CI)F")
 }
 if (-not $NoStart) {
-    Invoke-Checked $venv @('-I', '-m', 'agent', 'service', 'start')
+    Invoke-Checked $venv @('-I', '-m', 'scheduled_events_agent', 'service', 'start')
 }

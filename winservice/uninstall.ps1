@@ -30,7 +30,7 @@ if ($service) {
     if (-not (Test-Path -LiteralPath $venv)) { throw "the service is there, but no venv in ${Path}: name it with -Path" }
     # With its streams redirected, PowerShell 5.1 takes a program's warnings for errors; its exit code counts.
     $ErrorActionPreference = 'Continue'
-    & $venv @('-I', '-m', 'agent', 'service', 'remove')
+    & $venv @('-I', '-m', 'scheduled_events_agent', 'service', 'remove')
     $ErrorActionPreference = 'Stop'
     if ($LASTEXITCODE -ne 0) {
         throw "the service could not be removed (exit code $LASTEXITCODE): mend the venv with install.ps1 and try again"

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
+import scheduled_events_agent
 from scheduled_events_agent.cli import build_parser, main
 from scheduled_events_agent.engine import Host
 from scheduled_events_agent.engine.hook_runs import HookRuns
@@ -440,10 +441,13 @@ def test_on_linux_it_names_systemd(action: str, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("name", ["install.ps1", "uninstall.ps1"])
 def test_the_command_accepts_the_arguments_of_the_scripts(name: str) -> None:
     script = Path(__file__).resolve().parents[2] / "winservice" / name
-    calls = re.findall(r"@\(('-I', '-m', 'agent', [^)]+)\)", script.read_text(encoding="utf-8"))
-    assert calls
+    calls = re.findall(r"@\(('-I', '-m', [^)]+)\)", script.read_text(encoding="utf-8"))
+    assert any("'service'" in call for call in calls)
     for call in calls:
         words = [word.strip("' ") for word in call.split(",")]
+        if words[2] in ("pip", "venv"):
+            continue
+        assert words[2] == scheduled_events_agent.__name__
         assert build_parser().parse_args(words[3:]).handler is not None
 
 
