@@ -90,14 +90,14 @@ def test_a_hook_gets_nothing_of_the_agents_environment_nor_of_its_open_files(
 # --- what is left behind
 
 
-def table_of_modes() -> dict[str, int]:
-    """The table in docs/security.md: a pattern of names in the state directory, and their mode."""
+def documented_modes() -> dict[str, int]:
+    """The list in docs/security.md: a pattern of names in the state directory, and their mode."""
     text = (CHECKOUT / "docs" / "security.md").read_text(encoding="utf-8")
-    return {name: int(mode, 8) for name, mode in re.findall(r"^\| `(STATE\S*)` \| (\d{4}) \|", text, re.MULTILINE)}
+    return {name: int(mode, 8) for name, mode in re.findall(r"^- `(STATE\S*)` \((\d{4})\)", text, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077], ids=oct)
-def test_whatever_the_umask_the_files_have_the_modes_of_the_table(
+def test_whatever_the_umask_the_files_have_the_documented_modes(
     sim: Simulator, make_agent: MakeAgent, umask: int
 ) -> None:
     agent = make_agent(sim.endpoint())
@@ -120,7 +120,7 @@ def test_whatever_the_umask_the_files_have_the_modes_of_the_table(
     above = {path: found.pop(path) for path in (agent.state_dir.parent, agent.state_dir.parents[1])}
     assert set(above.values()) == {0o755 & ~umask}
     names = {path: f"STATE/{path.relative_to(agent.state_dir)}".removesuffix("/.") for path in found}
-    told = table_of_modes()
+    told = documented_modes()
     patterns = {re.sub(r"-2\S+|damaged-.*", "damaged-*", names[path]): mode for path, mode in found.items()}
     assert patterns == told
 
