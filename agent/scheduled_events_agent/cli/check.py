@@ -39,10 +39,12 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     file: str
-    """Path of the file; empty if it cannot be read. The hash is empty then too."""
     hash: str
+    """SHA-256."""
     valid: bool
+    """Whether the exit code is 0."""
     errors: tuple[str, ...]
+    """In the order of the file."""
     warnings: tuple[str, ...]
 
 

@@ -75,7 +75,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     version: str
     ok: int
-    """The number of findings in each state."""
+    """``ok`` to ``skipped``: number of checks with this severity."""
     warning: int
     error: int
     skipped: int

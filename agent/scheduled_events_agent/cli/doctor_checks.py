@@ -66,7 +66,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     severity: Severity
     message: str
     hint: str = ""
-    """A hint what to do; empty if nothing needs to be done."""
+    """What to do."""
 
 
 def ok(check: str, message: str) -> Finding:

@@ -91,33 +91,34 @@ class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Literal["allow", "manual", "deny"]
     at: datetime | None
-    """When at the earliest; None unless ``verdict`` is allow, or if it was approved already."""
+    """At the earliest; None also if it is approved already."""
     text: str
-    """When it would be approved, or why not."""
+    """When, or why not."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The plan for one event if every hook succeeds at once, and the reasons."""
 
     at: datetime
-    """The time that was assumed: of a scenario, when it announces the event."""
+    """Of a scenario: when it announces the event."""
     event: ScheduledEvent
     workflow: WorkflowView | None
-    """The agent's workflow of the event; None if it does not follow the event, or was not asked."""
+    """What the agent knows of the event; None also if it was not asked."""
     decision: Decision
     rejected_rules: tuple[RejectedRule, ...]
+    """Empty if the policy in force is not the file's."""
     begins_at: datetime | None
-    """When preparation or approval begins or has begun; None if neither does."""
+    """When preparation or approval begins or began; None if neither does."""
     begins_reason: str
-    """Why it does not begin at once; "" if it does, or has begun."""
+    """Why not at once; "" also if it has begun."""
     needs_slot: bool
-    """Whether the event also waits for a slot of the fleet."""
+    """Whether it also waits for a slot of the fleet."""
     drain_seconds: float
-    """How long the VM is not ready before the hooks run: less than ``drain_for`` if the notice is short."""
+    """How long ``/readyz`` answers 503 before the hooks run, as cut for the notice; 0 if that has begun."""
     prepare: tuple[str, ...]
-    """The hooks of ``prepare`` that run now or later."""
+    """Those that run now or later."""
     hooks_until: datetime | None
-    """When they must have ended; None if only their own time limits count."""
+    """None: only their own time limits count."""
     expected_approval: ExpectedApproval
 
 
@@ -126,15 +127,16 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
-    """The time that was assumed: of a scenario, its beginning."""
+    """The assumed time; of a scenario, its beginning."""
     source: Literal["endpoint", "agent", "file", "scenario"]
-    """Where the events are from."""
+    """agent: the endpoint does not answer."""
     received_at: datetime | None
-    """When the service answered; None for a file and a scenario."""
+    """From the metadata service."""
     incarnation: str
     vm: Vm
     mode: Literal["act", "observe"]
     events: tuple[Explanation, ...]
+    """If every hook succeeds at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -48,11 +48,11 @@ class FleetVm(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
-    """The state: requested, claimed, not_ready, ready; or unknown."""
+    """requested (wants to begin), claimed (checks whether it may), not_ready (has begun), ready, unknown."""
     age_seconds: float | None
-    """Seconds since the VM wrote its record, by the table's clock; None if the table has no time for it."""
+    """Of its record, by the table's clock."""
     waits_for: str
-    """Which other VMs it waits for."""
+    """VMs, at most three of them by name."""
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +60,12 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     event_id: str
     has_slot: bool
+    """False also if it goes on without one."""
     position: int
-    """The event's position in the line for a slot, from 1 on; 0 if it does not wait there."""
+    """In the line for a slot, from 1 on; 0: not in it."""
     not_before: datetime | None
     vms: tuple[FleetVm, ...]
+    """Those with a record."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +76,13 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     table: str
     slots_taken: int
+    """0 without ``max_events``."""
     max_events: int | None
     events: tuple[FleetEvent, ...]
+    """With a slot, then waiting for one, in order."""
     warnings: tuple[str, ...]
-    """Problems of the set-up."""
     clock_skew_seconds: float | None
-    """How far this machine's clock is ahead of the table's; None if the table's time is not known."""
+    """How far this machine's clock is ahead of the table's."""
 
 
 class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +93,7 @@ class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     event_id: str
     vms: tuple[FleetVm, ...]
-    """The VMs whose records are deleted."""
+    """Those whose records were deleted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

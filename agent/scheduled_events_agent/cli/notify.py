@@ -23,7 +23,7 @@ class TestedTarget(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     is_delivered: bool
     status: int | None
-    """The status of the answer, if the target has accepted the notification."""
+    """Of the answer, if delivered."""
     failure: str
     answer: str
     """Its beginning."""

@@ -22,14 +22,18 @@ _STATE_IS_GOOD = ("running", "start pending")
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of ``service status --json``. Fields are None if the service is not installed."""
+    """The output of ``service status --json``."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
     state: str = "not installed"
+    """Such as running; not installed: the rest is None."""
     pid: int | None = None
+    """0: not running."""
     exit_code: int | None = None
+    """Of its last stop."""
     start: str | None = None
+    """automatic, manual, disabled."""
     account: str | None = None
     command: str | None = None
 

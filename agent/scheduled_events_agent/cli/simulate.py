@@ -62,9 +62,9 @@ class ScenarioCheck(msgspec.Struct, frozen=True, kw_only=True):
     valid: bool
     errors: tuple[str, ...] = ()
     steps: int | None = None
-    """The number of steps of a scenario."""
+    """Of a scenario."""
     documents: int | None = None
-    """The number of documents of a recording."""
+    """Of a recording."""
     vms: tuple[str, ...] = ()
 
 
@@ -75,7 +75,6 @@ class SimulatorEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     kind: Literal["endpoint", "control", "table"]
     vm: str = ""
-    """The VM whose endpoint it is."""
     vm_id: str = ""
     url: str
 
@@ -89,7 +88,7 @@ class SimulatorStart(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     speed: float
     waits: bool
-    """Whether it begins with the first request."""
+    """For the first request."""
 
 
 class ShownSimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,10 +97,12 @@ class ShownSimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     type: str
     status: str
+    """Scheduled, Started, Gone."""
     source: str
     vms: tuple[str, ...]
     not_before: datetime
     approved_by: str
+    """A VM or the portal."""
     outcome: str
 
 
@@ -110,8 +111,11 @@ class SimulatorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
+    """When it happened."""
     kind: LogEntryKind | Literal["end"]
+    """end: the last line."""
     vm: str = ""
+    """Whose request it was."""
     text: str = ""
     event: ShownSimulatedEvent | None = None
 

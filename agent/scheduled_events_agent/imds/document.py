@@ -52,26 +52,25 @@ _CANONICAL = {
 class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One event of a document. Names are the service's; texts are trimmed and printable."""
 
-    id: str
-    """The id for people and hooks; compare by ``key``. "" if the document has none."""
-    type: str
-    """One of EVENT_TYPES in their spelling, else the text received; "" if there was none."""
+    id: str  # for people and hooks; compare by ``key``
+    """EventId, printable."""
+    type: str  # one of EVENT_TYPES in their spelling, else the text received
     status: str
-    source: str = ""
-    """``Platform`` or ``User``; "" before api-version 2019-08-01."""
+    source: str = ""  # "" before api-version 2019-08-01
+    """Platform or User."""
     resources: tuple[str, ...] = ()
-    not_before: datetime | None = None
-    """NotBefore, an aware time in UTC. None (blank, missing, unreadable): the event may start now."""
-    duration_seconds: float | None = None
-    """Azure's estimate of the interruption; None when unknown (-1 or missing)."""
+    not_before: datetime | None = None  # None: blank, missing, unreadable
+    """None: it may start now."""
+    duration_seconds: float | None = None  # None: -1 or missing
+    """Azure's estimate."""
     description: str = ""
     resource_type: str = ""
     received_id: str = ""
-    """The id exactly as received, if ``id`` is only a printable copy of it; else ""."""
-    id_error: str = ""
-    """Why the id cannot be sent back exactly, as a clause; "" if it can."""
+    """If ``id`` is only a printable copy."""
+    id_error: str = ""  # as a clause
+    """Why the id cannot be sent back exactly."""
     is_ambiguous: bool = False
-    """The document lists the id more than once, with contents that contradict each other."""
+    """The id is listed twice, with different contents."""
 
     @property
     def approval_id(self) -> str:

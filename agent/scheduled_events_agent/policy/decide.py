@@ -61,7 +61,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The actions for one event, and the reason. Stored with the event's workflow."""
 
     rule: str | None
-    """Name of the rule that matches the event; None means: observe."""
+    """None: the event is only observed."""
     reason: str
     affects: Affects
     prepare: tuple[str, ...] = ()
@@ -72,9 +72,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     on_failure: FailureMode = "hold"
     shared: SharedMode = "hold"
     can_approve_for_all: bool = False
-    """Whether this VM may approve for every VM the event names."""
     approve_after_seconds: float = 0.0
-    """Seconds for which this VM leaves the approval to the VMs listed before it."""
+    """How long this VM leaves the approval to those listed before it."""
     on_early_start: EarlyStartMode = "cancel"
     lead: float | None = None
     window_name: str | None = None

@@ -1,4 +1,8 @@
-"""Types of the status, history and JSON output. docs/json.md describes each field."""
+"""Types of the status, history and JSON output.
+
+The text below a field is its meaning in docs/json.md too; a field that its name explains has none. What is not
+known, or not there, is None, or "" in a text. ``tests/fixtures/json_page.py`` writes the page's tables.
+"""
 
 from datetime import datetime
 from typing import Literal
@@ -9,7 +13,7 @@ from msgspec.structs import force_setattr
 from scheduled_events_agent.workflow import OperatorAction, Stage, Workflow
 
 SCHEMA_VERSION = 1
-"""The version of all JSON output; see docs/json.md. A new field keeps it; a new meaning or name raises it."""
+"""The version of all JSON output. A new field keeps it; a new meaning or name raises it."""
 RUNBOOK_URL = "https://source.scheduled-events-agent.invalid/blob/main/docs/runbook.md"
 """Address of the runbook, as in pyproject.toml. It has a section for each ``AttentionKind`` and each alert."""
 
@@ -21,17 +25,21 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     workflow_id: str
     event_id: str
     kind: str
+    """seen, decided, hook_finished, closed and so on; of the agent: agent_started, machine_paused and so on."""
     stage: str
     hook: str
     outcome: str
+    """Of a hook: succeeded, failed, timed_out, canceled, not_started."""
     text: str
     detail: str
+    """The end of a hook's output."""
 
 
 class WorkflowView(Workflow, frozen=True, kw_only=True):
     """A workflow with the additional text that JSON has."""
 
     wait_message: str = ""
+    """``wait_reason`` as a sentence; in observe mode, what would be done."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +53,7 @@ class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
     """An event with its records, or a record of the agent alone."""
 
     workflow: WorkflowView | None
+    """None for records about the agent alone."""
     records: tuple[JournalRecord, ...]
 
 
@@ -54,29 +63,29 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     histories: tuple[HistoryItem, ...]
+    """``/history`` has the last 20 events with 41 records each, and 20 pauses."""
 
 
 class Vm(msgspec.Struct, frozen=True, kw_only=True):
     """This VM's names and id."""
 
     names: tuple[str, ...]
+    """In Resources."""
     vm_id: str
 
 
 class ActivePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The policy that is in force."""
 
-    file: str
-    """Its path, or ``settings.BUILT_IN_NAME``."""
+    file: str  # or ``settings.BUILT_IN_NAME``
     read_at: datetime
-    hash: str = ""
-    """SHA-256 of the file in force, as sha256sum prints it; for the built-in policy that of an empty file."""
+    hash: str = ""  # as sha256sum prints it; of the built-in policy: that of an empty file
+    """SHA-256."""
     refused: str = ""
-    """Why the current file was rejected, so that an older policy is in force; "" if the file is in force."""
+    """Why the current file was rejected."""
     refused_at: datetime | None = None
-    """Since when the file is rejected."""
     needs_restart: tuple[str, ...] = ()
-    """Keys that have changed since the agent started, and take effect when it starts again."""
+    """Keys whose change takes effect at the next start."""
 
 
 class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,8 +95,8 @@ class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage | Literal["on_clear"]
     hook: str
     state: Literal["queued", "running"] = "running"
+    """queued: it waits for another run of the same hook."""
     since: datetime
-    """Since when it runs or waits."""
 
 
 class TargetFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +114,7 @@ class NotifiedTarget(msgspec.Struct, frozen=True, kw_only=True):
     oldest_at: datetime | None
     failure: TargetFailure | None
     lost: int = 0
-    """Number of notifications lost since one was last delivered."""
+    """Number since one was last delivered."""
     lost_at: datetime | None = None
     """When the first of these was lost."""
     lost_reason: str = ""
@@ -117,12 +126,12 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
 
     group: str
     error: str
-    """Why the table cannot be used; "" if it can."""
+    """Why the table cannot be used."""
     unavailable_since: datetime | None
     not_ready: tuple[str, ...]
-    """VMs that events of this VM wait for."""
+    """VMs that an approval waits for."""
     warnings: tuple[str, ...] = ()
-    """Problems of the set-up."""
+    """``members`` does not match this VM, or another VM has its name."""
 
 
 class HookStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,16 +150,18 @@ class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
     approval: str
     hooks: tuple[HookStep, ...]
     commands: tuple[str, ...]
+    """With these an operator can decide otherwise."""
 
 
 class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An operator's hold. It also counts if the event comes back."""
 
     event_id: str
-    """The event's id in lower case."""
+    """In lower case."""
     user: str
     at: datetime
     last_seen_at: datetime
+    """The hold ends a day later."""
 
 
 AttentionKind = Literal[
@@ -166,7 +177,6 @@ class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     command: str
     effect: str
-    """The command's effect, as a phrase."""
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,20 +184,18 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: AttentionKind
     severity: Literal["act", "fix"]
-    """act: an operator must act; fix: the agent or its set-up is broken, to be repaired today."""
+    """act: an operator must act; fix: to be repaired today."""
     since: datetime | None
-    """None if that is not known."""
     event_id: str = ""
     workflow_id: str = ""
     message: str
     consequence: str = ""
-    """The consequence if no person acts, as a sentence."""
+    """If no person acts."""
     deadline: datetime | None = None
-    """After this time it is too late; None if there is none, or if the event may start at any moment."""
+    """None also if the event may start at any moment."""
     commands: tuple[SuggestedCommand, ...] = ()
-    """Commands to copy, the likeliest first."""
-    runbook: str = ""
-    """Address of the runbook's section about the kind. Filled in here, unless an agent has sent it."""
+    """The likeliest first."""
+    runbook: str = ""  # filled in below, unless an agent has sent it
 
     def __post_init__(self) -> None:
         if not self.runbook:
@@ -205,9 +213,9 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options that a command line needs for this agent; "" where the default is right."""
 
     state: str = ""
-    """The option for its state file, such as --state-dir DIR."""
+    """Such as ``--state-dir DIR``."""
     policy: str = ""
-    """The option for its policy file, such as --config FILE."""
+    """Such as ``--config FILE``."""
 
 
 NO_OPTIONS = CommandOptions()
@@ -219,44 +227,55 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     source: Literal["agent", "state_file"] = "agent"
+    """state_file: no agent answers; this is what its state file says."""
     health: Literal["ok"] | tuple[str, ...]
     unhealthy_since: datetime | None = None
     state_file: str = ""
     agent_log: tuple[JournalRecord, ...] = ()
-    """The last start and the last stop of an agent here, in either order."""
+    """The last start and stop."""
     vm: Vm
     version: str | None = None
     started_at: datetime | None = None
     unclean_starts: tuple[datetime, ...] = ()
-    """Starts after a crash: in this boot, and within an hour before the last start."""
+    """Starts in this boot that follow no stop, in the hour before the last one."""
     mode: Literal["act", "observe"] | None = None
     ready: bool = False
+    """As ``/readyz`` says."""
     policy: ActivePolicy | None = None
     web_config_rejected: WebConfigRejected | None = None
+    """The previous content of ``agent.web_config`` is in force."""
     rules: tuple[str, ...] | None = None
     endpoint: str | None = None
+    """Of the metadata service."""
     last_poll_at: datetime | None = None
+    """Of the last success."""
     poll_failure: str | None = None
     incarnation: str | None = None
+    """Of the last document."""
     running: tuple[RunningHook, ...] = ()
     pending: tuple[WorkflowView, ...]
     hook_output: tuple[JournalRecord, ...] = ()
+    """Empty unless ``agent.show_hook_output`` is true."""
     other_vm_events: int | None = None
     api_version: str | None = None
-    """The api-version in which documents are answered."""
     recommendations_failure: str = ""
-    """Why the recommendations that a rule names are not available; "" if they are."""
+    """Why a rule gets no recommendations."""
     holds: tuple[HeldEvent, ...] = ()
+    """Also of events that are not in the document."""
     command_options: CommandOptions = NO_OPTIONS
+    """What a command line needs to reach this agent."""
     command_prefix: str = ""
-    """The text that an account without privileges puts before a command, such as sudo and a blank."""
-    supervisor_commands: tuple[SuggestedCommand, ...] = ()
-    """Commands that show why the agent does not answer; complete, with their prefix."""
+    """For an account without privileges: sudo, or nothing on Windows."""
+    supervisor_commands: tuple[SuggestedCommand, ...] = ()  # complete, with their prefix
+    """They show why the agent does not answer."""
     notify: tuple[NotifiedTarget, ...] = ()
     fleet: FleetState | None = None
     attention: tuple[Attention, ...] = ()
+    """The worst first."""
     headline: str = ""
+    """How things are: the first ``message`` of ``attention``, if there is one."""
     summaries: tuple[EventSummary, ...] = ()
+    """Of ``pending``, the most urgent first."""
 
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
         """The hooks that run for this event."""
@@ -272,4 +291,6 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     event_id: str
     workflow_id: str
     succeeded: bool
+    """True also if there was nothing to release."""
     message: str
+    """The agent's answer, or why there is none."""

@@ -79,18 +79,17 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How far a stage (a list of hooks, run in order) has come."""
 
     state: Literal["idle", "running", "succeeded", "failed", "canceled", "resolved"] = "idle"
-    """resolved: it failed, and an operator has repaired it manually."""
-    done: tuple[str, ...] = ()
-    """Hooks that need not run again: they succeeded, or are not required."""
+    """resolved: repaired by an operator."""
+    done: tuple[str, ...] = ()  # they succeeded, or are not required
+    """Hooks that need not run again."""
     current: str | None = None
-    """The hook that runs; None between two hooks."""
-    run: int = 0
-    """Number of hooks started in this stage; a result is that of this run if it has the same number."""
+    """The hook that runs."""
+    run: int = 0  # a result is that of this run if it has the same number
+    """Number of hooks started."""
     is_canceling: bool = False
-    failure: str = ""
-    """The last failure, as a phrase."""
-    failed_hook: str = ""
-    """The hook at which the stage failed, until it is tried again."""
+    """The hook that runs has been asked to end."""
+    failure: str = ""  # as a phrase
+    failed_hook: str = ""  # until it is tried again
 
 
 class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,12 +97,10 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     state: Literal["none", "requested", "confirmed"] = "none"
     failures: int = 0
-    """Number of failures in a row."""
+    """Number in a row."""
     failing_since: datetime | None = None
-    """When the first of these failures was."""
     retry_at: datetime | None = None
-    failed_at: datetime | None = None
-    """The next try also waits for a later document, which may say that the event is over."""
+    failed_at: datetime | None = None  # the next try also waits for a later document: the event may be over
 
 
 class WaitReason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,55 +108,54 @@ class WaitReason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     kind: WaitKind
     at: datetime | None = None
-    """Until when it waits, if that is known."""
+    """Until when it waits."""
     detail: str = ""
-    """The other event's id, the lost hook's name, or why it does not begin earlier."""
+    """The other event's id, the lost hook, or why it does not begin earlier."""
     approval: WaitKind | None = None
-    """With ``would_begin``: why the event would not be approved."""
+    """With ``would_begin``: why it would not be approved."""
 
 
 class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One event and what was done about it. Stored as it is."""
 
     id: str
-    """Unique to this appearance of the event, which may vanish and come back under the same event id."""
+    """Unique to this appearance of the event."""
     event: ScheduledEvent
     decision: Decision
     first_seen_at: datetime
     not_before_seen_at: datetime
-    """When the event was first seen with its present NotBefore."""
+    """When the present NotBefore was first seen."""
     change_noted_at: datetime | None = None
-    """When a change of the event was last noted. Small changes are noted once a minute at most."""
+    """Small changes are recorded once a minute."""
     boot_id: str
-    """The boot during which the event was first seen."""
+    """The boot at first sight."""
     prepare_boot_id: str = ""
-    """The boot in which its preparation has begun. After a reboot, what was prepared counts as undone."""
+    """The boot in which preparation began; after another reboot it begins again."""
     phase: Phase = "waiting"
     phase_since: datetime | None = None
-    """When it entered its phase; None while it is in its first phase."""
+    """None: since it was first seen."""
     prepare: StageStatus = StageStatus()
     on_start: StageStatus = StageStatus()
     recover: StageStatus = StageStatus()
     drain_until: datetime | None = None
     approval: Approval = Approval()
     operator_action: Literal["", "approve", "hold"] = ""
-    """The operator's action that is in force."""
+    """The one in force."""
     approval_needed_since: datetime | None = None
-    """Since when an operator must approve it; None if that is not so."""
+    """Since then only an operator can let it be approved."""
     missing_since: datetime | None = None
-    """When an answer first lacked the event; the event is gone when a second one lacks it."""
     is_over: bool = False
-    """Two answers lacked it, or it is a recommendation that has ended: nothing needs to be prepared for it."""
+    """Two answers lacked it, or listed it for other VMs only; or the recommendation ended."""
     is_reverted: bool = False
-    """Since it was over, a recover hook has started that undoes what was prepared, for this or another event."""
+    """A recover hook of this or another event has started; if the event comes back, it is prepared for again."""
     was_started: bool = False
     is_history_unknown: bool = False
-    """It was first seen after the state file was lost: what was done about it before is not known."""
-    handling_since: datetime | None = None
-    """When its handling began. With ``shared: first``, this VM's delay before it approves counts from then."""
+    """First seen after the state file was lost."""
+    handling_since: datetime | None = None  # with shared: first, this VM's delay counts from then
     wait_reason: WaitReason | None = None
-    """Why the workflow does not move."""
+    """Why nothing is done now."""
     outcome: Outcome = ""
+    """expired: of a recommendation."""
 
     @property
     def is_open(self) -> bool:
