@@ -52,4 +52,4 @@ def test_pauses_are_found_where_the_page_says() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     assert "[`scheduled_events_pause_seconds`](metrics.md), and the log has them under id 400" in text
     assert LogId.MACHINE_PAUSED.value == 400
-    assert "| `scheduled_events_pause_seconds` |" in (PAGE.parent / "metrics.md").read_text(encoding="utf-8")
+    assert "|`scheduled_events_pause_seconds`|" in (PAGE.parent / "metrics.md").read_text(encoding="utf-8")
