@@ -17,25 +17,12 @@ from kube_access import ADMIN, kubelet, service_account
 from kube_api import KubeApi
 from kube_controllers import ENDS_AFTER, READY_AFTER
 from kube_faults import FaultName
-from kube_objects import BUDGETS, NODES, PODS, Object
+from kube_objects import BUDGETS, NODES, PODS
+from kube_samples import ROLE, budget, set_of
 from receiver import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
-ROLE = """
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRole
-metadata: {name: agent}
-rules:
-  - {apiGroups: [""], resources: [nodes], verbs: [get, patch]}
-  - {apiGroups: [""], resources: [pods], verbs: [list]}
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {name: agent}
-roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: agent}
-subjects: [{kind: ServiceAccount, name: agent, namespace: default}]
-"""
 EVICTION = {"apiVersion": "policy/v1", "kind": "Eviction"}
 
 
@@ -73,19 +60,6 @@ def evict(ask: Ask, name: str, **options: Any) -> httpx.Response:
     return ask("POST", f"/api/v1/namespaces/default/pods/{name}/eviction", body)
 
 
-def set_of(kind: str, name: str, replicas: int, **annotations: str) -> Object:
-    metadata = {"labels": {"app": name}, "annotations": annotations}
-    spec = {"containers": [{"name": "it", "image": "x"}]}
-    template = {"metadata": metadata, "spec": spec}
-    whole = {"replicas": replicas, "template": template}
-    return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name}, "spec": whole}
-
-
-def budget(name: str, **spec: Any) -> Object:
-    whole = {"selector": {"matchLabels": {"app": name}}, **spec}
-    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": name}, "spec": whole}
-
-
 def allowed(api: KubeApi) -> int:
     api.evictions.count_budgets()
     return int(api.store.list(BUDGETS)[0]["status"]["disruptionsAllowed"])
@@ -121,7 +95,7 @@ def test_a_pod_is_scheduled_gets_ready_and_is_replaced_when_it_is_evicted(api: K
 
 def test_a_budget_denies_until_the_replacement_is_ready(api: KubeApi, ask: Ask) -> None:
     api.add_node("vm-1")
-    api.add(set_of("ReplicaSet", "web", 2, **{READY_AFTER: "0.5"}))
+    api.add(set_of("ReplicaSet", "web", 2, {READY_AFTER: "2"}))
     api.add(budget("web", maxUnavailable=1))
     wait_until(lambda: allowed(api) == 1, "both pods are ready")
     first, second = api.pod_names()

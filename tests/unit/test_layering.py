@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"host", "status", "workflow"},
     "notifications": {"host", "http", "imds", "policy", "status", "workflow"},
     "fleet": {"host", "http", "imds", "policy", "workflow"},
+    "kubernetes": {"host", "http", "imds"},
     "web": {"engine", "host", "policy", "status", "store", "telemetry", "workflow"},
     "engine": {"hooks", "host", "imds", "notifications", "policy", "status", "store", "telemetry", "workflow"},
     "daemon": {
@@ -41,8 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "simulator": {"host", "policy", "status", "store"},
     "cli": {
-        "daemon", "fleet", "hooks", "host", "http", "imds", "notifications", "policy", "simulator", "status",
-        "store", "telemetry", "workflow",
+        "daemon", "fleet", "hooks", "host", "http", "imds", "kubernetes", "notifications", "policy", "simulator",
+        "status", "store", "telemetry", "workflow",
     },
 }  # fmt: skip
 # What these modules of a folder may not import, though the folder may.

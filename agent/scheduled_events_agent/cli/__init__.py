@@ -31,6 +31,7 @@ _COMMANDS = {
     "history": ("history", "show what was done about each event, and how it ended"),
     "notify": ("notify", "send a test to the services that are notified of events"),
     "fleet": ("fleet", "show slots and readiness of the group's VMs; release frees the slot of silent VMs"),
+    "kubernetes": ("kubernetes", "drain this machine's node of a Kubernetes cluster, or uncordon it: as hooks"),
     "doctor": ("doctor", "check whether the agent can do its work on this machine"),
     "simulate": ("simulate", "serve a simulated Scheduled Events endpoint"),
     "demo": ("demo", "watch the agent handle five events of a simulated Azure"),

@@ -120,7 +120,8 @@ class BoundedTransport(httpx.BaseTransport):
     Keeps nothing between requests. The client's ``read`` time-out, in seconds, bounds the whole exchange, and its
     ``connect`` time-out bounds the connecting. The system resolves host names, in its own time. Raises
     httpx.TransportError; httpx.ProxyError if the proxy refuses. The extension ``headers`` of a response has all
-    headers, including those that httpx must not see.
+    headers, including those that httpx must not see. The extension ``sni_hostname`` of a request is the name in
+    the server's certificate, if that is not the host.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class BoundedTransport(httpx.BaseTransport):
         stream.connect(host, asked.port or _DEFAULT_PORTS[asked.scheme])
         with closing(stream):
             if asked.scheme == "https":
-                stream.start_tls(self._ssl_context or tls_context(None), host)
+                name = request.extensions.get("sni_hostname", host)
+                stream.start_tls(self._ssl_context or tls_context(None), name)
             return _exchange(httpcore.HTTP11Connection(url.origin, stream), content, stream)
 
     def _handle_by_proxy(

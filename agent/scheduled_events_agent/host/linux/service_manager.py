@@ -40,6 +40,11 @@ def boot_id() -> str:
         raise HostError(f"cannot tell which boot this is: {error}", kind="boot_id") from None
 
 
+def kubelet_boot_id() -> str:
+    """This start of the system as a kubelet reports it for its node. Raises HostError."""
+    return boot_id()
+
+
 def is_same_boot(one: str, other: str) -> bool:
     """Whether two values of ``boot_id`` name the same start of the system."""
     return one == other

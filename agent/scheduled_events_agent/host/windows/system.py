@@ -13,6 +13,7 @@ import psutil
 
 from scheduled_events_agent.host import conflicts, dhcp
 from scheduled_events_agent.host.conflicts import Approver
+from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.supervisor import SupervisorCommands
 from scheduled_events_agent.host.windows.files import registry_value
 
@@ -26,12 +27,21 @@ _SAME_BOOT_SECONDS = 120.0
 _SM_SHUTTINGDOWN = 0x2000
 service_shutdown: threading.Event | None = None
 """Whether the SCM has reported a shutdown to this process's service; None in the foreground."""
+_PREFETCH = r"SYSTEM\CurrentControlSet\Control\Session Manager\Memory Management\PrefetchParameters"
 _INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
 
 
 def boot_id() -> str:
     """A text that differs from one start of the system to the next; compare with ``is_same_boot``."""
     return f"boot-time {psutil.boot_time():.0f}"
+
+
+def kubelet_boot_id() -> str:
+    """This start of the system as a kubelet reports it for its node: a number of starts. Raises HostError."""
+    value = registry_value(_PREFETCH, "BootId")
+    if not isinstance(value, int):
+        raise HostError("cannot tell which boot this is: the registry has no BootId", kind="boot_id")
+    return str(value)
 
 
 def is_same_boot(one: str, other: str) -> bool:
