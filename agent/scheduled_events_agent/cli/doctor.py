@@ -37,6 +37,7 @@ from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.cli.status import ask_status, start_command
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, warn_if_slow
 from scheduled_events_agent.hooks import preflight
+from scheduled_events_agent.hooks.command import command_of
 from scheduled_events_agent.host import conflicts, processes
 from scheduled_events_agent.host.conflicts import OwnService
 from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
@@ -364,7 +365,8 @@ def _access_error(hook: Hook, account: str | None) -> str | None:
         return f"user: {who} cannot run it as {hook.user}"
     if hook.run and is_foreign_path(hook.run[0]):
         return f"run: {hook.run[0]} is a path of another system"
-    program = processes.find_program(hook.run[0], hook.cwd, hook.env) if hook.run else None
+    run = command_of(hook)
+    program = processes.find_program(run[0], hook.cwd, hook.env) if run else None
     for key, file in (("run", program), ("cwd", Path(hook.cwd) if hook.cwd else None)):
         if file is not None and (problem := processes.find_access_error(file, "execute", hook.user or account)):
             return f"{key}: {problem}"

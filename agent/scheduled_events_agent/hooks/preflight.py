@@ -6,12 +6,13 @@
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from scheduled_events_agent import host
+from scheduled_events_agent.hooks.command import command_of
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook, is_secret_name, web_config
 from scheduled_events_agent.policy.load import BUILT_IN_NAME, LoadedPolicy
@@ -241,8 +242,8 @@ def _hook_errors(hook: Hook) -> Iterator[tuple[str, str]]:
     """Why this machine cannot run the hook: the hook's key, and the reason."""
     if hook.cwd is not None and not is_foreign_path(hook.cwd) and not Path(hook.cwd).is_dir():
         yield "cwd", f"{hook.cwd} is not a directory on this machine"
-    if hook.run:
-        if error := _program_error(hook):
+    if run := command_of(hook):
+        if error := _program_error(hook, run):
             yield "run", error
     elif error := processes.find_command_error(None, hook.shell, hook.cwd, hook.env):
         yield "shell", error
@@ -250,8 +251,8 @@ def _hook_errors(hook: Hook) -> Iterator[tuple[str, str]]:
         yield "user", f'this machine has no account "{hook.user}"'
 
 
-def _program_error(hook: Hook) -> str | None:
-    name = hook.run[0] if hook.run else ""
+def _program_error(hook: Hook, run: Sequence[str]) -> str | None:
+    name = run[0]
     if is_foreign_path(name):
         return None
     file = processes.find_program(name, hook.cwd, hook.env)
@@ -268,7 +269,7 @@ def _program_error(hook: Hook) -> str | None:
         return f"{file} is not a regular file"
     if not os.access(file, os.X_OK):
         return f"{file} is not executable: chmod +x {file}"
-    return processes.find_command_error(hook.run, None, hook.cwd, hook.env)
+    return processes.find_command_error(run, None, hook.cwd, hook.env)
 
 
 def _command_line_error(name: str, hook: Hook) -> str:
@@ -282,9 +283,10 @@ def _command_line_error(name: str, hook: Hook) -> str:
 
 
 def _code_files(hook: Hook) -> Iterator[Path]:
-    if not hook.run:
+    run = command_of(hook)
+    if not run:
         return
-    program = processes.find_program(hook.run[0], hook.cwd, hook.env)
+    program = processes.find_program(run[0], hook.cwd, hook.env)
     if program is None:
         return
     yield program
@@ -293,7 +295,7 @@ def _code_files(hook: Hook) -> Iterator[Path]:
             if match := _SHEBANG.match(file.read(256)):
                 yield Path(os.fsdecode(match[1]))
     takes_any = _INTERPRETERS.fullmatch(program.name) is not None
-    for argument in hook.run[1:]:
+    for argument in run[1:]:
         path = Path(argument)
         with suppress(OSError, ValueError):
             facts = path.stat() if path.is_absolute() else None

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.hooks.command import command_of
 from scheduled_events_agent.hooks.output import HookOutput, secrets_of
 from scheduled_events_agent.hooks.preflight import find_hook_write_risk
 from scheduled_events_agent.host import processes
@@ -263,7 +264,7 @@ class HookRun:
         hook = self._hook
         limit = attempt_environment(min(hook.timeout, self._latest_end(started_at) - started_at))
         return processes.start_tree(
-            run=hook.run,
+            run=command_of(hook),
             shell=hook.shell,
             env={**processes.base_environment(hook.user), **hook.env, **self._environment, **limit},
             cwd=hook.cwd,

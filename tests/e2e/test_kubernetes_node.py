@@ -1,0 +1,90 @@
+"""The example policy for a Kubernetes node: the agent, its own commands as hooks, and a stand-in of the cluster."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from harness import CHECKOUT, Agent, Simulator
+from kube_access import ADMIN
+from kube_api import KubeApi
+from kube_objects import NODES
+from kube_samples import budget, owned_by, set_of
+from receiver import wait_until
+
+from scheduled_events_agent.kubernetes.node import MARK
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with Simulator(rate_limit=None) as simulator:
+        yield simulator
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[KubeApi]:
+    with KubeApi(tmp_path) as api:
+        api.add_node("vm-1")
+        yield api
+
+
+@pytest.fixture
+def start(tmp_path: Path, sim: Simulator, api: KubeApi) -> Iterator[Callable[..., Agent]]:
+    """Starts an agent with the example, in which texts may be replaced."""
+    with Agent(tmp_path / "agent", sim.endpoint()) as agent:
+
+        def start_agent(**replacements: str) -> Agent:
+            policy = (CHECKOUT / "config/examples/kubernetes-node.yaml").read_text(encoding="utf-8")
+            for old, new in replacements.items():
+                assert f"timeout: {old}" in policy
+                policy = policy.replace(f"timeout: {old}", f"timeout: {new}")
+            policy += f"imds: {{endpoint: '{sim.endpoint()}', poll_interval: 250ms}}\n"
+            agent.config.write_text(f"{policy}agent: {{listen: '127.0.0.1:0'}}\n", encoding="utf-8")
+            agent.environment |= {"KUBECONFIG": str(api.kubeconfig(ADMIN)), "KUBERNETES_NODE": "vm-1"}
+            agent.start()
+            return agent
+
+        yield start_agent
+
+
+def mark_of(api: KubeApi) -> str | None:
+    mark: str | None = api.store.get(NODES, "", "vm-1")["metadata"].get("annotations", {}).get(MARK)
+    return mark
+
+
+def test_a_node_is_cordoned_drained_approved_and_uncordoned(
+    sim: Simulator, api: KubeApi, start: Callable[..., Agent]
+) -> None:
+    api.add(set_of("ReplicaSet", "web", 2))
+    api.add_pod("log", "vm-1", ownerReferences=owned_by("DaemonSet"))
+    wait_until(lambda: len(api.pod_names("vm-1")) == 3, "the pods are on the node")
+    agent = start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    sim.wait_started(event)
+    assert (mark_of(api), api.pod_names("vm-1")) == (event, ["log"])
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    assert mark_of(api) is None
+    assert "unschedulable" not in api.store.get(NODES, "", "vm-1")["spec"]
+
+
+def test_a_drain_that_a_budget_keeps_ends_before_the_hook_is_ended_and_names_the_pod(
+    sim: Simulator, api: KubeApi, start: Callable[..., Agent]
+) -> None:
+    api.add(set_of("ReplicaSet", "web", 1))
+    wait_until(lambda: len(api.pod_names("vm-1")) == 1, "the pod is on the node")
+    api.add(budget("web", minAvailable=1))
+    agent = start(**{"30m": "8s"})
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    ended = agent.wait_log("hook finished", event_id=event)
+    assert ended["reason"] == "hook drain: exit code 1 (failed)"
+    last = agent.log("hook output", event_id=event)[-1]["line"]
+    assert re.search(r"node vm-1 is not drained: 1 pod left: default/web-\w+ \(The disruption budget web ", last)
+    began = agent.wait_log("hook started", event_id=event)
+    seconds = datetime.fromisoformat(ended["time"]) - datetime.fromisoformat(began["time"])
+    assert 4.9 <= seconds.total_seconds() < 8
+    agent.wait_log("held", event_id=event)
