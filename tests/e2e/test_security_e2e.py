@@ -69,8 +69,8 @@ def test_a_hook_gets_nothing_of_the_agents_environment_nor_of_its_open_files(
     environment, files, signals = json.loads(seen.read_text())
     events = {name for name in environment if name.startswith("SCHEDULED_EVENT_")}
     assert len(events) == 14
-    # Variables of this test run about language and the like are passed on.
-    passed_on = {name for name in os.environ if name.startswith(("LANG", "LC_", "TMPDIR"))}
+    # Variables of this test run about language, and those of its pod, are passed on.
+    passed_on = {name for name in os.environ if name.startswith(("LANG", "LC_", "TMPDIR", "KUBERNETES_"))}
     account = {"HOME", "USER", "LOGNAME", "SHELL"}
     assert environment.keys() - events - passed_on - account == {
         "PATH", "TZ", "CREDENTIALS_DIRECTORY", "SCHEDULED_EVENTS_AGENT_HOOK_RUN",
