@@ -59,15 +59,18 @@ def inspect_policy(path: Path | None) -> InspectedPolicy:
     return inspect_settings(_read(path), name, may_change_user=host.may_change_user())
 
 
-def policy_file(path: Path | None, state_dir: str | None = None, *, is_observing: bool = False) -> PolicyFile:
+def policy_file(
+    path: Path | None, state_dir: str | None = None, *, listen: str | None = None, is_observing: bool = False
+) -> PolicyFile:
     """The policy file of an agent, which it reads again at a reload; the built-in policy if ``path`` is None.
 
-    ``state_dir`` and ``is_observing`` are options of ``run``.
+    ``state_dir``, ``listen`` and ``is_observing`` are options of ``run``.
     """
     return PolicyFile(
         str(path.absolute()) if path else BUILT_IN_NAME,
         partial(_read, path),
         state_dir=state_dir,
+        listen=listen,
         is_observing=is_observing,
         may_change_user=host.may_change_user(),
     )

@@ -17,6 +17,7 @@ from scheduled_events_agent.cli.config import find_config, policy_file, state_di
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.daemon.policy_reader import read_policy, run_in_background
+from scheduled_events_agent.policy.checks import listen_error
 from scheduled_events_agent.policy.durations import parse_duration
 from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
@@ -43,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-dir", metavar="DIR", help="where the state file is kept (overrides agent.state_dir)"
     )
     parser.add_argument(
+        "--listen",
+        metavar="ADDRESS:PORT",
+        type=_listen,
+        help="where the pages are served, or off (overrides agent.listen)",
+    )
+    parser.add_argument(
         "--stop-timeout",
         metavar="DURATION",
         type=_duration,
@@ -57,6 +64,15 @@ def _duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _listen(text: str) -> str:
+    """A value for agent.listen. An IPv6 address may come without brackets, as Kubernetes writes a node's."""
+    address, _, port = text.rpartition(":")
+    listen = f"[{address}]:{port}" if ":" in address and not address.startswith("[") else text
+    if listen_error(listen):
+        raise argparse.ArgumentTypeError(listen_error(text))
+    return listen
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -87,6 +103,7 @@ def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, L
     with open_daemon(
         config=arguments.config,
         state_dir=arguments.state_dir,
+        listen=arguments.listen,
         is_observing=arguments.observe,
         stop_timeout=arguments.stop_timeout,
         set_up_log=set_up_log,
@@ -157,6 +174,7 @@ def open_daemon(
     *,
     config: str | None,
     state_dir: str | None,
+    listen: str | None = None,
     is_observing: bool,
     stop_timeout: float,
     set_up_log: Callable[[LogLevel, LogFormat], None],
@@ -164,10 +182,10 @@ def open_daemon(
 ) -> Iterator[Daemon]:
     """A daemon that is ready to run: policy read, log set up, state directory locked, state opened.
 
-    ``config``, ``state_dir`` and ``is_observing`` are the options of that name. Raises AgentError.
+    ``config``, ``state_dir``, ``listen`` and ``is_observing`` are the options of that name. Raises AgentError.
     """
     path = find_config(config)
-    file = policy_file(path, state_dir, is_observing=is_observing)
+    file = policy_file(path, state_dir, listen=listen, is_observing=is_observing)
     loaded = read_policy(file, set_up_log, is_start=True)
     settings = loaded.settings
     directory = state_dir_of(settings)

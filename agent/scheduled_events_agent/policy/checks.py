@@ -172,9 +172,8 @@ def _setting_errors(settings: Settings) -> Iterator[Finding]:
     agent = settings.agent
     if imds.endpoint != "auto" and parse_endpoint(imds.endpoint) is None:
         yield "imds.endpoint", f'expected auto or http://HOST[:PORT]; got "{imds.endpoint}"'
-    match = _LISTEN.fullmatch(agent.listen)
-    if agent.listen != "off" and (match is None or int(match["port"]) > 65535 or not _can_be(match["address"])):
-        yield "agent.listen", f'expected ADDRESS:PORT or off; got "{agent.listen}"'
+    if error := listen_error(agent.listen):
+        yield "agent.listen", error
     for index, name in enumerate(agent.listen_names):
         if not _HOST_NAME.fullmatch(name):
             yield f"agent.listen_names[{index}]", f'expected a name such as vm.example.com; got "{name}"'
@@ -186,6 +185,13 @@ def _setting_errors(settings: Settings) -> Iterator[Finding]:
         yield "agent.state_dir", f"expected an absolute path; got {quote(agent.state_dir)}"
     texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
     yield from _blank_errors(texts)
+
+
+def listen_error(listen: str) -> str:
+    """Why ``agent.listen`` cannot have this value; "" if it can."""
+    match = _LISTEN.fullmatch(listen)
+    is_address = match is not None and int(match["port"]) <= 65535 and _can_be(match["address"])
+    return "" if listen == "off" or is_address else f'expected ADDRESS:PORT or off; got "{listen}"'
 
 
 def _can_be(address: str) -> bool:

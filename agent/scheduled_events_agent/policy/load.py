@@ -84,16 +84,20 @@ class PolicyFile:
         read: Callable[[], bytes],
         *,
         state_dir: str | None = None,
+        listen: str | None = None,
         is_observing: bool = False,
         may_change_user: bool = True,
     ) -> None:
         """``name``: how people know it. ``read``: its content now; raises ConfigError.
 
-        ``state_dir`` and ``is_observing`` are options of ``run``. ``may_change_user``: see ``parse_settings``.
+        ``state_dir``, ``listen`` and ``is_observing`` are options of ``run``. ``may_change_user``: see
+        ``parse_settings``.
         """
         self.name = name
         self._read = read
         self._options = {"state_dir": state_dir} if state_dir else {}
+        if listen:
+            self._options["listen"] = listen
         if is_observing:
             self._options["mode"] = "observe"
         self._may_change_user = may_change_user
@@ -102,7 +106,10 @@ class PolicyFile:
         """Load the file. Raises ConfigError."""
         loaded = parse_settings(self._read(), self.name, may_change_user=self._may_change_user)
         agent = msgspec.structs.replace(loaded.settings.agent, **self._options)
-        return msgspec.structs.replace(loaded, settings=msgspec.structs.replace(loaded.settings, agent=agent))
+        settings = msgspec.structs.replace(loaded.settings, agent=agent)
+        # Again, as some are about where the agent listens.
+        warnings = loaded.parsed.to_problems(checks.warnings(settings, loaded.parsed.lines, is_all_named=True))
+        return msgspec.structs.replace(loaded, settings=settings, warnings=warnings)
 
 
 def keys_for_next_start(at_start: AgentSettings, now: AgentSettings) -> tuple[str, ...]:
