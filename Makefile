@@ -7,7 +7,7 @@ SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
 LONGEST := $(addprefix tests/system/test_,package_life.py install_other.py packages.py systemd_service.py)
 
-.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes pictures system system-linux system-windows packages deb rpm msi release image repository clean
+.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes pictures system system-linux system-windows packages deb rpm helm msi release image repository clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -70,6 +70,9 @@ deb: $(VENV)/.ready           ## For Debian and Ubuntu (needs dpkg-deb)
 
 rpm: $(VENV)/.ready           ## For RHEL, SLES and Azure Linux (needs rpmbuild; root on Debian gets it installed)
 	$(BIN)/python packaging/build.py rpm
+
+helm: $(VENV)/.ready          ## The Helm chart, into dist/
+	$(BIN)/python packaging/build.py helm
 
 msi: $(VENV)/.ready           ## For Windows (PYTHON_EMBED=FILE: the one that packaging/windows/python.toml names)
 	$(BIN)/python packaging/windows/msi.py build

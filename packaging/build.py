@@ -1,4 +1,4 @@
-"""Builds the packages for Linux: ``build.py deb|rpm`` writes them to dist/, for both architectures.
+"""Builds the packages for Linux and the Helm chart: ``build.py deb|rpm|helm`` writes them to dist/.
 
 One tree is staged per architecture, and both formats pack that tree. How the agent runs is not decided here.
 Invariant: the same sources and tools (Python, dpkg, rpm) give the same bytes, whatever the place, the hour or the
@@ -6,6 +6,7 @@ umask.
 
     packaging/build.py deb                       dist/scheduled-events-agent_VERSION-1_{amd64,arm64}.deb
     packaging/build.py rpm                       dist/scheduled-events-agent-VERSION-1.{x86_64,aarch64}.rpm
+    packaging/build.py helm                      dist/scheduled-events-agent-VERSION.tgz
     packaging/build.py deb --version 0.2.0       the same sources under another version
     (each with NAME.cdx.json beside it, which lists what the package contains)
     packaging/build.py renew                     the newest dependencies into requirements.txt and tools.txt
@@ -18,11 +19,13 @@ import contextlib
 import fcntl
 import gzip
 import hashlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import tomllib
@@ -114,6 +117,13 @@ _PLACES = {
 }
 # Directories that an rpm knows and does not bring, with mode, owner and group: systemd makes them.
 _GHOSTS = {f"/etc/{NAME}/credentials": f"0750,root,{NAME}", f"/var/lib/{NAME}": "0700,root,root"}
+# What the chart has from elsewhere: where it is in the sources, and in the chart.
+_IN_CHART = {
+    "config/examples/kubernetes-node.yaml": "policies/kubernetes.yaml",
+    "config/examples/aks-node.yaml": "policies/aks.yaml",
+    "config/prometheus/rules.yaml": "prometheus/rules.yaml",
+    "LICENSE": "LICENSE",
+}
 # Files that links in documents may point to besides the folders.
 _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
     "README.md": f"/{_DOC}/README.md",
@@ -164,8 +174,8 @@ class Staged:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="packaging/build.py", description="Builds the packages for Linux.")
-    parser.add_argument("what", choices=("deb", "rpm", "stage", "renew"), help="what to build")
+    parser = argparse.ArgumentParser(prog="packaging/build.py", description="Builds the packages and the chart.")
+    parser.add_argument("what", choices=("deb", "rpm", "helm", "stage", "renew"), help="what to build")
     parser.add_argument("--version", help="build under this version (default: that of the sources)")
     parser.add_argument(
         "--architecture",
@@ -180,6 +190,9 @@ def main(arguments: list[str] | None = None) -> int:
             renew()
             return 0
         check_version(options.version)
+        if options.what == "helm":
+            print(pack_chart(options.output, options.version))
+            return 0
         for architecture, machine in ARCHITECTURES.items():
             if options.architecture in (None, architecture, machine):
                 print(build(options.what, architecture, options.version, options.output))
@@ -716,6 +729,47 @@ def _rpm_files(root: Path) -> Iterator[str]:
             continue
         kinds = {"/etc/": "%config(noreplace) ", f"/{_DOC}/": "%doc ", "/usr/share/licenses/": "%license "}
         yield next((kind for place, kind in kinds.items() if name.startswith(place)), "") + name
+
+
+# --- The Helm chart ---------------------------------------------------------------------------------------------
+
+
+def pack_chart(output: Path, version: str | None = None) -> Path:
+    """Pack the chart as an archive; returns its path. Raises BuildError for a prerelease: it has no image."""
+    version = version or source_version()
+    if not is_final(version):
+        raise BuildError(f"the chart needs an image, which is not published of a prerelease such as {version}")
+    folder = PACKAGING / "helm" / NAME
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files |= {target: SOURCES / source for source, target in _IN_CHART.items()}
+    epoch = source_epoch()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, path in sorted(files.items()):
+            content = _in_chart(name, path.read_text("utf-8"), version).encode()
+            entry = tarfile.TarInfo(f"{NAME}/{name}")
+            entry.size, entry.mtime = len(content), epoch
+            archive.addfile(entry, io.BytesIO(content))
+    output.mkdir(parents=True, exist_ok=True)
+    package = output / f"{NAME}-{version}.tgz"
+    write(package, _gzip(packed.getvalue()))
+    return package
+
+
+def _in_chart(name: str, text: str, version: str) -> str:
+    """A file as the chart has it: without what leads to other files of the sources."""
+    if name == "Chart.yaml":
+        email = PROJECT["authors"][0]["email"]
+        values = {"VERSION": version, "AUTHOR": AUTHOR, "EMAIL": email}
+        return _fill(text, values | {"HOMEPAGE": URLS["Homepage"], "SOURCE": URLS["Source"]})
+    if name == "README.md":
+        return text.replace("](../../../", f"]({URLS['Source']}/blob/main/")
+    return text.removeprefix("# yaml-language-server: $schema=../policy.schema.json\n#\n")
+
+
+def is_final(version: str) -> bool:
+    """Whether it is no prerelease."""
+    return re.fullmatch(r"[\d.]+", version) is not None
 
 
 # --- Processes ------------------------------------------------------------------------------------------------

@@ -27,6 +27,11 @@ case $1 in
             echo "publish.sh: $VERSION is not on main" >&2
             exit 1
         }
+        values=packaging/helm/scheduled-events-agent/values.yaml
+        grep -qxF "  repository: $IMAGE" "$values" || {
+            echo "publish.sh: expected image.repository in $values to be $IMAGE" >&2
+            exit 1
+        }
         python3 packaging/release.py check "$VERSION"
         if is_prerelease; then prerelease=true; else prerelease=false; fi
         echo "prerelease=$prerelease" >>"$GITHUB_OUTPUT"

@@ -42,6 +42,8 @@ from build import (
     build_python,
     check_version,
     edit,
+    is_final,
+    pack_chart,
     run,
     source_version,
 )
@@ -176,7 +178,7 @@ def with_version(changelog: str, version: str, date: str, source: str) -> str:
 
 
 def build_release(output: Path, *, is_draft: bool) -> None:
-    """Write sdist, wheel, deb, rpm, MSI, what each contains, and SHA256SUMS. ``output`` is emptied first.
+    """Write sdist, wheel, deb, rpm, chart, MSI, what each package contains, and SHA256SUMS. ``output`` is emptied first.
 
     Raises BuildError for uncommitted changes; unless it is a draft, also if HEAD has not the version's tag, or
     something is not filled in.
@@ -209,8 +211,12 @@ def _build_all(output: Path) -> Iterator[Path]:
     for what in ("deb", "rpm"):
         for architecture in ARCHITECTURES:
             yield build(what, architecture, None, output)
+    if is_final(source_version()):
+        yield pack_chart(output)
+    else:
+        print("no chart: it needs an image, which is not published of a prerelease")
     python_embed = os.environ.get("PYTHON_EMBED", "")
-    if not re.fullmatch(r"[\d.]+", source_version()):
+    if not is_final(source_version()):
         print("no MSI: Windows Installer has no version such as that of a prerelease")
     elif python_embed:
         yield msi.build(Path(python_embed), None, None, output)

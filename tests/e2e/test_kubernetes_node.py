@@ -44,7 +44,8 @@ def start(tmp_path: Path, sim: Simulator, api: KubeApi) -> Iterator[Callable[...
                 policy = policy.replace(f"timeout: {old}", f"timeout: {new}")
             policy += f"imds: {{endpoint: '{sim.endpoint()}', poll_interval: 250ms}}\n"
             agent.config.write_text(f"{policy}agent: {{listen: '127.0.0.1:0'}}\n", encoding="utf-8")
-            agent.environment |= {"KUBECONFIG": str(api.kubeconfig(ADMIN)), "KUBERNETES_NODE": "vm-1"}
+            api.kubeconfig(ADMIN).rename(tmp_path / "kubeconfig")
+            agent.environment |= {"CREDENTIALS_DIRECTORY": str(tmp_path), "KUBERNETES_NODE": "vm-1"}
             agent.start()
             return agent
 

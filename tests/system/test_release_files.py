@@ -59,7 +59,8 @@ def dist(sources: Path) -> Path:
 
 
 def test_a_release_has_all_files_and_their_sums(dist: Path) -> None:
-    expected = [f"{BASE}.tar.gz", f"{BASE}-py3-none-any.whl", *PACKAGES, *(f"{one}.cdx.json" for one in PACKAGES)]
+    expected = [f"{BASE}.tar.gz", f"{BASE}-py3-none-any.whl", f"{NAME}-{__version__}.tgz"]
+    expected += [*PACKAGES, *(f"{one}.cdx.json" for one in PACKAGES)]
     assert sorted(path.name for path in dist.iterdir()) == sorted([*expected, "SHA256SUMS"])
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=dist, check=True)
     named = [line.split("  ")[1] for line in (dist / "SHA256SUMS").read_text().splitlines()]

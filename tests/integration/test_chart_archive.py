@@ -1,0 +1,163 @@
+"""The Helm chart without Helm: its archive, its values, and what its account may do on an API server's stand-in."""
+
+import json
+import os
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import yaml
+from helm_chart import NAMESPACE, RELEASE, pack, recorded_access
+from kube_access import service_account
+from kube_api import KubeApi
+
+from scheduled_events_agent import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "packaging/helm/scheduled-events-agent"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+on_linux = pytest.mark.skipif(sys.platform == "win32", reason="the chart is packed on Linux")
+
+
+# --- the archive
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """The files of the archive, by their paths in it."""
+    with tarfile.open(pack(tmp_path)) as archive:
+        contents = {one.name: archive.extractfile(one) for one in archive.getmembers()}
+    return {name: file.read().decode() for name, file in contents.items() if file is not None}
+
+
+@on_linux
+def test_packing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = pack(tmp_path / "one")
+    before = os.umask(0o077)
+    try:
+        second = pack(tmp_path / "two")
+    finally:
+        os.umask(before)
+    assert first.name == f"scheduled-events-agent-{__version__}.tgz"
+    assert first.read_bytes() == second.read_bytes()
+    with tarfile.open(first) as archive:
+        members = archive.getmembers()
+    assert [one.name for one in members] == sorted(one.name for one in members)
+    assert {(one.uid, one.gid, one.mode) for one in members} == {(0, 0, 0o644)}
+    assert len({one.mtime for one in members}) == 1
+
+
+@on_linux
+def test_the_archive_has_the_policies_and_rules_of_config(tmp_path: Path) -> None:
+    with tarfile.open(pack(tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    chart = tmp_path / "scheduled-events-agent"
+    for name, source in (
+        ("policies/kubernetes.yaml", "config/examples/kubernetes-node.yaml"),
+        ("policies/aks.yaml", "config/examples/aks-node.yaml"),
+        ("prometheus/rules.yaml", "config/prometheus/rules.yaml"),
+    ):
+        packed, original = (path.read_text("utf-8") for path in (chart / name, ROOT / source))
+        assert yaml.safe_load(packed) == yaml.safe_load(original)
+        assert "$schema=" not in packed
+    about = yaml.safe_load((chart / "Chart.yaml").read_text("utf-8"))
+    assert (about["version"], about["appVersion"]) == (__version__, __version__)
+    assert "@" not in re.sub(r"\w@\w", "", (chart / "Chart.yaml").read_text("utf-8").partition("\n")[2])
+    assert "](../" not in (chart / "README.md").read_text("utf-8")
+
+
+@on_linux
+def test_a_prerelease_has_no_chart_as_it_has_no_image(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"the chart needs an image, .* a prerelease such as 0\.2\.0rc1"):
+        pack(tmp_path, "0.2.0rc1")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the values
+
+
+def test_the_default_values_are_valid_and_the_schema_has_each_of_them() -> None:
+    jsonschema.validate(VALUES, SCHEMA)
+    assert SCHEMA["properties"].keys() - VALUES.keys() == {"global"}
+
+
+def test_every_object_of_the_schema_that_is_ours_refuses_unknown_keys() -> None:
+    named = [("", SCHEMA), *((name, one) for name, one in SCHEMA["properties"].items() if "properties" in one)]
+    assert [name for name, one in named if one["additionalProperties"] is not False] == []
+
+
+def test_each_value_has_a_comment() -> None:
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    paragraphs = re.split(r"\n\n+", text)
+    named = [
+        (re.findall(r"^(\w+):", paragraph, re.MULTILINE), paragraph.count("#"))
+        for paragraph in paragraphs
+        if not paragraph.startswith("# What each value")
+    ]
+    assert [key for keys, _ in named for key in keys] == list(VALUES)
+    assert [keys for keys, comments in named if comments == 0] == []
+
+
+# --- the rights
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Iterator[Callable[..., httpx.Response]]:
+    """Sends a request as the chart's account, with the token of a pod on vm-1, in a cluster of two nodes."""
+    with KubeApi(tmp_path, has_controllers=False) as api:
+        api.add({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+        for node in ("vm-1", "vm-2"):
+            api.add_node(node)
+            api.add_pod(f"on-{node}", node)
+        api.add_all(recorded_access())
+        token = api.access.issue_token(service_account(NAMESPACE, RELEASE, "vm-1"))
+        context = httpx.create_ssl_context(verify=str(api.authority.ca), trust_env=False)
+        with httpx.Client(base_url=api.url, verify=context, trust_env=False) as client:
+
+            def send(method: str, path: str, body: Any = None) -> httpx.Response:
+                type_ = "application/merge-patch+json" if method == "PATCH" else "application/json"
+                headers = {"Authorization": f"Bearer {token}", "Content-Type": type_, "Connection": "close"}
+                content = json.dumps(body) if body else None
+                return client.request(method, path, content=content, headers=headers)
+
+            yield send
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+def test_the_account_may_drain_its_own_node_and_do_little_else(ask: Callable[..., httpx.Response]) -> None:
+    cordon = {"spec": {"unschedulable": True}}
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction"}
+    pods = "/api/v1/namespaces/default/pods"
+    answers = {
+        "get its node": ask("GET", "/api/v1/nodes/vm-1"),
+        "cordon its node": ask("PATCH", "/api/v1/nodes/vm-1", cordon),
+        "cordon another node": ask("PATCH", "/api/v1/nodes/vm-2", cordon),
+        "list nodes": ask("GET", "/api/v1/nodes"),
+        "list pods": ask("GET", "/api/v1/pods?fieldSelector=spec.nodeName%3Dvm-1"),
+        "get a pod": ask("GET", f"{pods}/on-vm-1"),
+        "evict elsewhere": ask("POST", f"{pods}/on-vm-2/eviction", eviction | {"metadata": {"name": "on-vm-2"}}),
+        "delete a pod": ask("DELETE", f"{pods}/on-vm-1"),
+        "delete a pod elsewhere": ask("DELETE", f"{pods}/on-vm-2"),
+        "list Leases": ask("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"),
+    }
+    assert {what: answer.status_code for what, answer in answers.items()} == {
+        "get its node": 200,
+        "cordon its node": 200,
+        "cordon another node": 422,
+        "list nodes": 403,
+        "list pods": 200,
+        "get a pod": 403,
+        "evict elsewhere": 201,
+        "delete a pod": 200,
+        "delete a pod elsewhere": 422,
+        "list Leases": 403,
+    }
+    assert answers["cordon another node"].json()["message"].endswith("the agent may change its own node only")
