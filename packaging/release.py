@@ -178,10 +178,10 @@ def with_version(changelog: str, version: str, date: str, source: str) -> str:
 
 
 def build_release(output: Path, *, is_draft: bool) -> None:
-    """Write sdist, wheel, deb, rpm, chart, MSI, what each package contains, and SHA256SUMS. ``output`` is emptied first.
+    """Write sdist, wheel, deb, rpm, chart, MSI, what each package contains, and SHA256SUMS.
 
-    Raises BuildError for uncommitted changes; unless it is a draft, also if HEAD has not the version's tag, or
-    something is not filled in.
+    ``output`` is emptied first. Raises BuildError for uncommitted changes; unless it is a draft, also if HEAD has
+    not the version's tag, or something is not filled in.
     """
     git = ["git", "-C", str(SOURCES)]
     if changes := run([*git, "status", "--porcelain"]).rstrip():

@@ -1,9 +1,10 @@
-"""The Helm chart without Helm: its archive, its values, and what its account may do on an API server's stand-in."""
+"""The Helm chart without Helm: its archive, its values, and what its account may do in a cluster's stand-in."""
 
 import json
 import os
 import re
 import shutil
+import ssl
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -119,7 +120,7 @@ def ask(tmp_path: Path) -> Iterator[Callable[..., httpx.Response]]:
             api.add_pod(f"on-{node}", node)
         api.add_all(recorded_access())
         token = api.access.issue_token(service_account(NAMESPACE, RELEASE, "vm-1"))
-        context = httpx.create_ssl_context(verify=str(api.authority.ca), trust_env=False)
+        context = ssl.create_default_context(cafile=str(api.authority.ca))
         with httpx.Client(base_url=api.url, verify=context, trust_env=False) as client:
 
             def send(method: str, path: str, body: Any = None) -> httpx.Response:

@@ -5,7 +5,7 @@ Helm is a library here, the code behind the command. No cluster is asked.
 
 import json
 import re
-import subprocess
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "packaging/helm/scheduled-events-agent"
 PODMONITOR = Path(__file__).with_name("chart_podmonitor.yaml")
 RECORDED = ROOT / "tests/kube_api/recorded/service-account-and-policy.json"
+TAG = f"1.2.3@sha256:{'0' * 64}"
 Values = dict[str, Any]
 LEAST: Values = {
     "lastResort": False,
@@ -42,7 +43,11 @@ LEAST: Values = {
     "serviceAccount": {"create": False, "name": "existing"},
 }
 ALL: Values = {
-    "image": {"repository": "registry.example.com/agent", "tag": "1.2.3@sha256:" + "0" * 64, "pullPolicy": "Always"},
+    "image": {
+        "repository": "registry.example.com/agent",
+        "tag": TAG,
+        "pullPolicy": "Always",
+    },
     "imagePullSecrets": [{"name": "registry"}],
     "policy": {
         "rules": [{"name": "short", "when": {"type": "Freeze", "duration_below": "9s"}, "approve": "immediately"}],
@@ -154,13 +159,20 @@ def test_the_schemas_are_strict(helm: Helm, rendered: dict[str, Rendered]) -> No
 
 
 def test_what_is_in_a_namespace_is_in_that_of_the_release(rendered: dict[str, Rendered]) -> None:
-    cluster = ("ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    cluster = (
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
+    )
     for one in rendered["all"].objects:
         expected = None if one["kind"] in cluster else NAMESPACE
         assert one["metadata"].get("namespace") == expected, one["kind"]
 
 
-def test_names_follow_the_release_and_the_overrides(helm: Helm, archive: Path, rendered: dict[str, Rendered]) -> None:
+def test_names_follow_the_release_and_the_overrides(
+    helm: Helm, archive: Path, rendered: dict[str, Rendered]
+) -> None:
     def name(values: Values, release: str) -> str:
         found: str = Rendered(helm, archive, values, release).one("DaemonSet")["metadata"]["name"]
         return found
@@ -184,19 +196,26 @@ def test_own_labels_and_annotations_replace_none_of_the_charts(rendered: dict[st
     assert re.fullmatch(r"[0-9a-f]{64}", metadata["annotations"]["checksum/policy"])
 
 
+def test_a_rollout_replaces_a_tenth_of_the_pods_at_a_time(rendered: dict[str, Rendered]) -> None:
+    strategy = rendered["default"].one("DaemonSet")["spec"]["updateStrategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "10%"}}
+
+
 def test_a_changed_policy_and_nothing_else_changes_the_checksum(helm: Helm, archive: Path) -> None:
     def checksum(values: Values) -> str:
         template = Rendered(helm, archive, values).one("DaemonSet")["spec"]["template"]
         found: str = template["metadata"]["annotations"]["checksum/policy"]
         return found
 
-    sums = [checksum(values) for values in ({}, {"lastResort": False}, {"aks": True}, {"policy": {"rules": []}})]
-    assert sums[0] == sums[1]
-    assert len(set(sums)) == 3
+    default = checksum({})
+    assert checksum({"lastResort": False}) == default
+    assert len({default, checksum({"aks": True}), checksum({"policy": {"rules": []}})}) == 3
 
 
-def test_the_linter_finds_nothing(helm: Helm, archive: Path) -> None:
-    assert "ERROR" not in json.dumps(helm.lint(archive))
+def test_the_linter_asks_for_an_icon_and_for_nothing_else(helm: Helm, archive: Path) -> None:
+    found = helm.lint(archive)
+    assert (found["total_charts_linted"], found["errors"]) == (1, [])
+    assert [message["error"] for message in found["messages"]] == ["icon is recommended"]
 
 
 def test_the_notes_are_three_commands(rendered: dict[str, Rendered]) -> None:
@@ -222,7 +241,8 @@ def test_the_pod_runs_as_the_image_wants_it(rendered: dict[str, Rendered]) -> No
         mounts = {mount["name"]: mount for mount in one.agent["volumeMounts"]}
         assert mounts["state"] == {"name": "state", "mountPath": state}
         assert mounts["policy"] == {"name": "policy", "mountPath": policy, "readOnly": True}
-        assert one.agent["args"][:3] == json.loads(command) == ["run", "--stop-timeout", "60s"]
+        assert json.loads(command) == ["run", "--stop-timeout", "60s"]
+        assert one.agent["args"][:3] == json.loads(command)
         assert "command" not in one.agent  # the image's entry point
         assert one.pod["terminationGracePeriodSeconds"] == 75
         assert one.pod["hostNetwork"] is True
@@ -240,7 +260,7 @@ def test_the_pod_runs_as_the_image_wants_it(rendered: dict[str, Rendered]) -> No
 
 def test_the_image_is_the_charts_version_unless_a_tag_is_given(rendered: dict[str, Rendered]) -> None:
     assert rendered["default"].agent["image"].endswith(f"/scheduled-events-agent:{__version__}")
-    assert rendered["all"].agent["image"] == f"registry.example.com/agent:1.2.3@sha256:{'0' * 64}"
+    assert rendered["all"].agent["image"] == f"registry.example.com/agent:{TAG}"
 
 
 def test_probes_ask_where_the_agent_listens(rendered: dict[str, Rendered]) -> None:
@@ -302,7 +322,11 @@ def is_accepted(policy: str, directory: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_policies_are_those_of_config(rendered: dict[str, Rendered]) -> None:
-    for name, source in (("default", "kubernetes-node.yaml"), ("aks", "aks-node.yaml"), ("least", "kubernetes-node.yaml")):
+    for name, source in (
+        ("default", "kubernetes-node.yaml"),
+        ("aks", "aks-node.yaml"),
+        ("least", "kubernetes-node.yaml"),
+    ):
         expected = yaml.safe_load((ROOT / "config/examples" / source).read_text("utf-8"))
         assert yaml.safe_load(rendered[name].policy) == expected
     assert yaml.safe_load(rendered["all"].policy) == ALL["policy"]
@@ -311,7 +335,9 @@ def test_the_policies_are_those_of_config(rendered: dict[str, Rendered]) -> None
 def test_the_policy_of_the_readme_is_rendered_and_accepted(
     helm: Helm, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", (SOURCES / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(
+        r"^```yaml\n(.*?)^```", (SOURCES / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
     one = Rendered(helm, archive, yaml.safe_load(block))
     assert is_accepted(one.policy, tmp_path, capsys)
     assert one.pod["volumes"][-1]["secret"]["secretName"] == "notifications"
@@ -362,8 +388,8 @@ def test_pods_are_deleted_only_as_a_last_resort(rendered: dict[str, Rendered]) -
 
 def test_the_admission_policy_is_the_one_that_an_api_server_was_tried_with(rendered: dict[str, Rendered]) -> None:
     """But for names, and line breaks in an expression."""
-    requests = [record["request"]["body"] for record in json.loads(RECORDED.read_text("utf-8"))]
-    (tried,) = [body for body in requests if body and body.get("kind") == "ValidatingAdmissionPolicy"]
+    bodies = [record["request"].get("body") or {} for record in json.loads(RECORDED.read_text("utf-8"))]
+    (tried,) = [body for body in bodies if body.get("kind") == "ValidatingAdmissionPolicy"]
     spec = rendered["default"].one("ValidatingAdmissionPolicy")["spec"]
     (condition,) = spec["matchConditions"]
     (tried_condition,) = tried["spec"].pop("matchConditions")
@@ -395,11 +421,24 @@ def test_promtool_accepts_the_rules(rendered: dict[str, Rendered], programs: Pat
 # --- as part of another chart
 
 
-def test_the_chart_can_be_a_part_of_another_one(helm: Helm, archive: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    (whole / "charts").mkdir(parents=True)
-    (whole / "Chart.yaml").write_text("{apiVersion: v2, name: whole, version: 0.1.0}")
-    subprocess.run(["tar", "-xzf", str(archive), "-C", str(whole / "charts")], check=True)
+@pytest.fixture
+def whole(archive: Path, tmp_path: Path) -> Path:
+    """A chart that has this one as its only part."""
+    folder = tmp_path / "whole"
+    (folder / "charts").mkdir(parents=True)
+    (folder / "Chart.yaml").write_text("{apiVersion: v2, name: whole, version: 0.1.0}")
+    shutil.copy(archive, folder / "charts")
+    return folder
+
+
+def test_the_chart_can_be_a_part_of_another_one(helm: Helm, whole: Path) -> None:
     one = Rendered(helm, whole, {"scheduled-events-agent": {"aks": True}, "global": {"region": "west"}}, "whole")
     assert one.kinds == DEFAULT_KINDS
     assert "left-to-aks" in one.policy
+
+
+def test_helm_reads_on_and_off_as_the_readme_says(helm: Helm, whole: Path) -> None:
+    values = "scheduled-events-agent: {policy: {notify: [{on: [held], 'on': [seen]}], agent: {listen: off}}}"
+    (whole / "values.yaml").write_text(values)
+    policy = yaml.safe_load(Rendered(helm, whole, {}, "whole").policy)
+    assert policy == {"notify": [{"true": ["held"], "on": ["seen"]}], "agent": {"listen": False}}

@@ -18,7 +18,7 @@ from scheduled_events_agent.workflow import Phase
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     page
-    for place in ("", "docs/**/", "config/**/", "tests/", "packaging/", "winservice/")
+    for place in ("", "docs/**/", "config/**/", "tests/", "packaging/**/", "winservice/")
     for page in ROOT.glob(f"{place}*.md")
 )
 FOLDERS = sorted(
