@@ -1,4 +1,4 @@
-"""The example policy for a Kubernetes node: the agent, its own commands as hooks, and a stand-in of the cluster."""
+"""The example policy for a Kubernetes node: the agent's own commands are its hooks; the cluster is a stand-in."""
 
 import re
 import shutil

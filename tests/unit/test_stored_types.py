@@ -19,12 +19,12 @@ from scheduled_events_agent.workflow import Workflow
 def types_read_back() -> Iterator[Any]:
     """All types as which the agent reads JSON and rows; what it writes is read as one of them.
 
-    Commands and simulator read what is not stored.
+    Commands, simulator and the cluster's client read what is not stored.
     """
     package = Path(scheduled_events_agent.__file__).parent
     for path in package.rglob("*.py"):
         place = path.relative_to(package)
-        if place.parts[0] in ("cli", "simulator"):
+        if place.parts[0] in ("cli", "kubernetes", "simulator"):
             continue
         names = [one for one in place.with_suffix("").parts if one != "__init__"]
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

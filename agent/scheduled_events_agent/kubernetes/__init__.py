@@ -2,6 +2,7 @@
 
 account.py  the API server, and as whom it is asked: a kubeconfig, or a pod's service account
 client.py   one request to it
+background.py  requests on threads of their own
 node.py     the node of this machine: cordon and uncordon, with a mark
 pods.py     which pods of the node have to go
 drain.py    evicts them, in the time there is

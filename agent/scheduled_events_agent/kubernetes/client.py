@@ -63,6 +63,9 @@ class Status(msgspec.Struct):
     details: _Details | None = None
 
 
+_STATUS = msgspec.json.Decoder(Status)
+
+
 class ApiError(AgentError):
     """The API server has not done what was asked."""
 
@@ -114,14 +117,17 @@ class Client:
         self,
         method: str,
         path: str,
-        answer_type: type[T],
+        decoder: msgspec.json.Decoder[T],
         *,
         query: Mapping[str, str] | None = None,
         body: Any = None,
         is_metadata_only: bool = False,
         seconds: float = REQUEST_SECONDS,
     ) -> Answer[T]:
-        """Ask, and wait at most ``seconds``. A PATCH is a merge patch. Raises ApiError."""
+        """Ask, and wait at most ``seconds``. A PATCH is a merge patch. Raises ApiError.
+
+        ``decoder``: of the answer's type; made at import, since two threads must not make the same one.
+        """
         seconds = max(0.1, min(seconds, REQUEST_SECONDS))
         headers = {**HEADERS, "Accept": _METADATA_ONLY if is_metadata_only else "application/json"}
         if body is not None:
@@ -156,7 +162,7 @@ class Client:
         if not response.is_success:
             raise _error_of(response, date)
         try:
-            return Answer(msgspec.json.decode(response.content, type=answer_type), date)
+            return Answer(decoder.decode(response.content), date)
         except msgspec.MsgspecError:
             text = "the API server's answer is not one of Kubernetes"
             raise ApiError(text, kind="unavailable", date=date) from None
@@ -187,7 +193,7 @@ class Client:
 def _error_of(response: httpx.Response, date: datetime | None) -> ApiError:
     status = response.status_code
     try:
-        said = msgspec.json.decode(response.content, type=Status)
+        said = _STATUS.decode(response.content)
     except msgspec.MsgspecError:
         said = Status(kind="Status")
     failure = error_for_status(response, {})

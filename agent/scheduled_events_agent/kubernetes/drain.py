@@ -20,7 +20,7 @@ from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.kubernetes.background import Background
 from scheduled_events_agent.kubernetes.client import ApiError, Client
 from scheduled_events_agent.kubernetes.node import BACKOFF_SECONDS, Cordon
-from scheduled_events_agent.kubernetes.pods import Pod, PodList, pods_of, reason_to_stay
+from scheduled_events_agent.kubernetes.pods import POD_LIST, Pod, PodList, pods_of, reason_to_stay
 
 _MAX_UNDER_WAY = 5  # one that an admission webhook keeps waiting must not hold up the others
 _LOOK_EVERY_SECONDS = 1.0
@@ -31,6 +31,15 @@ _KEPT_PAUSE_SECONDS = 10.0
 _LATE_BINDING_SECONDS = 3.0
 """The scheduler may have chosen the node before it was cordoned, and bind a pod to it so much later."""
 _TWO_BUDGETS = "more than one PodDisruptionBudget"
+
+
+class _Object(msgspec.Struct):
+    """Any object; a page of a proxy is none."""
+
+    kind: str
+
+
+_OBJECT = msgspec.json.Decoder(_Object)
 
 
 class PodReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,13 +193,13 @@ class Drain:
         path = f"/api/v1/namespaces/{quote(pod.namespace, safe='')}/pods/{quote(pod.name, safe='')}"
         if is_deletion:
             body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
-            self._client.send("DELETE", path, _Object, body=body, seconds=left)
+            self._client.send("DELETE", path, _OBJECT, body=body, seconds=left)
         else:
             metadata = {"namespace": pod.namespace, "name": pod.name}
             eviction = {
                 "apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options,
             }  # fmt: skip
-            self._client.send("POST", f"{path}/eviction", _Object, body=eviction, seconds=left)
+            self._client.send("POST", f"{path}/eviction", _OBJECT, body=eviction, seconds=left)
         return grace
 
     def _look(self, now: float) -> None:
@@ -225,7 +234,7 @@ class Drain:
         left = self._deadline - time.monotonic()
         path = "/api/v1/pods"
         answer = self._client.send(
-            "GET", path, PodList, query=query, is_metadata_only=is_metadata_only, seconds=left
+            "GET", path, POD_LIST, query=query, is_metadata_only=is_metadata_only, seconds=left
         )
         return answer.value
 
@@ -384,12 +393,6 @@ class Drain:
         elif self._outage_text and not text:
             self._on_line("the API server answers again")
         self._outage_text = text
-
-
-class _Object(msgspec.Struct):
-    """Any object; a page of a proxy is none."""
-
-    kind: str
 
 
 def _lacks_right(result: Any) -> bool:

@@ -64,6 +64,9 @@ class _Node(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
+_NODE = msgspec.json.Decoder(_Node)
+
+
 class Cordon(NamedTuple):
     """The cordon of a node after ``cordon_node``."""
 
@@ -148,7 +151,7 @@ class NodeClient:
         """The node, when it is sure to be this machine: a kubelet tells the id of a new boot late."""
         give_up_at = time.monotonic() + _OTHER_MACHINE_SECONDS
         while True:
-            answer = self._ask(lambda seconds: self._client.send("GET", self._path, _Node, seconds=seconds))
+            answer = self._ask(lambda seconds: self._client.send("GET", self._path, _NODE, seconds=seconds))
             told = answer.value.status.info.boot_id
             if not told or not self._boot_id or told == self._boot_id:
                 return answer
@@ -163,7 +166,7 @@ class NodeClient:
     def _patch(self, node: _Node, *, unschedulable: bool | None, mark: str | None) -> Answer[_Node]:
         metadata = {"resourceVersion": node.metadata.version, "annotations": {MARK: mark}}
         body: dict[str, Any] = {"metadata": metadata, "spec": {"unschedulable": unschedulable}}
-        return self._ask(lambda seconds: self._client.send("PATCH", self._path, _Node, body=body, seconds=seconds))
+        return self._ask(lambda seconds: self._client.send("PATCH", self._path, _NODE, body=body, seconds=seconds))
 
     @property
     def _path(self) -> str:

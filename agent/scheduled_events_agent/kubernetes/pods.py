@@ -71,6 +71,9 @@ class PodList(msgspec.Struct):
             raise ValueError("not a list of pods")
 
 
+POD_LIST = msgspec.json.Decoder(PodList)
+
+
 class Pod(NamedTuple):
     """What a drain has to know of a pod."""
 
