@@ -132,6 +132,22 @@ def test_the_explanation_says_how_each_kind_of_figure_is_measured() -> None:
     assert re.findall(r"^\w+$", shown, re.MULTILINE) == ["polls", "tail", "start", "memory", "fleet"]
 
 
+@on_linux
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_the_drain_is_measured_beside_kubectl() -> None:
+    command = [sys.executable, "-m", "benchmarks.drain", "--pods", "3", "--runs", "1"]
+    shown = subprocess.check_output(command, cwd=CHECKOUT, text=True, timeout=300)
+    rows = [re.split(r" {2,}", line) for line in shown.splitlines()]
+    assert [row[0] for row in rows] == [
+        "figure",
+        "time, 3 pods, s",
+        "requests, 3 pods",
+        "peak of memory, 3 pods, MiB",
+    ]
+    assert all(float(value) > 0 for row in rows[1:] for value in row[1:])
+
+
 def test_the_page_and_the_json_have_the_same_complete_run() -> None:
     page = PAGE.read_text(encoding="utf-8")
     run = msgspec.json.decode(RECORD.read_bytes(), type=Run)
