@@ -93,6 +93,7 @@ class Drain:
         self._paused_until = 0.0
         self._outage = Backoff(*BACKOFF_SECONDS)
         self._outage_text = ""
+        self._list_error = ""
         self._list_backoff = Backoff(*BACKOFF_SECONDS)
         self._look_at = 0.0
         self._is_looking = False
@@ -139,7 +140,9 @@ class Drain:
                 continue
             self._on_answer(key, result)
         if self._listed_at is None:
-            raise ApiError(self._outage_text or "no list of the pods came in time", kind="unavailable")
+            raise ApiError(
+                self._outage_text or self._list_error or "no list of the pods came in time", kind="unavailable"
+            )
         return not self._leaving
 
     def _is_done(self) -> bool:
@@ -186,10 +189,9 @@ class Drain:
         left = self._deadline - time.monotonic()
         options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
         grace = None
-        if pod.grace_seconds > left - _SPARE_SECONDS:
-            grace = options["gracePeriodSeconds"] = max(
-                1, int(left - _SPARE_SECONDS)
-            )  # 0 would be without SIGTERM
+        longest = max(1, int(left - _SPARE_SECONDS))  # 0 would be without SIGTERM
+        if pod.grace_seconds > longest:
+            grace = options["gracePeriodSeconds"] = longest
         path = f"/api/v1/namespaces/{quote(pod.namespace, safe='')}/pods/{quote(pod.name, safe='')}"
         if is_deletion:
             body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
@@ -263,9 +265,12 @@ class Drain:
                 raise result
             if not result.is_outage:
                 self._look_at = now + self._list_backoff.next_delay(result.retry_after)
-                self._say_outage(str(result))
+                if str(result) != self._list_error:
+                    self._list_error = str(result)
+                    self._on_line(f"the list of pods: {result}; trying again")
             return
         self._list_backoff.reset()
+        self._list_error = ""
         if what == "list":
             self._needs_list = False
             self._sort(result)
@@ -347,6 +352,7 @@ class Drain:
             one.reason = "is being deleted with its namespace"
             self._on_line(f"{one.pod.full_name}: goes with its namespace")
         elif result.is_outage:
+            one.reason = str(result)
             one.ask_at = self._paused_until
         elif is_deletion and result.kind == "forbidden":
             if self._may_delete:
@@ -368,7 +374,7 @@ class Drain:
         """Note why the pod cannot go yet, and when to ask again."""
         budget = error.cause("DisruptionBudget")
         if budget is not None:
-            reason, pause = budget.message, error.retry_after or _BUDGET_PAUSE_SECONDS
+            reason, pause = budget.message or str(error), error.retry_after or _BUDGET_PAUSE_SECONDS
         elif error.kind in ("unavailable", "conflict") and _TWO_BUDGETS not in str(error):
             reason, pause = str(error), one.backoff.next_delay(error.retry_after)
         else:
