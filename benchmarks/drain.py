@@ -7,7 +7,6 @@ the median of the runs, and the ratio that of the medians.
 """
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from kube_api import KubeApi  # noqa: E402
 from kube_controllers import READY_AFTER  # noqa: E402
 from kube_objects import PODS  # noqa: E402
 from kube_samples import budget, set_of  # noqa: E402
+from memory_peak import wait_for_peak  # noqa: E402
 from receiver import wait_until  # noqa: E402
 
 assert sys.platform != "win32"
@@ -76,12 +76,11 @@ def measure(program: list[str], count: int) -> Drained:
             command = [*program, "drain", *options, "--node", "vm-1", "--timeout", "10m"]
         begun_at = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
+        peak_mib = wait_for_peak(process)
         seconds = time.monotonic() - begun_at
-        process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0 or api.pod_names("vm-1"):
             sys.exit(f"{' '.join(command)}: exit code {process.returncode}, left: {api.pod_names('vm-1')}")
-        return Drained(seconds, len(api.calls), usage.ru_maxrss / 1024)
+        return Drained(seconds, len(api.calls), peak_mib)
 
 
 def is_ready(api: KubeApi, count: int) -> bool:

@@ -64,6 +64,8 @@ ANSWERS: dict[str, list[tuple[str, list[type]]]] = {
     "service status": [("", [ServiceStatus])],
 }
 """Command -> its arguments, and the objects that it prints."""
+OF_A_CLUSTER = ("kubernetes drain", "kubernetes uncordon")
+"""They are run in test_kubernetes_drain.py."""
 
 
 def commands_with_json(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[str]:
@@ -118,7 +120,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_every_command_with_json_is_run_here() -> None:
-    assert sorted(commands_with_json(cli.build_parser())) == sorted(ANSWERS)
+    assert sorted(commands_with_json(cli.build_parser())) == sorted((*ANSWERS, *OF_A_CLUSTER))
 
 
 @pytest.mark.parametrize(
