@@ -73,6 +73,7 @@ def test_a_node_is_cordoned_drained_approved_and_uncordoned(
     assert "unschedulable" not in api.store.get(NODES, "", "vm-1")["spec"]
 
 
+@pytest.mark.nightly
 def test_a_drain_that_a_budget_keeps_ends_before_the_hook_is_ended_and_names_the_pod(
     sim: Simulator, api: KubeApi, start: Callable[..., Agent]
 ) -> None:
