@@ -212,6 +212,34 @@ def test_an_account_without_read_access_can_still_detect_a_temporary_disk(tmp_pa
         os.seteuid(0)
 
 
+@needs_root
+@pytest.mark.parametrize("first", ["", "#!{place}/interpreter\n"], ids=["program", "interpreter"])
+def test_a_hook_whose_directory_the_account_may_not_enter_is_a_warning(tmp_path: Path, first: str) -> None:
+    """As any account may run ``check``."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    hook = (tmp_path if first else closed) / "drain"
+    hook.write_text(first.format(place=closed), encoding="utf-8")
+    hook.chmod(0o755)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        f"rules: [{{name: all, prepare: [drain], approve: when-prepared}}]\nhooks: {{drain: {{run: [{hook}]}}}}\n",
+        encoding="utf-8",
+    )
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.name.startswith(("pytest-", "popen-", "test_")):
+            folder.chmod(0o755)
+    closed.chmod(0o700)
+    loaded = load_policy(policy)
+    os.seteuid(NOBODY)
+    try:
+        found = [one.message for one in check_machine(loaded, is_root=False) if one.subject == "hook"]
+    finally:
+        os.seteuid(0)
+    what = f"{hook}: its interpreter {closed}/interpreter" if first else str(hook)
+    assert found == [f"{what} is in a directory that this account may not enter"]
+
+
 # --- what of a hook is looked at
 
 

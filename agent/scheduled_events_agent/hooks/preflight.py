@@ -256,13 +256,19 @@ def _program_error(hook: Hook, run: Sequence[str]) -> str | None:
     if is_foreign_path(name):
         return None
     file = processes.find_program(name, hook.cwd, hook.env)
-    if (file is None or not file.exists()) and re.search(r"\s", name):
+    try:
+        is_there = file is not None and file.exists()
+    except PermissionError:
+        is_there = None
+    if not is_there and re.search(r"\s", name):
         return _command_line_error(name, hook)
     if file is None:
         return f"{name} is not found in PATH"
+    if is_there is None:
+        return f"{file} is in a directory that this account may not enter"
     if file.is_dir():
         return f"{file} is a directory"
-    if not file.exists():
+    if not is_there:
         place = "" if Path(name).is_absolute() else ": the name is relative to cwd (default: /)"
         return f"{file} does not exist{place}"
     if not file.is_file():
@@ -277,7 +283,7 @@ def _command_line_error(name: str, hook: Hook) -> str:
     what = "there is no such program; it has spaces and is not shown here, for it may be secret"
     first = name.split(maxsplit=1)[0]
     program = processes.find_program(first, hook.cwd, hook.env)
-    if program is None or not program.is_file():
+    if program is None or not os.path.isfile(program):  # noqa: PTH113 - raises nothing
         return f"{what}: write each argument as an item of its own"
     return f"{what}: write [{first}, ...], each argument an item of its own, or use shell"
 
@@ -290,10 +296,11 @@ def _code_files(hook: Hook) -> Iterator[Path]:
     if program is None:
         return
     yield program
-    if program.is_file():  # to open a named pipe would block
-        with suppress(OSError), program.open("rb") as file:
-            if match := _SHEBANG.match(file.read(256)):
-                yield Path(os.fsdecode(match[1]))
+    with suppress(OSError):
+        if program.is_file():  # to open a named pipe would block
+            with program.open("rb") as file:
+                if match := _SHEBANG.match(file.read(256)):
+                    yield Path(os.fsdecode(match[1]))
     takes_any = _INTERPRETERS.fullmatch(program.name) is not None
     for argument in run[1:]:
         path = Path(argument)

@@ -263,9 +263,9 @@ def find_command_error(
     """Why ``start_tree`` could not start the program, as far as its first line shows; None if it could."""
     del shell
     program = find_program(run[0], cwd, env) if run else None
-    if program is None or not program.is_file():  # to open a named pipe would block
-        return None
     try:
+        if program is None or not program.is_file():  # to open a named pipe would block
+            return None
         with program.open("rb") as file:
             head = file.read(_FIRST_LINE_BYTES)
     except OSError:  # it need not be readable to be a program
@@ -284,8 +284,11 @@ def _first_line_error(head: bytes, cwd: str | None, env: Mapping[str, str]) -> s
     if line.endswith(b"\r"):
         return "its first line ends with a carriage return: save it with Unix line ends"
     interpreter = Path(cwd or "/") / words[0]
-    if not interpreter.exists():
-        return f"its interpreter {words[0]} does not exist"
+    try:
+        if not interpreter.exists():
+            return f"its interpreter {words[0]} does not exist"
+    except PermissionError:
+        return f"its interpreter {words[0]} is in a directory that this account may not enter"
     arguments = words[2:] if words[1:2] == ["-S"] else words[1:]
     if interpreter.name != "env" or not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
         return ""
