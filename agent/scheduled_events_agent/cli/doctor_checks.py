@@ -65,8 +65,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     check: str
     severity: Severity
     message: str
-    hint: str = ""
-    """What to do."""
+    hint: str = ""  # what to do
 
 
 def ok(check: str, message: str) -> Finding:

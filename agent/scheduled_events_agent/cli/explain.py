@@ -112,9 +112,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     begins_reason: str
     """Why not at once; "" also if it has begun."""
     needs_slot: bool
-    """Whether it also waits for a slot of the fleet."""
+    """Of the fleet."""
     drain_seconds: float
-    """How long ``/readyz`` answers 503 before the hooks run, as cut for the notice; 0 if that has begun."""
+    """``drain_for`` as cut for the notice; 0 if that has begun."""
     prepare: tuple[str, ...]
     """Those that run now or later."""
     hooks_until: datetime | None

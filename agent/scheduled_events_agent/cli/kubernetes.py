@@ -36,13 +36,13 @@ class DrainResult(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     node: str
     cordoned: Cordoned
-    """Who has cordoned the node: ours, others; or gone: the cluster has no such node."""
+    """gone: the cluster has no such node."""
     evicted: tuple[PodReport, ...]
     deleted: tuple[PodReport, ...]
-    """The pods that were deleted without asking their budgets."""
+    """Without asking their budgets."""
     stays: tuple[PodReport, ...]
     left: tuple[PodReport, ...]
-    """The pods that have to go, and are still there."""
+    """They have to go, and are still there."""
     seconds: float
 
 

@@ -25,7 +25,7 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     workflow_id: str
     event_id: str
     kind: str
-    """seen, decided, hook_finished, closed and so on; of the agent: agent_started, machine_paused and so on."""
+    """Such as seen, decided, hook_finished, closed; of the agent: agent_started, machine_paused."""
     stage: str
     hook: str
     outcome: str
@@ -130,8 +130,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     unavailable_since: datetime | None
     not_ready: tuple[str, ...]
     """VMs that an approval waits for."""
-    warnings: tuple[str, ...] = ()
-    """``members`` does not match this VM, or another VM has its name."""
+    warnings: tuple[str, ...] = ()  # ``members`` does not match this VM, or another VM has its name
 
 
 class HookStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,8 +182,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that needs a person."""
 
     kind: AttentionKind
-    severity: Literal["act", "fix"]
-    """act: an operator must act; fix: to be repaired today."""
+    severity: Literal["act", "fix"]  # an operator must act; or it is to be repaired today
     since: datetime | None
     event_id: str = ""
     workflow_id: str = ""
@@ -227,7 +225,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     source: Literal["agent", "state_file"] = "agent"
-    """state_file: no agent answers; this is what its state file says."""
+    """state_file: no agent answers."""
     health: Literal["ok"] | tuple[str, ...]
     unhealthy_since: datetime | None = None
     state_file: str = ""
@@ -243,15 +241,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """As ``/readyz`` says."""
     policy: ActivePolicy | None = None
     web_config_rejected: WebConfigRejected | None = None
-    """The previous content of ``agent.web_config`` is in force."""
     rules: tuple[str, ...] | None = None
     endpoint: str | None = None
     """Of the metadata service."""
     last_poll_at: datetime | None = None
     """Of the last success."""
     poll_failure: str | None = None
-    incarnation: str | None = None
-    """Of the last document."""
+    incarnation: str | None = None  # of the last document
     running: tuple[RunningHook, ...] = ()
     pending: tuple[WorkflowView, ...]
     hook_output: tuple[JournalRecord, ...] = ()
@@ -265,7 +261,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     command_options: CommandOptions = NO_OPTIONS
     """What a command line needs to reach this agent."""
     command_prefix: str = ""
-    """For an account without privileges: sudo, or nothing on Windows."""
+    """sudo, for an account without privileges."""
     supervisor_commands: tuple[SuggestedCommand, ...] = ()  # complete, with their prefix
     """They show why the agent does not answer."""
     notify: tuple[NotifiedTarget, ...] = ()
@@ -273,7 +269,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     attention: tuple[Attention, ...] = ()
     """The worst first."""
     headline: str = ""
-    """How things are: the first ``message`` of ``attention``, if there is one."""
+    """The first ``message`` of ``attention``, or how things are."""
     summaries: tuple[EventSummary, ...] = ()
     """Of ``pending``, the most urgent first."""
 

@@ -125,12 +125,11 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     first_seen_at: datetime
     not_before_seen_at: datetime
     """When the present NotBefore was first seen."""
-    change_noted_at: datetime | None = None
-    """Small changes are recorded once a minute."""
+    change_noted_at: datetime | None = None  # small changes are recorded once a minute
     boot_id: str
     """The boot at first sight."""
-    prepare_boot_id: str = ""
-    """The boot in which preparation began; after another reboot it begins again."""
+    prepare_boot_id: str = ""  # after another reboot it begins again
+    """The boot in which preparation began."""
     phase: Phase = "waiting"
     phase_since: datetime | None = None
     """None: since it was first seen."""
@@ -140,14 +139,11 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_until: datetime | None = None
     approval: Approval = Approval()
     operator_action: Literal["", "approve", "hold"] = ""
-    """The one in force."""
     approval_needed_since: datetime | None = None
-    """Since then only an operator can let it be approved."""
     missing_since: datetime | None = None
-    is_over: bool = False
-    """Two answers lacked it, or listed it for other VMs only; or the recommendation ended."""
-    is_reverted: bool = False
-    """A recover hook of this or another event has started; if the event comes back, it is prepared for again."""
+    is_over: bool = False  # two answers lacked it, or listed it for other VMs only; or the recommendation ended
+    is_reverted: bool = False  # if the event comes back, it is prepared for again
+    """A recover hook of this or another event has started."""
     was_started: bool = False
     is_history_unknown: bool = False
     """First seen after the state file was lost."""
