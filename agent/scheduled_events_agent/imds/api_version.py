@@ -20,6 +20,7 @@ BASELINE_VERSION: ApiVersion = "2020-07-01"
 """The newest api-version that every VM has."""
 PREVIEW_TIMEOUT_SECONDS = 2.0
 """Time limit for the newest version: events are more important than recommendations."""
+# 400 is documented; OpenShift's termination handler expects 404 from a VM without the preview.
 _REJECTION_KINDS = ("bad_request", "not_found")
 # One failure may be an outage of a moment, so the second one in a row counts.
 _ENOUGH_FAILURES = 2
