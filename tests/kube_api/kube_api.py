@@ -19,10 +19,12 @@
 import copy
 import json
 import math
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -90,7 +92,6 @@ class KubeApi:
         self.evictions = Evictions(self.store)
         self.lists = Lists(self.store)
         self.controllers = Controllers(self.store)
-        self.authority = Authority(directory)
         self.calls: list[Seen] = []
         """Each request about objects, in the order of the answers."""
         self.unknown: list[str] = []
@@ -100,13 +101,21 @@ class KubeApi:
         self._directory = directory
         self._has_controllers = has_controllers
         self._faults: list[Fault] = []
-        self._tls = self.authority.server_context()
         self._port = free_port()
         self._server: _Front | None = None
         self._runs = threading.Event()
         self._runs.set()
         self.url = f"https://127.0.0.1:{self._port}"
         self.admin_token = self.access.issue_token(ADMIN)
+
+    @cached_property
+    def authority(self) -> Authority:
+        """Made once something listens, or needs a certificate."""
+        return Authority(self._directory)
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return self.authority.server_context()
 
     def __enter__(self) -> Self:
         self.start()

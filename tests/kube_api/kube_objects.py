@@ -8,11 +8,11 @@ import copy
 import random
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import uuid4
+from uuid import UUID
 
 from kube_status import ApiError, UnknownError, forbidden, invalid
 
@@ -89,6 +89,8 @@ class Store:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.version = 200
+        self.clock: Callable[[], datetime] = now
+        """What new objects and changes get their times from."""
         self._objects: dict[tuple[Resource, str, str], Object] = {}
         self._random = random.Random(35)
         for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
@@ -129,7 +131,8 @@ class Store:
                 details = {"name": name, "group": resource.group, "kind": resource.plural}
                 message = f'{resource.full_name} "{name}" already exists'
                 raise ApiError(409, message, reason="AlreadyExists", details=details)
-            metadata |= {"uid": str(uuid4()), "creationTimestamp": write_time(now())}
+            uid = UUID(int=self._random.getrandbits(128), version=4)  # the same in each run, as all else is
+            metadata |= {"uid": str(uid), "creationTimestamp": write_time(self.clock())}
             if resource in (PODS, BUDGETS, POLICIES, POLICY_BINDINGS):
                 metadata["generation"] = 1
             _set_defaults(resource, made)
@@ -144,6 +147,9 @@ class Store:
             has_ended = metadata.get("deletionGracePeriodSeconds") == 0 and not metadata.get("finalizers")
             if resource is PODS and "deletionTimestamp" in metadata and has_ended:
                 return self.remove(resource, new)
+            old = self.find(resource, metadata.get("namespace", ""), metadata["name"])
+            if old is not None and _without_version(old) == _without_version(new):
+                return old  # nothing changes: neither version nor time
             return self._put(resource, new)
 
     def remove(self, resource: Resource, old: Object) -> Object:
@@ -179,6 +185,9 @@ class Store:
     def _put(self, resource: Resource, new: Object) -> Object:
         self.version += 1
         new["metadata"]["resourceVersion"] = str(self.version)
+        # Of a real one there is an entry for each program that has written, with the fields that it has set.
+        written = {"manager": "agent", "operation": "Update", "apiVersion": resource.api_version}
+        new["metadata"]["managedFields"] = [{**written, "time": write_time(self.clock())}]
         self._objects[resource, new["metadata"].get("namespace", ""), new["metadata"]["name"]] = new
         return new
 
@@ -186,6 +195,13 @@ class Store:
         space = self.get(NAMESPACES, "", namespace)
         if "deletionTimestamp" in space["metadata"]:
             raise namespace_is_terminating(resource, namespace, name)
+
+
+def _without_version(item: Object) -> Object:
+    metadata = {
+        key: value for key, value in item["metadata"].items() if key not in ("resourceVersion", "managedFields")
+    }
+    return {**item, "metadata": metadata}
 
 
 def namespace_is_terminating(resource: Resource, namespace: str, name: str) -> ApiError:
