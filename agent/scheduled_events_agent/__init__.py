@@ -11,7 +11,7 @@ Decisions are values. The edges carry them out.
     store/          EDGE      SQLite: workflows, journal, operator requests, unsent notifications
     telemetry/      EDGE      log, ids of log messages, metrics
     notifications/  EDGE      one notification: its formats, and one exchange with the service that it is for
-    fleet/          EDGE      several VMs: the table through which they coordinate
+    fleet/          EDGE      several VMs: the store through which they coordinate
     kubernetes/     EDGE      a cluster's node: its API server, cordon and drain
     web/            EDGE      the web server, its endpoints and TLS, the files of the status page
     host/           SEAM      what differs between Linux and Windows, and nothing else

@@ -336,7 +336,7 @@ def test_check_shows_the_effect_of_an_unavailable_table(
     code, out, _ = run("check", "--no-files", "--config", str(policy))
     assert code == 0
     assert f"It acts with the VMs of group web through {table}, 2 events at a time.\n" in out
-    unavailable = f"While the table is unavailable, events {do}, and what names several VMs is not approved."
+    unavailable = f"While the store is unavailable, events {do}, and what names several VMs is not approved."
     assert f"{unavailable}\n" in out
     assert f"{policy}:1: fleet.members: members does not match this VM, web_0" in out
 

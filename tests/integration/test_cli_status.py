@@ -178,7 +178,7 @@ def test_status_of_an_idle_healthy_agent_has_five_lines(state_dir: Path, run: Ru
         ),
         (
             FleetState(group="", error="no route", unavailable_since=NOW - timedelta(seconds=90), not_ready=()),
-            "group not known; its table cannot be used since 22:10:30Z: no route",
+            "group not known; its store cannot be used since 22:10:30Z: no route",
         ),
     ],
 )

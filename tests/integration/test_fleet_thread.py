@@ -91,9 +91,9 @@ def lived(*kinds: ErrorKind) -> tuple[list[MutableMapping[str, Any]], str]:
 def test_each_kind_of_failure_is_logged_once_and_only_tries_are_counted() -> None:
     entries, metrics = lived("unreachable", "unreachable", "denied")
     assert [(entry["event"], entry.get("kind"), entry["failures"]) for entry in entries] == [
-        ("using the fleet's table fails", "unreachable", 1),
-        ("using the fleet's table fails", "denied", 3),
-        ("using the fleet's table works again", None, 3),
+        ("using the fleet's store fails", "unreachable", 1),
+        ("using the fleet's store fails", "denied", 3),
+        ("using the fleet's store works again", None, 3),
     ]
     for result, count in {"unreachable": 2, "denied": 1}.items():
         series = f'scheduled_events_fleet_requests_total{{operation="list",result="{result}"}} {count}.0'
@@ -160,7 +160,7 @@ def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_backend() -> None:
         thread.publish((REQUEST,), ("web_1",), "id", "web")
         until(updates, may_begin)
     assert [entry["event"] for entry in entries] == [
-        "using the fleet's table fails", "using the fleet's table works again"
+        "using the fleet's store fails", "using the fleet's store works again"
     ]  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def test_a_vm_that_leaves_a_group_deletes_its_records_there(settings: Settings) 
     stores = {"web": MemoryStore(time.monotonic), "other": MemoryStore(time.monotonic)}
     updates = queue.Queue[Any]()
 
-    def connect(_: FleetSettings, group: str, __: str) -> MemoryBackend:
+    def connect(_: Settings, __: FleetSettings, group: str) -> MemoryBackend:
         return MemoryBackend(stores[group])
 
     thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, connect)

@@ -100,7 +100,7 @@ def test_while_the_table_is_unavailable_nothing_is_approved_and_then_it_is(
         for agent in agents:
             agent.let_go("go")
             agent.wait_phase(event, "prepared")
-            _wait_for_words(agent, event, "the table cannot be used")
+            _wait_for_words(agent, event, "the store cannot be used")
             assert agent.status()["fleet"]["error"]
         assert azure.event(event).status == "Scheduled"
     for agent in agents:

@@ -121,7 +121,7 @@ def test_while_the_table_hangs_no_event_begins_and_none_is_approved(fleet: Judge
         fleet.wait_each(
             lambda vm: fleet.agents[vm].status()["fleet"]["error"],
             fleet.vms[:10],
-            "knew that the table is unavailable",
+            "knew that the store is unavailable",
         )
         fleet.wait(lambda: time.monotonic() > outage_ends_at, "a minute was over")
         assert fleet.azure.approvals(shared) == ()

@@ -184,7 +184,7 @@ def test_a_vm_that_is_cut_off_approves_nothing_for_the_others(
         machine.wait_phase(event, "preparing")
     cut_off.proxy.is_cut = True
     cut_off.let_go("go")
-    cut_off.wait_words(event, "the table cannot be used")
+    cut_off.wait_words(event, "the store cannot be used")
     others[0].let_go("go")
     others[0].wait_words(event, "to be ready")
     for machine in machines:

@@ -45,10 +45,10 @@ SCRAPE_SECONDS = 15
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 # Without a fleet they have nothing to show.
 FLEET_PANELS = {
-    "Table unavailable",
+    "Store unavailable",
     "VMs not ready",
     "Wait for slots and VMs",
-    "Requests to the table",
+    "Requests to the store",
     "Begun without a slot",
 }
 AT_ONCE = {"name": "at-once", "when": {"source": "User"}, "approve": "immediately"}
@@ -484,7 +484,7 @@ def live_unnotified(directory: Path) -> list[Timeline]:
 
 
 def live_without_table(directory: Path) -> list[Timeline]:
-    """An event waits for a slot, and the fleet's table is unavailable; a later one can wait no longer."""
+    """An event waits for a slot, and the fleet's store is unavailable; a later one can wait no longer."""
     directory.mkdir(parents=True)
     sas_file = directory / "sas"
     sas_file.touch(mode=0o600)

@@ -434,7 +434,7 @@ FACTS = f"Object.fromEntries({PAIRS})"
 def test_a_harmless_failure_is_shown_without_a_warning(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     open_scene(tab, server, "fleet/")
-    error = "the table cannot be used: acme answers 503: it is busy"
+    error = "the store cannot be used: acme answers 503: it is busy"
     fleet = f"group web; waits for web_4, web_5; {error}; {FLEET.warnings[0]}"
     assert tab.ask(FACTS)["Fleet"] == fleet
     open_scene(tab, server, "refused/")

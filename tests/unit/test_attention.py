@@ -133,7 +133,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "fleet_unavailable": (
         a_status(fleet=FleetState(group="web", error="no route", unavailable_since=NOW, not_ready=())),
         "fix",
-        "The table of the fleet cannot be used: no route.",
+        "The store of the fleet cannot be used: no route.",
         "scheduled-events-agent fleet status",
     ),
     "notifications_failing": (

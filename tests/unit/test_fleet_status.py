@@ -35,7 +35,7 @@ def record(event: str, vm: str, state: str, age: float | None = 4.0, **more: str
 def status(*records: Record, max_events: int | None = 1, **more: Any) -> FleetStatus:
     events = summarize(records, max_events)
     taken = sum(event.has_slot for event in events)
-    fields = {"warnings": (), "clock_skew_seconds": None, **more}
+    fields = {"leases": "", "warnings": (), "clock_skew_seconds": None, **more}
     return FleetStatus(
         at=NOW, group="web", table=TABLE, slots_taken=taken, max_events=max_events, events=events, **fields
     )
@@ -69,6 +69,7 @@ def test_the_same_is_printed_as_json() -> None:
     assert built == {
         "group": "web",
         "table": TABLE,
+        "leases": "",
         "slots_taken": 1,
         "max_events": 1,
         "events": [
@@ -143,7 +144,7 @@ def test_a_group_without_records_or_limit_is_shown() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(40.0, "ahead of"), (-40.0, "behind"), (20.0, ""), (None, "")])
 def test_a_clock_that_differs_is_shown(seconds: float | None, text: str) -> None:
-    expected = [f"This clock is 40 s {text} the table's."] if text else []
+    expected = [f"This clock is 40 s {text} the store's."] if text else []
     assert shown(clock_skew_seconds=seconds)[1:-1] == expected
 
 
@@ -218,7 +219,7 @@ def test_an_event_with_a_recent_record_is_not_released() -> None:
 
 def test_a_record_without_an_age_counts_as_recent() -> None:
     store = filled(Clock(), has_ages=False)
-    with pytest.raises(AgentError, match=r"^the table does not tell when web_[01] was heard: a VM that runs"):
+    with pytest.raises(AgentError, match=r"^the store does not tell when web_[01] was heard: a VM that runs"):
         release(MemoryBackend(store), ONE)
     assert len(store.list()) == 3
 
@@ -270,7 +271,7 @@ class Table(MemoryBackend):
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Table], Table]:
     def use(table: Table) -> Table:
-        def connect(_settings: FleetSettings, group: str, _endpoint: str, *, partition: str = "fleet") -> Table:
+        def connect(_: Settings, __: FleetSettings, group: str, *, partition: str = "fleet") -> Table:
             table.given = {"group": group, "partition": partition}
             return table
 
@@ -327,7 +328,7 @@ def test_a_table_that_rejects_the_clock_is_reported(
     table.clock_skew_seconds = 600.0
     for words in (["status"], ["release", ONE]):
         assert main(["fleet", *words, "--config", policy_file(tmp_path)]) == 1
-        why = "this clock is 600 s ahead of the table's; synchronize the clock, and run this again"
+        why = "this clock is 600 s ahead of the store's; synchronize the clock, and run this again"
         assert capsys.readouterr().err == f"scheduled-events-agent: no list; {why}\n"
 
 
@@ -385,15 +386,15 @@ def test_doctor_detects_another_one_at_the_same_moment(use: Callable[[Table], Ta
 def test_doctor_reports_a_clock_that_differs(use: Callable[[Table], Table]) -> None:
     table = use(Table())
     table.clock_skew_seconds = -40.0
-    assert examined() == ("warning", "this clock is 40 s behind the table's")
+    assert examined() == ("warning", "this clock is 40 s behind the store's")
     table.refused = "update"
-    assert examined() == ("error", "no update; this clock is 40 s behind the table's")
+    assert examined() == ("error", "no update; this clock is 40 s behind the store's")
 
 
 def test_doctor_reports_a_table_without_ages(use: Callable[[Table], Table]) -> None:
     use(Table(MemoryStore(lambda: 0.0, has_ages=False)))
     state, text = examined()
-    assert (state, text.partition(":")[0]) == ("warning", "the table does not tell when a record was written")
+    assert (state, text.partition(":")[0]) == ("warning", "the store does not tell when a record was written")
 
 
 def test_doctor_reports_members_that_do_not_match_this_vm(use: Callable[[Table], Table]) -> None:

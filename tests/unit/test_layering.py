@@ -33,12 +33,12 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"host", "status", "workflow"},
     "notifications": {"host", "http", "imds", "policy", "status", "workflow"},
     "fleet": {"host", "http", "imds", "policy", "workflow"},
-    "kubernetes": {"host", "http", "imds", "policy"},
+    "kubernetes": {"fleet", "host", "http", "imds", "policy"},
     "web": {"engine", "host", "policy", "status", "store", "telemetry", "workflow"},
     "engine": {"hooks", "host", "imds", "notifications", "policy", "status", "store", "telemetry", "workflow"},
     "daemon": {
-        "engine", "fleet", "hooks", "host", "http", "imds", "notifications", "policy", "status", "store",
-        "telemetry", "web", "workflow",
+        "engine", "fleet", "hooks", "host", "http", "imds", "kubernetes", "notifications", "policy", "status",
+        "store", "telemetry", "web", "workflow",
     },
     "simulator": {"host", "policy", "status", "store"},
     "cli": {

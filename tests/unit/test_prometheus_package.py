@@ -333,7 +333,7 @@ def test_the_dashboard_has_the_required_panels() -> None:
         *("How events ended", "Hooks", "Failures", "Approvals", "Approval delay", "Polls", "Poll latency"),
         *("Measured pauses", "Agent trouble", "Versions", "Agent processor time", "Agent memory"),
         *("Age of the policy in force", "Notifications", "Notifications waiting", "Oldest waiting notification"),
-        *("Table unavailable", "VMs not ready", "Wait for slots and VMs", "Requests to the table"),
+        *("Store unavailable", "VMs not ready", "Wait for slots and VMs", "Requests to the store"),
         "Begun without a slot",
     ]
     shown = {selector.metric for _, query in dashboard_queries() for selector in parse_query(query).selectors}

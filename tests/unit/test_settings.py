@@ -103,6 +103,13 @@ def test_errors_have_the_documented_form() -> None:
         ("\nnotify: [{name: a, to: 'https://x', headers: {A b: c}}]", "notify[0].headers: expected the name of a header; it is not shown here, for it may be secret"),
         ("\nnotify: [{name: a, to: 'https://x', headers: {Content-Length: '3'}}]", 'notify[0].headers: a header cannot be called "Content-Length" here: take it out'),
         ("\nnotify: [{name: a, to: 'https://x', headers: {A: é}}]", "notify[0].headers.A: expected one line of printable ASCII characters"),
+        ("\nfleet: {max_events: 1}", "fleet: expected one of table and leases, where the VMs write their records; got neither"),
+        ("\nfleet: {table: null, max_events: 1}", "fleet: expected one of table and leases, where the VMs write their records; got neither"),
+        ("\nfleet: {table: 'https://a.example/abc', leases: web}", "fleet.leases: expected one of table and leases; got both"),
+        ("\nfleet: {table: 'https://a.example/abc', leases: ''}", "fleet.leases: expected one of table and leases; got both"),
+        ("\nfleet: {leases: Web}", 'fleet.leases: expected the name of a namespace, or "" for that of the pod; got "Web"'),
+        ("\nfleet: {leases: web, credential: managed-identity}", "fleet.credential: credential is for a table only: take it out"),
+        ("\nfleet: {leases: web, proxy: environment}", "fleet.proxy: proxy is for a table only: take it out"),
         ("\nfleet: {table: 'https://a.example/x'}", "fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits and is not tables; it is not shown here, for it may be secret"),
         ("\nfleet: {table: 'https://a.example/Tables'}", "fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits and is not tables; it is not shown here, for it may be secret"),
         ("\nfleet: {table: 'https://a.blob.core.windows.net/abc'}", "fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits and is not tables; it is not shown here, for it may be secret"),
@@ -125,7 +132,7 @@ def test_errors_have_the_documented_form() -> None:
         ("\nfleet: {table: 'https://a.example/abc', on_unavailable: proceed}", 'fleet.on_unavailable: expected one of wait, begin; got "proceed"'),
         ("\nfleet: {table: 'https://a.example/abc', group: a/b}", 'fleet.group: expected a text that matches ^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$ (Letters, digits, . _ -; the same on all VMs. Default: the scale set\'s name.); got "a/b"'),
         ("\nfleet: {table: 'https://a.example/abc', credential: managed}", "fleet.credential: expected managed-identity; got a text, not shown here, for it may be secret"),
-        ("\nrules: [{name: a, approve: when-prepared, shared: all-ready}]", "rules[0].shared: all-ready needs the table in which VMs report that they are ready: add fleet"),
+        ("\nrules: [{name: a, approve: when-prepared, shared: all-ready}]", "rules[0].shared: all-ready needs the store in which VMs report that they are ready: add fleet"),
         (FLEET + "rules: [{name: a, approve: immediately, shared: all-ready}]", "rules[0].shared: all-ready waits for all VMs, and approve: immediately for none: use when-prepared"),
         ("\nvm: {name: ''}", "vm.name: expected a text; got an empty one"),
         ("\nvm: {aliases: [a, '']}", "vm.aliases[1]: expected a text; got an empty one"),
@@ -146,6 +153,14 @@ def test_an_error_between_keys_names_its_line_and_a_hint(text: str, fault: str) 
 def test_the_url_of_a_table_has_account_and_name(url: str, account_url: str, name: str) -> None:
     assert parse_table(url) == (account_url, name)
     assert parse_settings(f"fleet: {{table: '{url}', max_events: 1}}", "p").warnings == ()
+
+
+@pytest.mark.parametrize("namespace", ["", "w", "scheduled-events", "a" * 63])
+def test_a_fleet_may_have_leases_instead_of_a_table(namespace: str) -> None:
+    loaded = parse_settings(f"fleet: {{leases: '{namespace}', max_events: 1}}", "p")
+    assert loaded.settings.fleet is not None
+    assert (loaded.settings.fleet.table, loaded.settings.fleet.leases) == (None, namespace)
+    assert loaded.warnings == ()
 
 
 def test_a_wrong_table_does_not_make_the_rules_wrong() -> None:

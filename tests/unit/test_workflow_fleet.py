@@ -116,7 +116,7 @@ def test_it_does_not_begin_without_a_slot_and_records_its_wait_reason() -> None:
 
 def test_it_begins_with_a_slot() -> None:
     life = Life(LIMITED)
-    assert life.wait_reason() == "waits for an answer of the fleet's table"
+    assert life.wait_reason() == "waits for an answer of the fleet's store"
     life.status(may_begin=True)
     assert life.effects(RunHook)
     assert life.request.stage == "not_ready"
@@ -163,7 +163,7 @@ def test_an_urgent_event_waits_for_no_slot_and_is_counted(kind: str) -> None:
 
 def test_an_unavailable_backend_delays_it_until_its_latest_begin() -> None:
     life = Life(replace(LIMITED, error="no route", unavailable_seconds=0.0))
-    assert "the table cannot be used (no route)" in life.wait_reason()
+    assert "the store cannot be used (no route)" in life.wait_reason()
     life.tell(timedelta(minutes=9), unavailable_seconds=540.0)
     assert life.phase() == "waiting"
     life.tell(timedelta(minutes=1), unavailable_seconds=600.0)
@@ -233,7 +233,7 @@ def test_it_is_approved_when_all_are_ready() -> None:
     life = Life(READY)
     life.finish()
     assert life.request.stage == "ready"
-    assert life.wait_reason() == "waits for an answer of the fleet's table"
+    assert life.wait_reason() == "waits for an answer of the fleet's store"
     life.status(not_ready=("vm_2",))
     assert life.wait_reason() == "waits for vm_2 to be ready"
     assert not life.effects(Approve)
@@ -320,7 +320,7 @@ def test_an_unavailable_backend_never_skips_the_other_vms(word: Any) -> None:
     life.finish()
     life.tell(timedelta(minutes=10), unavailable_seconds=600.0)
     assert not life.effects(Approve)
-    assert life.wait_reason() == "waits for vm_2, vm_3 to be ready; the table cannot be used (no route)"
+    assert life.wait_reason() == "waits for vm_2, vm_3 to be ready; the store cannot be used (no route)"
     shown = FleetState(lambda _: None)
     shown.committed(life.workflows, life.context, 0.0)
     assert shown.not_ready == ("vm_2", "vm_3"), "not itself"

@@ -146,7 +146,7 @@ def load_checked(config: str | None) -> LoadedPolicy:
 
 
 def _find_problems(loaded: LoadedPolicy) -> Iterator[Finding]:
-    """Findings about the policy, from this machine, the targets of notifications and the fleet's table."""
+    """Findings about the policy, from this machine, the targets of notifications and the fleet's store."""
     settings = loaded.settings
     yield from check_machine(loaded, is_root=host.is_privileged())
     yield from _fleet_errors(settings)
@@ -155,7 +155,7 @@ def _find_problems(loaded: LoadedPolicy) -> Iterator[Finding]:
 
         for key, message in warnings(settings.notify):
             yield Finding("notify", key, "warning", message)
-    if settings.fleet:
+    if settings.fleet and settings.fleet.table:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
         for key, message in table.warnings(settings.fleet):
@@ -167,10 +167,11 @@ def _fleet_errors(settings: Settings) -> Iterator[Finding]:
     fleet = settings.fleet
     if fleet is None:
         return
-    from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
+    if fleet.table:
+        from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
-    for key, message in table.errors(fleet):
-        yield Finding("fleet", key, "error", message)
+        for key, message in table.errors(fleet):
+            yield Finding("fleet", key, "error", message)
     if not fleet.group and _is_without_group(settings):
         text = "the key is missing, and this VM is in no scale set that could be the group: add it"
         yield Finding("fleet", "fleet.group", "error", text)
@@ -218,13 +219,15 @@ def _format_policy(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
         words = f"{_format_conditions(target.when)}: when {_join_or(target.kinds).replace('_', ' ')}"
         yield from terminal.line(f"It notifies {target.name} (format {target.format}). {words}.")
     if fleet := settings.fleet:
+        namespace = f"the namespace {fleet.leases}" if fleet.leases else "its pod's namespace"
+        store = fleet.table or f"Leases of {namespace}"
         limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""
         group = f"group {fleet.group}" if fleet.group else "its scale set"
-        yield from terminal.line(f"It acts with the VMs of {group} through {fleet.table}{limit}.")
+        yield from terminal.line(f"It acts with the VMs of {group} through {store}{limit}.")
         waits = "wait for a slot until their latest begin"
         begins = "begin without a slot after a minute"
         do = waits if fleet.on_unavailable == "wait" else begins
-        words = f"While the table is unavailable, events {do}, and what names several VMs is not approved."
+        words = f"While the store is unavailable, events {do}, and what names several VMs is not approved."
         yield from terminal.line(words)
 
 

@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Looks at the metadata service, the clock, the policy, hooks, notifications, state, service, and at other "
         "agents that approve events, and says what to do. Approves nothing, runs no hook, changes nothing on this "
-        "machine; with a fleet it writes a record to its table and deletes it. Exit code 0: no error; 1: an "
+        "machine; with a fleet it writes a record to its store and deletes it. Exit code 0: no error; 1: an "
         "error was found."
     )
     add_state_options(parser)

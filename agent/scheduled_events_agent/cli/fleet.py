@@ -1,4 +1,4 @@
-"""``fleet``: shows the state of a group's VMs and events, from the records in the group's table."""
+"""``fleet``: shows the state of a group's VMs and events, from the records in the group's store."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -15,18 +16,22 @@ from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.config import find_config, load_policy
 from scheduled_events_agent.cli.doctor_checks import Finding, failure, ok, warning
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json, printable
+from scheduled_events_agent.daemon.fleet import connect
 from scheduled_events_agent.fleet.backend import Backend, BackendError, Record, plain_key
 from scheduled_events_agent.fleet.credentials import sas_warnings
 from scheduled_events_agent.fleet.plan import VmRecord, read_record
-from scheduled_events_agent.fleet.table import TableBackend, connect
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.imds.client import ImdsError, resolve_endpoint
+from scheduled_events_agent.imds.client import ImdsError
 from scheduled_events_agent.imds.client import connect as connect_imds
 from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, Settings
 from scheduled_events_agent.status import SCHEMA_VERSION
 from scheduled_events_agent.status.actions import short_ids
 from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.workflow import ordinal
+
+if TYPE_CHECKING:
+    from scheduled_events_agent.fleet.table import TableBackend
+    from scheduled_events_agent.kubernetes.leases import LeaseBackend
 
 _SKEW_WARNING_SECONDS = 30.0  # a token or a signature that begins in the future is rejected
 _STATES = ("requested", "claimed", "not_ready", "ready")
@@ -39,7 +44,14 @@ _ADVICE = {
     "denied": "docs/fleet.md has the commands for the role and the signature; a new role counts after minutes",
     "not_found": "docs/fleet.md has the command for the table",
     "bad_response": "check fleet.table, and what else answers there",
-    "setup": "correct it: until then the agent cannot use the table",
+    "setup": "correct it: until then the agent cannot use the store",
+}
+_ADVICE_ON_LEASES = {
+    "unreachable": "check the server of the kubeconfig, and whether this machine reaches it",
+    "timeout": "check the server of the kubeconfig, and whether this machine reaches it",
+    "denied": "docs/fleet.md has the rights that the account needs",
+    "not_found": "create the namespace, or correct fleet.leases",
+    "bad_response": "check which server the kubeconfig names, and what else answers there",
 }
 
 
@@ -50,7 +62,7 @@ class FleetVm(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """requested (wants to begin), claimed (checks whether it may), not_ready (has begun), ready, unknown."""
     age_seconds: float | None
-    """Of its record, by the table's clock."""
+    """Of its record, by the store's clock."""
     waits_for: str
     """VMs, at most three of them by name."""
 
@@ -75,6 +87,9 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     group: str
     table: str
+    """The URL of the table; "" if the fleet has Leases."""
+    leases: str
+    """The namespace of the Leases; "" if the fleet has a table."""
     slots_taken: int
     """0 without ``max_events``."""
     max_events: int | None
@@ -82,7 +97,7 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """With a slot, then waiting for one, in order."""
     warnings: tuple[str, ...]
     clock_skew_seconds: float | None
-    """How far this machine's clock is ahead of the table's."""
+    """How far this machine's clock is ahead of the store's."""
 
 
 class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,10 +114,10 @@ class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fleet``."""
     parser.description = (
-        "Asks the table of the policy's fleet, from any VM of the group; the agent need not run. status: which "
+        "Asks the store of the policy's fleet, from any VM of the group; the agent need not run. status: which "
         "events have a slot or wait for one, and how far their VMs are. release: deletes the records of an event "
         "whose VMs are all silent, so that the next event begins. A VM that reboots for its event is silent too: "
-        "release the event only if the VM does not come back. Exit code 1: the table cannot be used, there is no "
+        "release the event only if the VM does not come back. Exit code 1: the store cannot be used, there is no "
         "such event, or a VM of it is not silent."
     )
     parser.add_argument("action", choices=("status", "release"), metavar="status|release", help="what to do")
@@ -122,18 +137,22 @@ def _run(arguments: argparse.Namespace) -> int:
     group = settings.fleet.group or _ask_group(settings)
     skew = None
     try:
-        backend = connect(settings.fleet, group, resolve_endpoint(settings.imds.endpoint))
+        backend = connect(settings, settings.fleet, group)
         try:
             _carry_out(arguments, settings, settings.fleet, group, backend)
         finally:
             skew = backend.clock_skew_seconds
     except BackendError as error:
-        raise AgentError("; ".join(_explain(error, skew)), kind=error.kind) from error
+        raise AgentError("; ".join(_explain(error, skew, settings.fleet)), kind=error.kind) from error
     return 0
 
 
 def _carry_out(
-    arguments: argparse.Namespace, settings: Settings, fleet: FleetSettings, group: str, backend: TableBackend
+    arguments: argparse.Namespace,
+    settings: Settings,
+    fleet: FleetSettings,
+    group: str,
+    backend: "TableBackend | LeaseBackend",
 ) -> None:
     now = datetime.now(UTC)
     terminal = Terminal.of(sys.stdout)
@@ -150,7 +169,8 @@ def _carry_out(
     status = FleetStatus(
         at=now,
         group=group,
-        table=fleet.table,
+        table=fleet.table or "",
+        leases=_namespace(fleet, backend),
         slots_taken=sum(event.has_slot for event in events),
         max_events=fleet.max_events,
         events=events,
@@ -191,12 +211,23 @@ def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
     return (own, *settings.vm.aliases) if own else ()
 
 
-def _explain(error: BackendError, skew: float | None) -> tuple[str, str]:
+def _explain(error: BackendError, skew: float | None, fleet: FleetSettings) -> tuple[str, str]:
     """The error, and a hint."""
+    advice = _ADVICE if fleet.leases is None else _ADVICE | _ADVICE_ON_LEASES
     skew_message = _format_skew(skew)
     if skew_message and error.kind == "denied":
         return f"{error}; {skew_message}", "synchronize the clock, and run this again"
-    return "; ".join(filter(None, (str(error), skew_message))), _ADVICE[error.kind]
+    return "; ".join(filter(None, (str(error), skew_message))), advice[error.kind]
+
+
+def _namespace(fleet: FleetSettings, backend: "TableBackend | LeaseBackend") -> str:
+    """The namespace of the Leases; "" for a table."""
+    return "" if fleet.leases is None else cast("LeaseBackend", backend).namespace
+
+
+def _place(table: str, leases: str) -> str:
+    """The store, for people."""
+    return table or f"Leases of the namespace {leases}"
 
 
 def _format_skew(seconds: float | None) -> str:
@@ -204,7 +235,7 @@ def _format_skew(seconds: float | None) -> str:
     if seconds is None or abs(seconds) < _SKEW_WARNING_SECONDS:
         return ""
     which = "ahead of" if seconds > 0 else "behind"
-    return f"this clock is {abs(seconds):.0f} s {which} the table's"
+    return f"this clock is {abs(seconds):.0f} s {which} the store's"
 
 
 # --- status
@@ -254,7 +285,9 @@ def _vm(one: VmRecord) -> FleetVm:
 def format_status(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
     """The lines to show."""
     slots = f": {status.slots_taken} of {status.max_events} slots taken" if status.max_events else ""
-    yield from terminal.line(f"Group {status.group}, in {status.table}{slots}", "bold", indent=2)
+    yield from terminal.line(
+        f"Group {status.group}, in {_place(status.table, status.leases)}{slots}", "bold", indent=2
+    )
     if skew := _format_skew(status.clock_skew_seconds):
         yield from terminal.line(f"{skew[0].upper()}{skew[1:]}.", "yellow")
     for text in status.warnings:
@@ -313,7 +346,7 @@ def release(backend: Backend, event_id: str) -> tuple[str, tuple[FleetVm, ...]]:
     found = [one for one in records if one.event in events]
     for one in found:
         if one.record.age is None:
-            text = f"the table does not tell when {one.vm} was heard"
+            text = f"the store does not tell when {one.vm} was heard"
             raise AgentError(printable(f"{text}: {_KEEPS_SLOT}"))
         if one.is_fresh:
             raise AgentError(printable(f"{one.vm} was heard {_ago(one.record.age)}: {_KEEPS_SLOT}"))
@@ -330,7 +363,7 @@ def release(backend: Backend, event_id: str) -> tuple[str, tuple[FleetVm, ...]]:
 
 
 def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Finding:
-    """Whether this VM can use the table: for ``doctor``. Writes a record there and deletes it.
+    """Whether this VM can use the store: for ``doctor``. Writes a record there and deletes it.
 
     ``account``: the service's, if it is not this one.
     """
@@ -347,26 +380,27 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
         return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
     skew = None
     try:
-        backend = connect(fleet, group, resolve_endpoint(settings.imds.endpoint), partition="doctor")
+        backend = connect(settings, fleet, group, partition="doctor")
         try:
             found = _try_rights(backend, plain_key(settings.vm.name or socket.gethostname()))
         finally:
             skew = backend.clock_skew_seconds
     except BackendError as error:
-        return failure("fleet", *_explain(error, skew))
+        return failure("fleet", *_explain(error, skew, fleet))
     if problem := fleet.members_error(_own_names(settings, fleet)):
         return failure("fleet", problem, "correct fleet.members")
     if found is None:
         text = "another doctor that runs as this VM writes the same record"
         return warning("fleet", text, "run this again when it has ended")
     if found.age is None:
-        text = "the table does not tell when a record was written: no VM counts as ready, or as silent"
+        text = "the store does not tell when a record was written: no VM counts as ready, or as silent"
         return warning("fleet", text, "keep proxies away that remove the header Date")
     if skew_message := _format_skew(skew):
         return warning("fleet", skew_message, "synchronize the clock")
     if credential.sas_file and (message := "; ".join(sas_warnings(Path(credential.sas_file), datetime.now(UTC)))):
         return warning("fleet", message, "docs/fleet.md has the command for a new one")
-    return ok("fleet", f"group {group}: {fleet.table} can be read, written and deleted from")
+    place = _place(fleet.table or "", _namespace(fleet, backend))
+    return ok("fleet", f"group {group}: {place} can be read, written and deleted from")
 
 
 def _try_rights(backend: Backend, key: str) -> Record | None:

@@ -247,7 +247,7 @@ def _rows(status: Status) -> Iterator[Row]:
             yield Row("notify", f"{lost} ({target.lost_reason})", "yellow")
     if fleet := status.fleet:
         since = f" since {format_clock(fleet.unavailable_since, now)}" if fleet.unavailable_since else ""
-        error = f"; its table cannot be used{since}: {fleet.error}" if fleet.error else ""
+        error = f"; its store cannot be used{since}: {fleet.error}" if fleet.error else ""
         waiting_for = f"; waits for {', '.join(fleet.not_ready)}" if fleet.not_ready else ""
         yield Row("fleet", f"group {fleet.group or 'not known'}{error}{waiting_for}", "yellow" if error else "")
         for warning in fleet.warnings:

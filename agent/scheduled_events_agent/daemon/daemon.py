@@ -9,7 +9,7 @@ approval or client can delay the engine's next cycle.
     identity    asks for this VM's name and id, until they are known  -> inbox
     approvals   one thread for each request to approve     -> inbox     (executor.py)
     hooks       one thread for each hook that runs         -> inbox
-    fleet       reads and writes the fleet's table (fleet.py), if the policy has one -> inbox
+    fleet       reads and writes the fleet's store (fleet.py), if the policy has one -> inbox
     notify-...  one thread for each notification target    -> inbox     (notifier.py)
     policy      reads the policy file again, when asked to -> inbox   (policy_reader.py)
     pages       opens the web server, and retries until it is open (web/endpoints.py)
@@ -83,7 +83,7 @@ class Daemon:
         command_options: CommandOptions = NO_OPTIONS,
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
-        connect_fleet: "Callable[[FleetSettings, str, str], Backend] | None" = None,
+        connect_fleet: "Callable[[Settings, FleetSettings, str], Backend] | None" = None,
     ) -> None:
         """``loaded``: the policy in ``file``. ``command_options``: those of ``Status``.
 
@@ -91,7 +91,7 @@ class Daemon:
 
         ``service``: the service manager to report to; by default the program that started this process.
 
-        ``connect_fleet``: opens the fleet's store; by default Azure's table.
+        ``connect_fleet``: opens the fleet's store; by default the one that the policy names.
         """
         self._stop_timeout = stop_timeout
         self._log = get_logger()
@@ -244,10 +244,9 @@ class Daemon:
             self._fleet.reconfigure(settings)
         elif settings.fleet is not None:
             # Most agents do not need it.
-            from scheduled_events_agent.daemon.fleet import FleetThread, log_request  # noqa: PLC0415
-            from scheduled_events_agent.fleet.table import connect as connect_table  # noqa: PLC0415
+            from scheduled_events_agent.daemon.fleet import FleetThread, connect, log_request  # noqa: PLC0415
 
-            connect_fleet = self._connect_fleet or partial(connect_table, on_request=log_request)
+            connect_fleet = self._connect_fleet or partial(connect, on_request=log_request)
             self._fleet = FleetThread(
                 self._put, self._metrics, settings, connect_fleet, looks_again=bool(self._engine.workflows)
             )

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.daemon.poller import Put
 from scheduled_events_agent.engine import FleetUpdate
-from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
+from scheduled_events_agent.fleet.backend import Backend, BackendError, OnRequest, Record
 from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.imds.client import resolve_endpoint
 from scheduled_events_agent.policy.settings import FleetSettings, Settings
@@ -24,10 +24,32 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import FleetRequest
 
-Connect = Callable[[FleetSettings, str, str], Backend]
-"""Opens the store. Arguments: the settings, the group, and the endpoint of the metadata service."""
+if TYPE_CHECKING:
+    from scheduled_events_agent.fleet.table import TableBackend
+    from scheduled_events_agent.kubernetes.leases import LeaseBackend
+
+Connect = Callable[[Settings, FleetSettings, str], Backend]
+"""Opens the store of a group."""
 # If there is no store to ask, it is tried again after this time.
 _RETRY_SECONDS = 30.0
+
+
+def connect(
+    settings: Settings,
+    fleet: FleetSettings,
+    group: str,
+    on_request: OnRequest = lambda *_: None,
+    *,
+    partition: str = "fleet",
+) -> "TableBackend | LeaseBackend":
+    """The store of a group, as the policy names it; sends no request yet. Raises BackendError."""
+    if fleet.leases is not None:
+        from scheduled_events_agent.kubernetes import leases  # noqa: PLC0415  # few policies need it
+
+        return leases.connect(fleet.leases, group, on_request, kubeconfig=None, partition=partition)
+    from scheduled_events_agent.fleet import table  # noqa: PLC0415  # Leases do not need it
+
+    return table.connect(fleet, group, resolve_endpoint(settings.imds.endpoint), on_request, partition=partition)
 
 
 class _Input(NamedTuple):
@@ -43,7 +65,7 @@ class _Input(NamedTuple):
     def store(self) -> tuple[object, ...]:
         """The parts of the policy that say where the records are."""
         fleet = self.settings.fleet
-        return fleet and (fleet.table, fleet.group), self.settings.imds.endpoint
+        return fleet and (fleet.table, fleet.leases, fleet.group), self.settings.imds.endpoint
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -66,7 +88,7 @@ class FleetThread:
         self._input = _Input(settings)
         self._has_changed = threading.Event()
         self._is_stopping = False
-        self._failures = ChangeLogger("using the fleet's table", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
+        self._failures = ChangeLogger("using the fleet's store", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
         self._warned: dict[LogId, object] = {}
         metrics.add_fleet()
 
@@ -150,7 +172,7 @@ class FleetThread:
             raise BackendError("the metadata service has not reported the vmId of this VM yet", kind="setup")
         looks_again = self._looks_again
         self._looks_again = True
-        backend = self._connect(settings, group, resolve_endpoint(current.settings.imds.endpoint))
+        backend = self._connect(current.settings, settings, group)
         return FleetClient(
             MeteredBackend(backend, self._metrics),
             vm_id=current.vm_id,

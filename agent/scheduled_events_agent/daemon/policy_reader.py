@@ -104,7 +104,7 @@ def machine_warnings(loaded: LoadedPolicy) -> list[str]:
     """Warnings about files, programs and accounts on this machine that the policy names."""
     of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
     findings = [*notification_warnings(loaded.settings.notify)]
-    if loaded.settings.fleet:
+    if loaded.settings.fleet and loaded.settings.fleet.table:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
         findings += table.warnings(loaded.settings.fleet)

@@ -1,10 +1,4 @@
-"""The storage interface of a fleet: list, put if the ETag matches, delete if the ETag matches.
-
-Leases of a Kubernetes cluster would fit; this was tried on a real API server. The ETag is ``resourceVersion`` and
-``uid`` together, since a PUT with the ``resourceVersion`` of a deleted Lease creates it again. The age is the
-answer's Date less the newest time in ``managedFields``, both by the API server's clock. The list selects by a
-label and names no ``resourceVersion``, so it is current.
-"""
+"""The storage interface of a fleet: list, put if the ETag matches, delete if the ETag matches."""
 
 import hashlib
 import re

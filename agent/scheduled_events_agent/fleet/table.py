@@ -76,7 +76,7 @@ def connect(
     partition: str = "fleet",
 ) -> "TableBackend":
     """The table of a group; sends no request yet. ``endpoint``: the metadata service's. Raises BackendError."""
-    address = parse_table(settings.table)
+    address = parse_table(settings.table or "")
     if address is None:
         raise BackendError("fleet.table is no URL of a table", kind="setup")
     return TableBackend(settings, address, endpoint, f"{partition}|{plain_key(group)}", on_request)

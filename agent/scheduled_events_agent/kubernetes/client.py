@@ -15,7 +15,7 @@ import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.host import HostError
-from scheduled_events_agent.http.errors import REQUEST_ERRORS, classify, error_for_status
+from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.kubernetes.account import Account, AccountError
@@ -79,6 +79,7 @@ class ApiError(AgentError):
         retry_after: float | None = None,
         date: datetime | None = None,
         is_outage: bool = False,
+        failure: HttpErrorKind | None = None,
     ) -> None:
         super().__init__(message, kind=kind)
         self.status = status
@@ -90,6 +91,8 @@ class ApiError(AgentError):
         """The API server's time."""
         self.is_outage = is_outage
         """Every other request would end like this one now."""
+        self.failure = failure
+        """Why there was no answer, or none that can be used; None if the API server has said no."""
 
     def cause(self, reason: str) -> Cause | None:
         """The cause with this reason."""
@@ -138,7 +141,7 @@ class Client:
                 headers["Authorization"] = f"Bearer {token}"
             transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=self._account.ssl_context())
         except (HostError, AccountError) as error:  # a file that is being replaced
-            raise ApiError(str(error), kind="unavailable", is_outage=True) from None
+            raise ApiError(str(error), kind="unavailable", is_outage=True, failure="setup") from None
         name = self._account.tls_server_name
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
         with httpx.Client(transport=transport, trust_env=False, timeout=timeout) as client:
@@ -155,7 +158,10 @@ class Client:
                 failure = classify(error)
                 is_outage = failure.kind in ("refused", "unreachable", "tls")
                 raise ApiError(
-                    f"the API server: {failure.message}", kind="unavailable", is_outage=is_outage
+                    f"the API server: {failure.message}",
+                    kind="unavailable",
+                    is_outage=is_outage,
+                    failure=failure.kind,
                 ) from None
         self._count_unauthorized(response)
         date = _parse_date(response.headers.get("Date", ""))
@@ -165,7 +171,7 @@ class Client:
             return Answer(decoder.decode(response.content), date)
         except msgspec.MsgspecError:
             text = "the API server's answer is not one of Kubernetes"
-            raise ApiError(text, kind="unavailable", date=date) from None
+            raise ApiError(text, kind="unavailable", date=date, failure="malformed") from None
 
     def _count_unauthorized(self, response: httpx.Response) -> None:
         """Raises ApiError for an answer 401: to come again, or that it is of no use."""
@@ -213,6 +219,7 @@ def _error_of(response: httpx.Response, date: datetime | None) -> ApiError:
 
 def _parse_date(text: str) -> datetime | None:
     try:
-        return parsedate_to_datetime(text)
+        date = parsedate_to_datetime(text)
     except (ValueError, TypeError):
         return None
+    return date if date.tzinfo else None

@@ -15,6 +15,7 @@ from scheduled_events_agent.policy.rules import DEFAULT_EXPIRE_SECONDS, Hook, Ru
 from scheduled_events_agent.policy.settings import (
     NOTIFICATION_FORMATS,
     FleetCredential,
+    FleetSettings,
     NotifyTarget,
     SecretFile,
     Settings,
@@ -33,6 +34,7 @@ _OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
 _HIDDEN = "it is not shown here, for it may be secret"
 _NO_PATH = f"expected an absolute path; {_HIDDEN}"
 _PROXY = re.compile(r"http://[^\s/]+/?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _GUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (decide.py), keep the
 # shapes whose time grows without bound, or to hours, from the engine's thread.
@@ -140,9 +142,7 @@ def _fleet_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
     fleet = settings.fleet
     if fleet is None:
         return
-    if parse_table(fleet.table) is None:
-        name = "TABLE has 3 to 63 letters and digits and is not tables"
-        yield "fleet.table", f"expected https://ACCOUNT.table.core.windows.net/TABLE, where {name}; {_HIDDEN}"
+    yield from _fleet_store_errors(fleet, parsed)
     if isinstance(fleet.credential, FleetCredential):
         credential = fleet.credential
         path = "fleet.credential"
@@ -158,11 +158,27 @@ def _fleet_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
         yield "fleet.members", 'expected at least one; got an empty list: write ["*"] if all VMs run the agent'
 
 
+def _fleet_store_errors(fleet: FleetSettings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    if fleet.table is None and fleet.leases is None:
+        yield "fleet", "expected one of table and leases, where the VMs write their records; got neither"
+    if fleet.table is not None and fleet.leases is not None:
+        yield "fleet.leases", "expected one of table and leases; got both"
+    if fleet.table is not None and parse_table(fleet.table) is None:
+        name = "TABLE has 3 to 63 letters and digits and is not tables"
+        yield "fleet.table", f"expected https://ACCOUNT.table.core.windows.net/TABLE, where {name}; {_HIDDEN}"
+    if fleet.leases and not _NAMESPACE.fullmatch(fleet.leases):
+        yield "fleet.leases", f'expected the name of a namespace, or "" for that of the pod; got "{fleet.leases}"'
+    if fleet.leases is not None:
+        for key in ("credential", "proxy"):
+            if f"fleet.{key}" in parsed.lines:
+                yield f"fleet.{key}", f"{key} is for a table only: take it out"
+
+
 def _fleet_rule_errors(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
     if rule.shared != "all-ready":
         return
     if settings.fleet is None and "fleet" not in parsed.lines:
-        yield f"{path}.shared", "all-ready needs the table in which VMs report that they are ready: add fleet"
+        yield f"{path}.shared", "all-ready needs the store in which VMs report that they are ready: add fleet"
     if rule.approve == "immediately":
         yield f"{path}.shared", "all-ready waits for all VMs, and approve: immediately for none: use when-prepared"
 

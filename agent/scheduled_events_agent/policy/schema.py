@@ -16,6 +16,7 @@ def policy_schema() -> dict[str, Any]:
     """The JSON schema of the policy file, for editors."""
     schema = json_schema(Settings)
     schema["$defs"]["Hook"]["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}]
+    schema["$defs"]["FleetSettings"]["oneOf"] = [{"required": ["table"]}, {"required": ["leases"]}]
     return {"title": "Policy of scheduled-events-agent", **schema}
 
 

@@ -179,7 +179,7 @@ class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The VMs that act together, and the table through which they coordinate."""
+    """The VMs that act together, and where they coordinate: a table or Leases. One of the two keys is given."""
 
     group: Annotated[
         str | None,
@@ -188,14 +188,23 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Letters, digits, . _ -; the same on all VMs. Default: the scale set's name.",
         ),
     ] = None
-    table: Annotated[str, Meta(description="URL of the table in Azure Table Storage.")]
+    table: Annotated[str | None, Meta(description="URL of the table in Azure Table Storage.")] = None
+    leases: Annotated[
+        str | None,
+        Meta(
+            description='Namespace of the Leases in a Kubernetes cluster; "": that of this pod. Instead of table.',
+        ),
+    ] = None
     credential: Annotated[
         Literal["managed-identity"] | FleetCredential,
-        Meta(description="The identity of this VM, or the keys below.", extra=SECRET),
+        Meta(description="For table: the identity of this VM, or the keys below.", extra=SECRET),
     ] = "managed-identity"
     proxy: Annotated[
         str | None,
-        Meta(description="http://HOST:PORT, or environment: as HTTPS_PROXY and NO_PROXY say. Default: none."),
+        Meta(
+            description="For table: http://HOST:PORT, or environment: as HTTPS_PROXY and NO_PROXY say. "
+            "Default: none."
+        ),
     ] = None
     max_events: Annotated[
         int | None,
@@ -214,7 +223,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ("*",)
     on_unavailable: Annotated[
         Literal["wait", "begin"],
-        Meta(description="Whether to wait for a slot as long as possible while the table cannot be used."),
+        Meta(description="Whether to wait for a slot as long as possible while the store cannot be used."),
     ] = "wait"
 
     def members_error(self, names: Iterable[str]) -> str:
@@ -255,7 +264,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     notify: Annotated[
         tuple[NotifyTarget, ...], Meta(description="Services that are notified of events by HTTP.", extra=SECRET)
     ] = ()
-    fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together, through a table.")] = None
+    fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together.")] = None
 
 
 class TableAddress(NamedTuple):

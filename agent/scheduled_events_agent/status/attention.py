@@ -211,8 +211,8 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             kind="fleet_unavailable",
             severity="fix",
             since=status.fleet.unavailable_since,
-            message=f"The table of the fleet cannot be used: {status.fleet.error}.",
-            commands=(SuggestedCommand(command=ask, effect="ask the table"),),
+            message=f"The store of the fleet cannot be used: {status.fleet.error}.",
+            commands=(SuggestedCommand(command=ask, effect="ask the store"),),
         )
     for target in status.notify:
         if found := _of_target(status, target):

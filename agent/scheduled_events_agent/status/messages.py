@@ -18,7 +18,7 @@ from scheduled_events_agent.workflow import Record, Transition, WaitKind, WaitRe
 _WAIT_MESSAGES = {
     "time": "begins at {at} ({detail})",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
-    "fleet": "waits for an answer of the fleet's table",
+    "fleet": "waits for an answer of the fleet's store",
     "same_name": "another VM, with vmId {detail}, uses the name of this one in the fleet",
     "other_run": "waits for another run of hook {detail}",
     "would_run_on_start": "the agent only observes; it would now run {on_start}",

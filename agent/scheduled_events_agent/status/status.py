@@ -126,7 +126,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
 
     group: str
     error: str
-    """Why the table cannot be used."""
+    """Why the store cannot be used."""
     unavailable_since: datetime | None
     not_ready: tuple[str, ...]
     """VMs that an approval waits for."""

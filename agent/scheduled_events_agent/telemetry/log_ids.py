@@ -99,9 +99,9 @@ class LogId(IntEnum):
     FLEET_FAILS = (
         340,
         "warning",
-        "The fleet's table cannot be used: events wait, or begin without a slot, as the policy says.",
+        "The fleet's store cannot be used: events wait, or begin without a slot, as the policy says.",
     )
-    FLEET_WORKS = 341, "info", "The fleet's table can be used again."
+    FLEET_WORKS = 341, "info", "The fleet's store can be used again."
     FLEET_SAME_NAME = 342, "error", "Another VM of the fleet uses the name of this one: events of this VM wait."
     FLEET_MEMBERS = (
         343,

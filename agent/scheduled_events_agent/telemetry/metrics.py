@@ -167,7 +167,7 @@ class Metrics:
     def add_fleet(self) -> None:
         """Metrics of the fleet. Only agents whose policy has a fleet show them."""
         self.fleet_requests = self._counter(
-            "fleet_requests_total", "Requests to the fleet's table, by how they ended.", "operation", "result"
+            "fleet_requests_total", "Requests to the fleet's store, by how they ended.", "operation", "result"
         )
         self.fleet_wait_seconds = self._histogram(
             "fleet_wait_seconds", "How long events waited for a slot, or for other VMs to be ready.", "what",
@@ -177,7 +177,7 @@ class Metrics:
             "fleet_not_ready_vms", "VMs that are not ready for events which this VM is ready for."
         )
         self.fleet_unavailable = self._gauge(
-            "fleet_unavailable", "1 if the fleet's table could not be used when last asked."
+            "fleet_unavailable", "1 if the fleet's store could not be used when last asked."
         )
         self.fleet_begun_without_slot = self._counter(
             "fleet_begun_without_slot_total", "Events that began without a slot, by why.", "reason"

@@ -227,7 +227,7 @@
       ["Notifications", notifications()],
       ["Fleet", fleet ? ["group ", words(fleet.group, MOST.inName) || "not known", fleet.not_ready.length
         ? ["; waits for ", listed(fleet.not_ready), more(fleet.not_ready.length - MOST.names, "VMs", "span")] : "",
-        fleet.error ? ["; the table cannot be used: ", words(fleet.error)] : "",
+        fleet.error ? ["; the store cannot be used: ", words(fleet.error)] : "",
         fleet.warnings.map((text) => ["; ", words(text)])] : ""],
       ["Rules", rules.length ? [listed(rules), more(rules.length - MOST.names, "rules", "span")] : "none"],
       ["History", unread ? ["cannot be shown: ", words(unread)] : ""],

@@ -37,7 +37,7 @@ from scheduled_events_agent.workflow.timing import approval_turn_at, start_of
 
 # An approval that waits for a later document checks this often whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
-# These reasons are not written to the journal: the answer of the fleet's table, or of the service, comes soon.
+# These reasons are not written to the journal: the answer of the fleet's store, or of the service, comes soon.
 _NOT_RECORDED: tuple[WaitKind, ...] = ("fleet", "missing")
 # Of each of these kinds only the first is written: its details change with each VM, or with each event that ends.
 _RECORDED_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")

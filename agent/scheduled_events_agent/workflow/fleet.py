@@ -221,7 +221,7 @@ def exemption_message(exemption: Exemption, context: Context) -> str:
         "urgent": "it may start at any moment",
         "operator": "an operator has approved it",
         "late": "it can wait no longer",
-        "unavailable": f"the table cannot be used ({error})",
+        "unavailable": f"the store cannot be used ({error})",
     }[exemption]
 
 
@@ -268,7 +268,7 @@ def _why_no_slot(workflow: Workflow, context: Context) -> str:
     if status.other_vm_id:
         return f"another VM, with vmId {status.other_vm_id}, uses the name of this one"
     if fleet is not None and fleet.error:
-        return f"the table cannot be used ({fleet.error})"
+        return f"the store cannot be used ({fleet.error})"
     if fleet is not None and not status.workflow_id and fleet_key(workflow) in fleet.statuses:
         return "its first appearance is not recovered from"
     return f"{ordinal(status.position)} in line{_behind(status.ahead)}" if status.position else ""
@@ -319,7 +319,7 @@ def _why_not_all_ready(workflow: Workflow, context: Context) -> WaitReason:
     is_unanswered = context.fleet is not None and not (status.workflow_id or error)
     if is_unanswered or not others:
         return WaitReason(kind="fleet")
-    unavailable = f"; the table cannot be used ({error})" if error else ""
+    unavailable = f"; the store cannot be used ({error})" if error else ""
     return WaitReason(kind="all_ready", detail=f"{some_of(others)} to be ready{unavailable}")
 
 
