@@ -25,6 +25,7 @@ simulation: $(VENV)/.ready    ## Ten thousand lives of the agent, and a thousand
 	$(BIN)/python tests/simulation --seeds $(SEEDS)
 	$(BIN)/python tests/simulation --fleet --seeds $$(($(SEEDS) / 10))
 	$(BIN)/python tests/simulation --fleet --no-ages --seeds $$(($(SEEDS) / 100))
+	$(BIN)/python tests/simulation --fleet --leases --seeds $$(($(SEEDS) / 100))
 
 audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages bring (needs a database of them on the network)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit

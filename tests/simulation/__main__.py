@@ -4,6 +4,7 @@
     python tests/simulation --show 4711          one seed, and every trouble left out that it does not need
     python tests/simulation --fleet --seeds 500  fleets of agents that share a store; with --show as well
     python tests/simulation --fleet --no-ages    fleets with a store that reports no ages
+    python tests/simulation --fleet --leases     fleets whose records are Leases
 
 Exit code 1 if an invariant does not hold; then the shortest journal of the first such seed is printed.
 """
@@ -16,7 +17,9 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "fixtures"))  # as pytest has it
+sys.path += [
+    str(Path(__file__).parents[1] / folder) for folder in ("fixtures", "e2e", "kube_api")
+]  # as pytest has
 
 from fleet_runs import run_fleet_seed
 from runs import Run, RunResult, run_seed, run_seeds, shorten
@@ -31,8 +34,10 @@ def main() -> int:
     parser.add_argument("--show", type=int, metavar="SEED", help="print the journal of this one")
     parser.add_argument("--fleet", action="store_true", help="fleets of agents, not one agent")
     parser.add_argument("--no-ages", action="store_true", help="with --fleet: the store reports no ages")
+    parser.add_argument("--leases", action="store_true", help="with --fleet: the records are Leases")
     arguments = parser.parse_args()
-    run: Run = partial(run_fleet_seed, has_ages=not arguments.no_ages) if arguments.fleet else run_seed
+    run_fleet: Run = partial(run_fleet_seed, has_ages=not arguments.no_ages, in_leases=arguments.leases)
+    run = run_fleet if arguments.fleet else run_seed
     if arguments.show is None:
         return _live_through(range(arguments.first, arguments.first + arguments.seeds), run)
     result = shorten(run, arguments.show)

@@ -26,38 +26,43 @@ class FleetRunResult(RunResult):
 
 
 def run_fleet_seed(
-    seed: int, troubles: frozenset[FleetTrouble] | None = None, *, has_ages: bool = True
+    seed: int,
+    troubles: frozenset[FleetTrouble] | None = None,
+    *,
+    has_ages: bool = True,
+    in_leases: bool = False,
 ) -> FleetRunResult:
-    """One run; ``troubles`` and ``has_ages`` as for a FleetSimulation."""
+    """One run; ``troubles``, ``has_ages`` and ``in_leases`` as for a FleetSimulation."""
     if seed % _CLOCKS_EVERY == _CLOCKS_EVERY - 2 and has_ages:
-        return _check_clocks(seed, troubles)
+        return _check_clocks(seed, troubles, in_leases=in_leases)
     size = _LARGE if seed % _LARGE_EVERY == _LARGE_EVERY - 1 else None
-    return _live(FleetSimulation(seed, troubles, size=size, has_ages=has_ages))
+    return _live(FleetSimulation(seed, troubles, size=size, has_ages=has_ages, in_leases=in_leases))
 
 
 def _live(simulation: FleetSimulation) -> FleetRunResult:
     broken = failure_of(simulation.run)
+    options = {"--fleet": True, "--no-ages": not simulation.has_ages, "--leases": simulation.in_leases}
     return FleetRunResult(
         seed=simulation.seed,
         broken=broken,
         journal=tuple(simulation.journal),
         events=len(simulation.oracle.lives),
         troubles=simulation.troubles,
-        option=" --fleet" if simulation.has_ages else " --fleet --no-ages",
+        option="".join(f" {option}" for option, is_given in options.items() if is_given),
         requests=len(simulation.network.log),
         checked=simulation.oracle.checked,
     )
 
 
-def _check_clocks(seed: int, troubles: frozenset[FleetTrouble] | None) -> FleetRunResult:
+def _check_clocks(seed: int, troubles: frozenset[FleetTrouble] | None, *, in_leases: bool) -> FleetRunResult:
     """(9) The requests are the same whatever the clocks say, as long as no event reaches its latest begin."""
     given = given_troubles(seed, FLEET_TROUBLES) if troubles is None else troubles
     given -= {"one name"}  # one of the two waits until its latest begin
-    right = FleetSimulation(seed, given - CLOCKS, is_short=True)
+    right = FleetSimulation(seed, given - CLOCKS, is_short=True, in_leases=in_leases)
     result = _live(right)
     if result.broken:
         return result
-    wrong = FleetSimulation(seed, given | CLOCKS, is_short=True)
+    wrong = FleetSimulation(seed, given | CLOCKS, is_short=True, in_leases=in_leases)
     result = _live(wrong)
     result.checked[9] += 1
     logs = [[one for one in simulation.network.log if one[0] < right.stops_at] for simulation in (right, wrong)]

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from fleet_machines import Sent, Vm
 from fleet_oracle import FleetOracle
+from lease_store import LeaseStore
 from memory_backend import MemoryStore
 from msgspec.structs import replace
 from simulation import START, Simulation
@@ -62,8 +63,9 @@ class FleetSimulation(Simulation[FleetTrouble]):
         size: int | None = None,
         has_ages: bool = True,
         is_short: bool = False,
+        in_leases: bool = False,
     ) -> None:
-        """``size``: how many VMs.
+        """``size``: how many VMs. ``in_leases``: their records are Leases of a Kubernetes cluster.
 
         ``is_short``: it ends before an event reaches its latest begin, whatever the clocks say.
         """
@@ -72,9 +74,11 @@ class FleetSimulation(Simulation[FleetTrouble]):
         super().__init__(seed, FLEET_TROUBLES, troubles, Azure((*names, "db_0"), new_id=lambda: f"E{next(ids)}"))
         self.has_ages = has_ages
         self.is_short = is_short
+        self.in_leases = in_leases
         self.metrics = new_metrics()
         self.settings = self._a_policy()
-        self.store = MemoryStore(lambda: self.at, has_ages=has_ages)
+        store = LeaseStore if in_leases else MemoryStore
+        self.store: MemoryStore | LeaseStore = store(lambda: self.at, has_ages=has_ages)
         self.network = Network(self)
         self._hidden: set[str] = set()
         self._document: tuple[bytes, Document] | None = None
