@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,20 @@ def test_a_certificate_that_was_replaced_is_loaded_anew(
     ("cluster", "user", "message"),
     [
         ({"server": "http://10.0.0.1"}, None, 'server: expected https://HOST:PORT; got "http://10.0.0.1"'),
-        ({"server": "https://u:p@10.0.0.1"}, None, "server: expected https://HOST:PORT"),
+        (
+            {"server": "https://u:p@10.0.0.1"},
+            None,
+            'server: expected https://HOST:PORT; got "https://...@10.0.0.1"',
+        ),
+        ({"server": "https://10.0.0.1:0"}, None, "server: expected https://HOST:PORT"),
+        ({"server": "https://10.0.0.1/?a=b"}, None, "server: expected https://HOST:PORT"),
         (
             {"insecure-skip-tls-verify": True},
             None,
             "insecure-skip-tls-verify: name the cluster's certificate-auth",
         ),
         ({"proxy-url": "http://proxy"}, None, "proxy-url: no proxy is used"),
+        ({"certificate-authority": "/dev/null"}, None, "/dev/null: "),
         ({"certificate-authority": "/gone"}, None, "/gone: cannot be read: No such file"),
         ({"certificate-authority-data": "?"}, None, "a key that ends with -data is not base64"),
         ({"certificate-authority-data": "aGVsbG8="}, None, "certificate-authority: no certificates in PEM form"),
@@ -159,6 +167,8 @@ def test_what_is_not_used_is_an_error_that_names_the_key(
         ({"current-context": ""}, "not a kubeconfig: Expected `str` of length >= 1"),
         ({"current-context": "y"}, 'contexts: there is none with the name "y"'),
         ({"users": []}, 'users: there is none with the name "u"'),
+        ({"users": None}, 'users: there is none with the name "u"'),
+        ({"clusters": [{"name": "c"}]}, 'cluster "c": Object missing required field `server`'),
         ({"clusters": "none"}, "not a kubeconfig: Expected `array`, got `str` - at `$.clusters`"),
     ],
 )
@@ -167,6 +177,42 @@ def test_a_kubeconfig_that_leads_nowhere_is_an_error(write: Write, top: dict[str
     with pytest.raises(AccountError) as caught:
         load(file)
     assert str(caught.value).startswith(f"{file}: {message}")
+
+
+def test_keys_without_a_value_and_entries_that_are_not_used_do_not_matter(write: Write) -> None:
+    """As other programs write them."""
+    empty = dict.fromkeys(
+        ("tls-server-name", "certificate-authority-data", "proxy-url", "insecure-skip-tls-verify")
+    )
+    user = {"token": "t", "username": None, "exec": None, "client-certificate-data": None}
+    content = yaml.safe_load(write(empty, user).read_text())
+    content["clusters"] += [{"name": "other", "cluster": None}]
+    content["users"] += [{"name": "other"}, {"name": "third", "user": {"exec": {"command": "x"}}}]
+    content["contexts"] += [{"name": "other", "context": {"cluster": "other"}}]
+    assert load(write(**content)).read_token() == "t"
+
+
+def test_a_credential_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kubeconfig").symlink_to("/etc/kubernetes/no-kubelet.conf")
+    with pytest.raises(AccountError, match=rf"^{tmp_path}/kubeconfig: cannot be read: No such file"):
+        find_account(None, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
+    with pytest.raises(AccountError, match=r"put one there: /nowhere/kubeconfig$"):
+        find_account(None, {"CREDENTIALS_DIRECTORY": "/nowhere"})
+
+
+def test_an_authority_file_that_is_empty_does_not_stand_for_the_systems(tmp_path: Path, write: Write) -> None:
+    (tmp_path / "empty.crt").touch()
+    with pytest.raises(AccountError, match="certificate-authority: no certificates in PEM form"):
+        load(write({"certificate-authority": str(tmp_path / "empty.crt")}))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there the key is in a file for a moment")
+def test_a_client_certificate_needs_no_place_on_a_disk(
+    monkeypatch: pytest.MonkeyPatch, write: Write, authority: Authority
+) -> None:
+    pem, key = authority.issue("nowhere", "/CN=nowhere", "extendedKeyUsage=clientAuth")
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    load(write(user={"client-certificate": str(pem), "client-key": str(key)})).ssl_context()
 
 
 def test_text_that_is_no_yaml_is_an_error_with_its_line(tmp_path: Path) -> None:

@@ -252,6 +252,24 @@ def test_the_last_resort_deletes_what_a_budget_keeps(cluster: Cluster) -> None:
     assert all(one.call.body["preconditions"]["uid"] for one in deletions)
 
 
+def test_a_webhook_that_denies_one_deletion_does_not_keep_the_others(cluster: Cluster) -> None:
+    cluster.add_sets(web=9, guarded=1)
+    for name, replicas in (("web", 9), ("guarded", 1)):
+        cluster.api.add(budget(name, minAvailable=replicas))
+    cluster.api.go_wrong(
+        "webhook 403", lambda call: call.verb == "delete" and call.name.startswith("guarded"), times=1
+    )
+    done = cluster.drain_until(
+        lambda out: out.count(": deleted without") == 9 and "the request: it is in use" in out,
+        "--last-resort",
+        "10m",
+    )
+    assert done.code == 1
+    denial = 'admission webhook "guard.example.com" denied the request: it is in use'
+    assert re.search(rf"^default/guarded-\w+: kept: {denial}$", done.out, re.MULTILINE)
+    assert "pods cannot be deleted" not in done.out
+
+
 def test_without_the_right_to_delete_it_says_so_once_and_goes_on(cluster: Cluster) -> None:
     cluster.set_rights("nodes", "pods", "evictions")
     cluster.add_sets(web=2)
@@ -434,6 +452,38 @@ def test_a_pod_that_was_bound_just_after_the_cordon_goes(
     assert (done.code, done.names("evicted")) == (0, ["late"])
 
 
+def test_without_a_list_that_shows_it_nothing_counts_as_drained(cluster: Cluster) -> None:
+    """A pod is bound late, and no list comes any more."""
+    late = cluster.api.add_pod("late", "elsewhere", ownerReferences=owned_by("ReplicaSet"))
+    listed = threading.Event()
+
+    def fail_after_the_first_list(call: Call) -> None:
+        if call.verb == "list" and listed.is_set():
+            cluster.api.go_wrong("bad gateway", lambda one: one.verb == "list")
+            cluster.api.bind(late, "vm-1")
+        elif call.verb == "list":
+            listed.set()
+
+    cluster.api.before = fail_after_the_first_list
+    done = cluster.drain("--timeout", "4s")
+    assert done.code == 1
+    assert "no list of its pods shows that none is left: it answers 502" in done.err.replace(
+        "the API server: ", ""
+    )
+
+
+def test_a_list_that_is_old_makes_no_pod_gone(cluster: Cluster) -> None:
+    cluster.add_sets(web=2)
+    cluster.api.add(budget("web", minAvailable=2))
+    cluster.api.lists.is_behind = True
+    done = cluster.drain("--timeout", "4s")
+    assert done.code == 1
+    assert len(done.result["left"]) == 2
+    cluster.api.lists.is_behind = False
+    process = cluster.drain_until(lambda out: out.count(": kept: ") == 2)
+    assert ": gone" not in process.out
+
+
 def test_a_pod_of_the_same_name_with_another_uid_is_left_alone(cluster: Cluster) -> None:
     cluster.api.add_pod("db-0", "vm-1", ownerReferences=owned_by("StatefulSet"))
 
@@ -504,7 +554,7 @@ def test_an_api_server_out_of_order_is_asked_again(cluster: Cluster, fault: Faul
 
 
 def _break_after_first(cluster: Cluster, call: Call, fault: FaultName) -> None:
-    if is_eviction(call) and not cluster.api._faults:
+    if is_eviction(call) and not cluster.api.is_out_of_order:
         cluster.api.go_wrong(fault, lambda one: one.resource is PODS and one.name != call.name)
 
 
@@ -514,8 +564,8 @@ def test_an_endless_answer_takes_no_memory(cluster: Cluster) -> None:
     peak_mib = wait_for_peak(process)
     done = Done(*_end_of(process))
     assert done.code == 1
-    assert peak_mib < 110  # about 40 without an answer
-    assert "the answer is over 16 MiB" in done.err
+    assert peak_mib < 80  # about 32 without an answer; a pod of the chart has 128, and the agent takes 40
+    assert "the answer is over 8 MiB" in done.err
 
 
 def test_a_token_that_was_replaced_is_read_again(cluster: Cluster, tmp_path: Path) -> None:
@@ -622,6 +672,26 @@ def test_the_cordon_of_an_administrator_stays_theirs(cluster: Cluster) -> None:
     assert (done.code, done.result["cordoned"], cluster.mark) == (0, "others", None)
     assert cluster.call("uncordon").out == "node vm-1: has no mark of this agent: left as it is\n"
     assert cluster.is_cordoned()
+
+
+def test_a_cordon_whose_answer_is_lost_is_found(cluster: Cluster) -> None:
+    cluster.api.lose_answer(lambda call: call.verb == "patch")
+    done = cluster.call("drain")
+    assert done.code == 0
+    assert f"node vm-1: cordoned already, for event {EVENT}\n" in done.out
+
+
+def test_json_is_printed_though_the_node_could_not_be_cordoned(cluster: Cluster) -> None:
+    cluster.set_rights("pods")
+    done = cluster.drain()
+    assert (done.code, done.result["cordoned"], done.result["left"]) == (1, None, [])
+
+
+def test_no_time_at_all_is_wrong_usage(cluster: Cluster) -> None:
+    done = cluster.drain("--timeout", "0s")
+    assert done.code == 2
+    assert "argument --timeout: expected more than 0s" in done.err
+    assert cluster.api.calls == []
 
 
 def test_a_node_that_was_uncordoned_meanwhile_is_cordoned_for_the_next_event(

@@ -101,6 +101,7 @@ class KubeApi:
         self._directory = directory
         self._has_controllers = has_controllers
         self._faults: list[Fault] = []
+        self._loses: Callable[[Call], bool] = lambda _: False
         self._port = free_port()
         self._server: _Front | None = None
         self._runs = threading.Event()
@@ -209,6 +210,15 @@ class KubeApi:
         """From now on this happens to the requests for which ``hits`` is true, the first ``times`` of them."""
         self._faults.append(Fault(name, hits, times))
 
+    @property
+    def is_out_of_order(self) -> bool:
+        """Whether something goes wrong for some requests."""
+        return bool(self._faults)
+
+    def lose_answer(self, hits: Callable[[Call], bool]) -> None:
+        """Carry out the next request for which ``hits`` is true, and break off the connection."""
+        self._loses = hits
+
     def recover(self) -> None:
         """From now on nothing goes wrong."""
         self._faults.clear()
@@ -260,6 +270,10 @@ class KubeApi:
             if is_closing():
                 raise ConnectionError("stopped before it was carried out")
             answer = self._fault_answer(call, is_closing) or self._answer_call(call, request)
+            if self._loses(call):
+                self._loses = lambda _: False
+                answer = None
+                raise ConnectionError("carried out, and its answer lost on purpose")
         except ApiError as error:
             headers = {} if error.retry_after_seconds is None else {"Retry-After": str(error.retry_after_seconds)}
             answer = _answer(error.code, error.body, headers)

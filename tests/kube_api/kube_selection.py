@@ -30,6 +30,8 @@ class Lists:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._numbers = count(1)
+        self.is_behind = False
+        """Whether the cache knows no object yet; of several API servers, one may lag behind."""
         self._rest: dict[str, tuple[int, list[Object]]] = {}
         """By continue token: the list's version, and what is still to be told."""
 
@@ -51,6 +53,7 @@ class Lists:
                 ]
             # Answered from the API server's cache, which ignores the limit: recorded.
             is_cached = query.get("resourceVersion") == "0"
+            items = [] if is_cached and self.is_behind else items
             limit = 0 if is_cached else int(query.get("limit", "0"))
             metadata = {"resourceVersion": str(version)}
             if limit and len(items) > limit:
@@ -58,7 +61,8 @@ class Lists:
                 items = items[:limit]
         if metadata_only:
             kind = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1"}
-            reduced = [{**kind, "metadata": item["metadata"]} for item in items]
+            # A real one appends to a list that is nil at first, and writes nil as null; no recorded list is empty.
+            reduced = [{**kind, "metadata": item["metadata"]} for item in items] or None
             return {**kind, "kind": "PartialObjectMetadataList", "metadata": metadata, "items": reduced}
         whole = [{key: item[key] for key in item if key not in ("kind", "apiVersion")} for item in items]
         kind = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version}

@@ -233,6 +233,7 @@ def test_a_running_agent_has_loaded_all_of_its_modules() -> None:
         )
     }
     assert (wanted & {dotted_name_of(path) for path in files()}) - set(loaded) == set()
+    assert [name for name in loaded if name.startswith("scheduled_events_agent.kubernetes")] == []
 
 
 @pytest.mark.parametrize("module", ["completion", "history", "operator", "status"])

@@ -35,8 +35,8 @@ class DrainResult(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     node: str
-    cordoned: Cordoned
-    """gone: the cluster has no such node."""
+    cordoned: Cordoned | None
+    """gone: the cluster has no such node. null: it could not be cordoned."""
     evicted: tuple[PodReport, ...]
     deleted: tuple[PodReport, ...]
     """Without asking their budgets."""
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--timeout",
             metavar="DURATION",
-            type=_duration,
+            type=_time_limit,
             help=f"end after it (default: 3 s before the agent ends the hook; by hand {by_hand})",
         )
         action.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
@@ -114,6 +114,13 @@ def _duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _time_limit(text: str) -> float:
+    seconds = _duration(text)
+    if seconds <= 0:
+        raise argparse.ArgumentTypeError("expected more than 0s")
+    return seconds
 
 
 def _drain(arguments: argparse.Namespace) -> int:
@@ -147,12 +154,12 @@ def _drain(arguments: argparse.Namespace) -> int:
     except InterruptedDrainError:
         is_drained = False
         failure = _SIGNAL
-    if arguments.json and cordon is not None:
+    if arguments.json:
         print_json(
             DrainResult(
                 at=datetime.now(UTC),
                 node=node.name,
-                cordoned=cordon.whose,
+                cordoned=cordon.whose if cordon else None,
                 evicted=tuple(drain.evicted),
                 deleted=tuple(drain.deleted),
                 stays=tuple(drain.stays),

@@ -1,5 +1,6 @@
 """The command line of a hook. One that is a command of the agent itself runs this very agent, wherever it is."""
 
+import os
 import sys
 
 from scheduled_events_agent.policy import Hook
@@ -14,10 +15,13 @@ def command_of(hook: Hook) -> tuple[str, ...] | None:
     """
     if not hook.run or hook.run[0] != OWN_NAME:
         return hook.run
-    return (*own_command(), *hook.run[1:])
+    return (*_OWN_COMMAND, *hook.run[1:])
 
 
-def own_command() -> tuple[str, ...]:
+def _own_command() -> tuple[str, ...]:
     """How this process was started, without its arguments."""
     _, *words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    return (sys.executable, *words)
+    return (sys.executable, *(os.path.abspath(word) if word == sys.argv[0] else word for word in words))  # noqa: PTH100
+
+
+_OWN_COMMAND = _own_command()  # at import: a hook has another working directory

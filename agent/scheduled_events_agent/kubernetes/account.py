@@ -6,18 +6,21 @@ would weaken TLS, is an error that names it.
 
 import base64
 import binascii
+import os
 import re
 import ssl
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import httpx
 import msgspec
 
 from scheduled_events_agent import AgentError, host
+
+T = TypeVar("T")
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds its token and the certificate of the API server's authority."""
@@ -76,6 +79,7 @@ def find_account(kubeconfig: str | None, environ: Mapping[str, str], mounted: Pa
 
     Reads all its files once. Raises AccountError.
     """
+    credential = Path(environ.get("CREDENTIALS_DIRECTORY", ""), "kubeconfig")
     if kubeconfig:
         account = _load_kubeconfig(Path(kubeconfig))
     elif listed := environ.get("KUBECONFIG"):
@@ -83,9 +87,7 @@ def find_account(kubeconfig: str | None, environ: Mapping[str, str], mounted: Pa
         if not Path(listed).exists() and separator in listed:
             raise AccountError(f"$KUBECONFIG: expected one file; got {listed}: name one with --kubeconfig")
         account = _load_kubeconfig(Path(listed))
-    elif (credential := Path(environ.get("CREDENTIALS_DIRECTORY", ""), "kubeconfig")).is_absolute() and (
-        credential.exists()
-    ):
+    elif credential.is_absolute() and os.path.lexists(credential):  # a link that leads nowhere is an error
         account = _load_kubeconfig(credential)
     elif address := environ.get("KUBERNETES_SERVICE_HOST"):
         port = environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -98,8 +100,8 @@ def find_account(kubeconfig: str | None, environ: Mapping[str, str], mounted: Pa
         )
     else:
         raise AccountError(
-            "there is no account for the cluster: give --kubeconfig FILE or set KUBECONFIG;"
-            " in a pod, its service account is used"
+            "there is no account for the cluster: give --kubeconfig FILE, set KUBECONFIG, or put one there:"
+            f" {credential if credential.is_absolute() else '$CREDENTIALS_DIRECTORY/kubeconfig'}"
         )
     try:
         account.read_token()
@@ -207,26 +209,12 @@ class _Context(msgspec.Struct):
     user: str
 
 
-class _NamedCluster(msgspec.Struct):
-    name: str
-    cluster: _Cluster
-
-
-class _NamedUser(msgspec.Struct):
-    name: str
-    user: _User
-
-
-class _NamedContext(msgspec.Struct):
-    name: str
-    context: _Context
-
-
 class _Kubeconfig(msgspec.Struct):
     current_context: Annotated[str, msgspec.Meta(min_length=1)] = msgspec.field(name="current-context")
-    contexts: list[_NamedContext]
-    clusters: list[_NamedCluster]
-    users: list[_NamedUser]
+    # Entries that are not used may be incomplete.
+    contexts: list[dict[str, Any]] = []
+    clusters: list[dict[str, Any]] = []
+    users: list[dict[str, Any]] = []
 
 
 # What a user may not have, and what to use instead.
@@ -252,9 +240,9 @@ def _load_kubeconfig(file: Path) -> Account:
         raise AccountError(f"{file}:{error.line}: {error}") from None
     except msgspec.ValidationError as error:
         raise AccountError(f"{file}: not a kubeconfig: {error}") from None
-    context = _named(file, "contexts", config.current_context, config.contexts).context
-    cluster = _named(file, "clusters", context.cluster, config.clusters).cluster
-    user = _named(file, "users", context.user, config.users).user
+    context = _named(file, "context", config.current_context, config.contexts, _Context)
+    cluster = _named(file, "cluster", context.cluster, config.clusters, _Cluster)
+    user = _named(file, "user", context.user, config.users, _User)
     _refuse(file, cluster, user)
     try:
         return Account(
@@ -271,25 +259,31 @@ def _load_kubeconfig(file: Path) -> Account:
 
 
 def _value_of(node: Any) -> Any:
-    """The plain value of a YAML node: its texts stay texts."""
+    """The plain value of a YAML node: its texts stay texts, and a key without a value is none."""
     if node.id == "mapping":
-        return {key.value: _value_of(value) for key, value in node.value}
+        values = {key.value: _value_of(value) for key, value in node.value}
+        return {key: value for key, value in values.items() if value is not None}
     if node.id == "sequence":
         return [_value_of(value) for value in node.value]
     return None if node.tag.endswith(":null") else node.value
 
 
-def _named(file: Path, key: str, name: str, entries: list[Any]) -> Any:
+def _named(file: Path, key: str, name: str, entries: list[dict[str, Any]], type_: type[T]) -> T:
+    """The entry with this name. Raises AccountError."""
     for entry in entries:
-        if entry.name == name:
-            return entry
-    raise AccountError(f'{file}: {key}: there is none with the name "{name}"')
+        if entry.get("name") == name:
+            try:
+                return msgspec.convert(entry.get(key, {}), type_, strict=False)
+            except msgspec.ValidationError as error:
+                raise AccountError(f'{file}: {key} "{name}": {error}') from None
+    raise AccountError(f'{file}: {key}s: there is none with the name "{name}"')
 
 
 def _refuse(file: Path, cluster: _Cluster, user: _User) -> None:
     """Raises AccountError for what is not used, rather than to go on without it."""
-    if not re.fullmatch(r"https://[^/@\s]+(/\S*)?", cluster.server):
-        raise AccountError(f'{file}: server: expected https://HOST:PORT; got "{cluster.server}"')
+    if not _is_server(cluster.server):
+        shown = re.sub("//[^/]*@", "//...@", cluster.server)
+        raise AccountError(f'{file}: server: expected https://HOST:PORT; got "{shown}"')
     if cluster.insecure_skip_tls_verify:
         raise AccountError(f"{file}: insecure-skip-tls-verify: name the cluster's certificate-authority instead")
     if cluster.proxy_url:
@@ -305,6 +299,15 @@ def _refuse(file: Path, cluster: _Cluster, user: _User) -> None:
         raise AccountError(f"{file}: the user has no credentials: expected a token or a client certificate")
 
 
+def _is_server(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    is_plain = not (url.userinfo or url.query or url.fragment)
+    return url.scheme == "https" and bool(url.host) and is_plain and (url.port is None or 0 < url.port < 65536)
+
+
 def _source(kubeconfig: Path, name: str, data: str = "") -> Source | None:
     """What a kubeconfig names: data count first, as for kubectl. A relative path is relative to the kubeconfig."""
     if data:
@@ -318,22 +321,25 @@ def _read(source: Source) -> bytes:
 
 @lru_cache(maxsize=1)  # until one of the files has another content
 def _ssl_context(authority: bytes | None, certificate: bytes | None, key: bytes | None) -> ssl.SSLContext:
+    # An authority may be named in comments of any encoding.
+    texts = None if authority is None else authority.decode("ascii", "ignore")
     try:
-        # An authority may be named in comments of any encoding.
-        texts = None if authority is None else authority.decode("ascii", "ignore")
+        if texts is not None and "-----BEGIN CERTIFICATE-----" not in texts:  # else the system's would count
+            raise ssl.SSLError
         context = ssl.create_default_context(cadata=texts)
     except ssl.SSLError:
         raise AccountError("certificate-authority: no certificates in PEM form") from None
-    # From Python 3.13 on it is set, and rejects authorities that Kubernetes itself has made.
+    # As Go does: an authority need not be a root, nor have all that Python demands from 3.13 on.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     context.set_alpn_protocols(["http/1.1"])
     if certificate is not None and key is not None:
-        with tempfile.TemporaryDirectory() as directory:  # of this account alone
-            file = Path(directory, "client.pem")
-            file.write_bytes(certificate + b"\n" + key)
-            try:
+        try:
+            with host.private_file(certificate + b"\n" + key) as file:
                 context.load_cert_chain(file)
-            except ssl.SSLError:
-                text = "client-certificate and client-key: not a certificate and its key in PEM form"
-                raise AccountError(text) from None
+        except ssl.SSLError:
+            text = "client-certificate and client-key: not a certificate and its key in PEM form"
+            raise AccountError(text) from None
+        except OSError as error:
+            raise AccountError(f"client-certificate and client-key: {error}") from None
     return context

@@ -24,7 +24,7 @@ REQUEST_SECONDS = 15.0
 """The longest time for an answer. An admission webhook may take 10 of them, by default."""
 
 _CONNECT_SECONDS = 5.0
-_MAX_ANSWER_BYTES = 16 << 20  # a page of 100 pods has about one
+_MAX_ANSWER_BYTES = 8 << 20  # a page of 100 pods has about one
 _MAX_MESSAGE = 300
 _UNAUTHORIZED_SECONDS = 10.0  # as long may a replaced token be unknown
 _UNAUTHORIZED_TIMES = 3

@@ -102,7 +102,8 @@ class Drain:
         """When the last list that is whole and current was begun."""
         self._done_after = 0.0
         """Since when nothing may be left; a list that was begun later has to confirm it."""
-        self._may_delete = True
+        self._undeletable: set[str] = set()
+        """Namespaces in which the account may not delete pods."""
         self._is_last_resort = False
         self.evicted: list[PodReport] = []
         self.deleted: list[PodReport] = []
@@ -125,8 +126,8 @@ class Drain:
         InterruptedDrainError.
         """
         self._cordoned_at = cordon.since
-        if cordon.is_new:
-            self._done_after = time.monotonic() + _LATE_BINDING_SECONDS
+        begun_at = time.monotonic()
+        self._done_after = begun_at + min(_LATE_BINDING_SECONDS, (self._deadline - begun_at) / 2)
         while time.monotonic() < self._deadline:
             now = time.monotonic()
             if self._is_done():
@@ -139,10 +140,9 @@ class Drain:
             except Empty:
                 continue
             self._on_answer(key, result)
-        if self._listed_at is None:
-            raise ApiError(
-                self._outage_text or self._list_error or "no list of the pods came in time", kind="unavailable"
-            )
+        if not self._leaving and not self._is_done():
+            why = self._outage_text or self._list_error or "it did not come in time"
+            raise ApiError(f"no list of its pods shows that none is left: {why}", kind="unavailable")
         return not self._leaving
 
     def _is_done(self) -> bool:
@@ -177,12 +177,11 @@ class Drain:
             if one.state == "kept" and one.ask_at <= now:
                 one.state = "asked"
                 self._under_way += 1
-                is_deletion = self._deletes
+                is_deletion = self._deletes(one.pod)
                 self._background.start((one, is_deletion), partial(self._end_pod, one.pod, is_deletion))
 
-    @property
-    def _deletes(self) -> bool:
-        return self._is_last_resort and self._may_delete
+    def _deletes(self, pod: Pod) -> bool:
+        return self._is_last_resort and pod.namespace not in self._undeletable
 
     def _end_pod(self, pod: Pod, is_deletion: bool) -> int | None:
         """Ask for the end of a pod; the grace that it gets instead of its own, in seconds. On another thread."""
@@ -302,7 +301,10 @@ class Drain:
 
     def _compare(self, pods: list[Pod]) -> None:
         """Take over a list without specifications, which may be a little old."""
-        self._drop_gone({pod.uid for pod in pods})
+        there = {pod.uid for pod in pods}
+        # That a pod is gone which was not being deleted is less likely than that the list is old.
+        self._needs_list = any(one.state == "kept" and uid not in there for uid, one in self._leaving.items())
+        self._drop_gone(there | {uid for uid, one in self._leaving.items() if one.state != "ending"})
         if not self._leaving:
             self._done_after = max(self._done_after, time.monotonic())
         for pod in pods:
@@ -337,7 +339,7 @@ class Drain:
 
     def _on_pod_answer(self, one: _Leaving, result: Any, *, is_deletion: bool) -> None:
         if one.is_denied is None:
-            one.is_denied = _lacks_right(result)
+            one.is_denied = _lacks_right(result, "create")
         if not isinstance(result, ApiError):
             self._on_ending(one, result, is_deletion=is_deletion)
             return
@@ -354,10 +356,10 @@ class Drain:
         elif result.is_outage:
             one.reason = str(result)
             one.ask_at = self._paused_until
-        elif is_deletion and result.kind == "forbidden":
-            if self._may_delete:
+        elif is_deletion and _lacks_right(result, "delete"):
+            if one.pod.namespace not in self._undeletable:
                 self._on_line(f"pods cannot be deleted without asking their budgets: {result}")
-            self._may_delete = False
+            self._undeletable.add(one.pod.namespace)
             one.ask_at = 0.0
         else:
             self._keep(one, result, is_deletion=is_deletion)
@@ -379,7 +381,7 @@ class Drain:
             reason, pause = str(error), one.backoff.next_delay(error.retry_after)
         else:
             reason, pause = str(error), _KEPT_PAUSE_SECONDS
-        if self._deletes and not is_deletion:
+        if self._deletes(one.pod) and not is_deletion:
             pause = 0.0  # the last resort has begun meanwhile
         one.ask_at = time.monotonic() + pause
         if reason != one.reason:
@@ -388,10 +390,9 @@ class Drain:
 
     def _check_rights(self) -> None:
         """Raises ApiError if every eviction of the first round was denied for want of a right."""
-        answers = [one.is_denied for one in self._leaving.values() if one.state != "ending"]
-        if not self.evicted and not self.deleted and answers and all(answers):
-            reason = next(iter(self._leaving.values())).reason
-            raise ApiError(reason, kind="forbidden", status=403)
+        asked = [one for one in self._leaving.values() if one.state != "ending"]
+        if not self.evicted and not self.deleted and asked and all(one.is_denied for one in asked):
+            raise ApiError(asked[0].reason, kind="forbidden", status=403)
 
     def _say_outage(self, text: str) -> None:
         if text and text != self._outage_text:
@@ -401,9 +402,9 @@ class Drain:
         self._outage_text = text
 
 
-def _lacks_right(result: Any) -> bool:
-    """Whether authorization has denied an eviction; an admission webhook denies with 403, too."""
-    return isinstance(result, ApiError) and result.status == 403 and "cannot create resource" in str(result)
+def _lacks_right(result: Any, verb: str) -> bool:
+    """Whether authorization has denied this; an admission webhook denies with 403, too."""
+    return isinstance(result, ApiError) and result.status == 403 and f"cannot {verb} resource" in str(result)
 
 
 def _report(pod: Pod, reason: str) -> PodReport:

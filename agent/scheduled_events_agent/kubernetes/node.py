@@ -73,7 +73,6 @@ class Cordon(NamedTuple):
     whose: Cordoned
     since: datetime | None
     """The API server's time after it: of the change, or of the answer that showed it."""
-    is_new: bool = False
 
 
 class NodeClient:
@@ -123,7 +122,7 @@ class NodeClient:
                 last = error
                 continue
             self._on_line(f"node {self.name}: cordoned for event {event_id}")
-            return Cordon("ours", date, is_new=True)
+            return Cordon("ours", date)
         raise last
 
     def uncordon_node(self) -> bool:

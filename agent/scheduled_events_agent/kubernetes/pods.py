@@ -63,7 +63,8 @@ class PodList(msgspec.Struct):
     """A page of pods, whole or their metadata only."""
 
     kind: str
-    items: tuple[_Item, ...]
+    items: tuple[_Item, ...] | None
+    """null: an API server writes it so if it has the metadata of no pod to list."""
     page: _Page = msgspec.field(default_factory=_Page, name="metadata")
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class Pod(NamedTuple):
 
 def pods_of(page: PodList) -> Iterator[Pod]:
     """The pods of a page."""
-    for item in page.items:
+    for item in page.items or ():
         of = item.metadata
         yield Pod(
             of.namespace,

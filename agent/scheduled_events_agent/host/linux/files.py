@@ -8,7 +8,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -18,6 +18,18 @@ if sys.platform == "win32":
     raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
 
 _LOCK_TIMEOUT_SECONDS = 0.5  # lock_owner may have the lock for an instant
+
+
+@contextmanager
+def private_file(content: bytes) -> Iterator[str]:
+    """The path of a file with this content, in memory and of this process alone, while the body runs.
+
+    For a library that reads files only. Raises OSError.
+    """
+    descriptor = os.memfd_create("private")
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        file.write(content)
+        yield f"/proc/self/fd/{descriptor}"
 
 
 def default_config_path() -> Path:

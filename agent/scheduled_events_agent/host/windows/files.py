@@ -3,7 +3,9 @@
 import contextlib
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -26,6 +28,18 @@ _NOT_FOUND = (2, 3)  # the file, a directory above it
 _TEMPORARY_LABEL = "Temporary Storage"  # Azure gives it to that disk, and puts the file into it
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"
 _PROFILES = r"SOFTWARE\Microsoft\Windows NT\CurrentVersion\ProfileList"
+
+
+@contextlib.contextmanager
+def private_file(content: bytes) -> Iterator[str]:
+    """The path of a file with this content, in a directory of this account alone, while the body runs.
+
+    For a library that reads files only. Raises OSError.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "private")
+        file.write_bytes(content)
+        yield str(file)
 
 
 def default_config_path() -> Path:
