@@ -1,5 +1,6 @@
 """The example policy for a Kubernetes node: the agent's own commands are its hooks; the cluster is a stand-in."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from harness import CHECKOUT, Agent, Simulator
-from kube_access import ADMIN
+from helm_chart import recorded_access
+from kube_access import ADMIN, service_account
 from kube_api import KubeApi
 from kube_objects import NODES
 from kube_samples import budget, owned_by, set_of
@@ -90,3 +92,45 @@ def test_a_drain_that_a_budget_keeps_ends_before_the_hook_is_ended_and_names_the
     seconds = datetime.fromisoformat(ended["time"]) - datetime.fromisoformat(began["time"])
     assert 4.9 <= seconds.total_seconds() < 8
     agent.wait_log("held", event_id=event)
+
+
+IN_POD = """
+mount -t tmpfs none /run
+mkdir -p /run/secrets/kubernetes.io
+cp -r "$1" /run/secrets/kubernetes.io/serviceaccount
+shift
+exec "$@"
+"""
+"""The service account of a pod, for the process alone and what it starts."""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount")
+def test_an_evicted_vm_drains_by_the_service_account_of_its_pod_and_deletes_what_a_budget_keeps(
+    tmp_path: Path, sim: Simulator, api: KubeApi
+) -> None:
+    account = service_account("scheduled-events-agent", "scheduled-events-agent", "vm-1")
+    api.add({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "scheduled-events-agent"}})
+    api.add_all(recorded_access())
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    (mounted / "token").write_text(api.access.issue_token(account), encoding="utf-8")
+    shutil.copy(api.authority.ca, mounted / "ca.crt")
+    api.add(set_of("ReplicaSet", "web", 2))
+    wait_until(lambda: len(api.pod_names("vm-1")) == 2, "the pods are on the node")
+    api.add(budget("web", minAvailable=2))
+    with Agent(tmp_path / "agent", sim.endpoint()) as agent:
+        policy = (CHECKOUT / "config/examples/kubernetes-node.yaml").read_text(encoding="utf-8")
+        policy += f"imds: {{endpoint: '{sim.endpoint()}', poll_interval: 250ms}}\n"
+        agent.config.write_text(f"{policy}agent: {{listen: '127.0.0.1:0'}}\n", encoding="utf-8")
+        address, _, port = api.url.removeprefix("https://").partition(":")
+        agent.environment |= {"KUBERNETES_SERVICE_HOST": address, "KUBERNETES_SERVICE_PORT": port}
+        agent.prefix = ["unshare", "--mount", "sh", "-ec", IN_POD, "sh", str(mounted)]
+        agent.start()
+        event = sim.schedule("Preempt", lasts_seconds=None)
+        ended = agent.wait_log("hook finished", event_id=event)
+        assert ended["reason"] == "hook drain: exit code 0 (succeeded)"
+        lines = [one["line"] for one in agent.log("hook output", event_id=event)]
+    assert sum("kept: The disruption budget web needs 2" in line for line in lines) == 2
+    assert sum(": deleted without asking its budgets" in line for line in lines) == 2
+    assert api.pod_names("vm-1") == []
