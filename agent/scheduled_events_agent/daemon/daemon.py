@@ -10,6 +10,7 @@ approval or client can delay the engine's next cycle.
     approvals   one thread for each request to approve     -> inbox     (executor.py)
     hooks       one thread for each hook that runs         -> inbox
     fleet       reads and writes the fleet's store (fleet.py), if the policy has one -> inbox
+    node        tells a Kubernetes cluster the node's conditions (node.py), if the policy has the section
     notify-...  one thread for each notification target    -> inbox     (notifier.py)
     policy      reads the policy file again, when asked to -> inbox   (policy_reader.py)
     pages       opens the web server, and retries until it is open (web/endpoints.py)
@@ -56,7 +57,9 @@ from scheduled_events_agent.workflow import FleetRequest
 
 if TYPE_CHECKING:
     from scheduled_events_agent.daemon.fleet import FleetThread
+    from scheduled_events_agent.daemon.node import NodeThread
     from scheduled_events_agent.fleet.backend import Backend
+    from scheduled_events_agent.kubernetes.conditions import Polls
 
 # Without messages the engine runs a cycle this often, as a sign of life for the watchdog and /healthz.
 _TICK_SECONDS = 10.0
@@ -149,6 +152,7 @@ class Daemon:
         )
         self._connect_fleet = connect_fleet
         self._fleet: FleetThread | None = None
+        self._node: NodeThread | None = None
         self._watchdog = Watchdog(lambda: store.is_writing)
         self._is_stopping = False
         self._store = store
@@ -220,8 +224,9 @@ class Daemon:
                 log_id=LogId.HOOK_CUT_SHORT,
                 processes=ended,
             )
-        self._notifier.reconfigure(settings.notify)
+        self._notifier.reconfigure(settings.notify, settings.kubernetes)
         self._reconfigure_fleet(settings)
+        self._reconfigure_node(settings)
         self._start_thread("watchdog", self._watchdog.run)
         self._start_thread("policy", self._policy.run)
         self._start_waiting_for_requests()
@@ -251,6 +256,23 @@ class Daemon:
                 self._put, self._metrics, settings, connect_fleet, looks_again=bool(self._engine.workflows)
             )
             self._start_thread("fleet", self._fleet.run)
+
+    def _reconfigure_node(self, settings: Settings) -> None:
+        if self._node is not None:
+            self._node.reconfigure(settings.kubernetes)
+        elif settings.kubernetes is not None:
+            from scheduled_events_agent.daemon.node import NodeThread  # noqa: PLC0415  # most agents need it not
+
+            self._node = NodeThread(self._metrics, settings.kubernetes)
+            self._start_thread("node", self._node.run)
+
+    def _publish_node(self) -> None:
+        if self._node is None:
+            return
+        polls: Polls = "current" if self._engine.has_document else "none_yet"
+        if self._status.lacks_poll():
+            polls = "overdue"
+        self._node.publish(self._engine.workflows, polls)
 
     def _publish_fleet_requests(self, requests: tuple[FleetRequest, ...]) -> None:
         if self._fleet is not None:
@@ -293,6 +315,8 @@ class Daemon:
         self._notifier.begin_stop()
         if self._fleet is not None:
             self._fleet.stop()
+        if self._node is not None:
+            self._node.stop()
         # After a bug a new start helps best, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
         names = [running.hook for running in self._executor.running()]
@@ -328,6 +352,7 @@ class Daemon:
             self._recreations = self._store.recreations
             self._start_waiting_for_requests()
         self._reporter.report()
+        self._publish_node()
         # This cycle has ended, so engine and store work. A restart also helps against a poller that hangs.
         if self._reporter.reported is not None and not self._poller.stalled_seconds():
             self._watchdog.feed()
@@ -370,8 +395,9 @@ class Daemon:
             self._policy.accept(read.settings.agent, read.hash, self._engine.settings.agent)
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
-            self._notifier.reconfigure(read.settings.notify)
+            self._notifier.reconfigure(read.settings.notify, read.settings.kubernetes)
             self._reconfigure_fleet(read.settings)
+            self._reconfigure_node(read.settings)
         self._reporter.report_reloaded()
 
     def _become_subreaper(self) -> None:

@@ -309,6 +309,11 @@ class Engine:
             self.remembered.maintain(self._machine.now(), self.workflows.values(), listed)
 
     @property
+    def has_document(self) -> bool:
+        """Whether a document was read since the start, and it is known whose events are this VM's."""
+        return self._document_at is not None
+
+    @property
     def needs_early_cycle(self) -> bool:
         """Whether the next cycle should come soon: to try again, or since the clock of ``wake_at`` may be set."""
         has_unwritten = self._reporter.has_unwritten

@@ -179,7 +179,7 @@ def _literal_secrets(settings: Settings) -> list[str]:
     """The keys whose values are probably secrets."""
     paths = []
     for index, target in enumerate(settings.notify):
-        if isinstance(target.to, str):
+        if isinstance(target.to, str) and target.to:
             paths.append(f"notify[{index}].to")
         for name, value in target.headers.items():
             if isinstance(value, str):

@@ -125,16 +125,19 @@ class Client:
         query: Mapping[str, str] | None = None,
         body: Any = None,
         is_metadata_only: bool = False,
+        is_strategic: bool = False,
         seconds: float = REQUEST_SECONDS,
     ) -> Answer[T]:
-        """Ask, and wait at most ``seconds``. A PATCH is a merge patch. Raises ApiError.
+        """Ask, and wait at most ``seconds``. A PATCH is a merge patch, or a strategic one. Raises ApiError.
 
         ``decoder``: of the answer's type; made at import, since two threads must not make the same one.
         """
         seconds = max(0.1, min(seconds, REQUEST_SECONDS))
         headers = {**HEADERS, "Accept": _METADATA_ONLY if is_metadata_only else "application/json"}
         if body is not None:
-            kind = "merge-patch+json" if method == "PATCH" else "json"
+            kind = "json"
+            if method == "PATCH":
+                kind = "strategic-merge-patch+json" if is_strategic else "merge-patch+json"
             headers["Content-Type"] = f"application/{kind}"
         try:
             if token := self._account.read_token():

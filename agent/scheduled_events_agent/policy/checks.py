@@ -13,6 +13,7 @@ from scheduled_events_agent.policy.decide import promised_times
 from scheduled_events_agent.policy.durations import format_duration, quote
 from scheduled_events_agent.policy.rules import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When, names_recommendations
 from scheduled_events_agent.policy.settings import (
+    KUBERNETES_FORMAT,
     NOTIFICATION_FORMATS,
     FleetCredential,
     FleetSettings,
@@ -54,6 +55,8 @@ _COMMAND_OPTIONS = ("-c", "-ec", "-lc", "/c", "-command", "-exec", "-execdir", "
 # The program by which hooks of the strict set-up run as root.
 _ROOT_STARTER = "run-as-root"
 
+_OWN_NAME = "scheduled-events-agent"
+
 # Each rule is compared with so many of those above it, first those with the fewest conditions: they cover most.
 _MAX_COMPARED = 32
 
@@ -85,6 +88,7 @@ def errors(settings: Settings, parsed: Parsed[Settings], *, may_change_user: boo
         yield from _fleet_rule_errors(path, rule, settings, parsed)
     yield from _notify_errors(settings, parsed)
     yield from _fleet_errors(settings, parsed)
+    yield from _kubernetes_errors(settings)
     yield from _hook_list_errors("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
         yield from _hook_errors(f"hooks.{name}", hook, parsed, may_change_user=may_change_user)
@@ -103,7 +107,11 @@ def _notify_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         names.add(target.name)
         if target.on == () and f"{path}.on" in parsed.lines:
             yield f"{path}.on", "expected at least one; got an empty list"
-        if isinstance(target.to, str) and not _URL.fullmatch(target.to):
+        if target.format == KUBERNETES_FORMAT:
+            yield from _kubernetes_target_errors(path, target)
+        elif f"{path}.to" not in parsed.lines:
+            yield path, 'the key "to" is missing'
+        elif isinstance(target.to, str) and not _URL.fullmatch(target.to):
             yield (
                 f"{path}.to",
                 f"expected a URL such as https://example.com/hook; {_HIDDEN}",
@@ -121,6 +129,13 @@ def _notify_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         yield from _header_errors(path, target)
         for place, message in _when_errors(f"{path}.when", target.when, parsed):
             yield place, without_value(message)
+
+
+def _kubernetes_target_errors(path: str, target: NotifyTarget) -> Iterator[Finding]:
+    for key in ("to", "headers", "proxy", "ca_file"):
+        if getattr(target, key):
+            text = "does not go with format kubernetes, which uses the account of the section kubernetes"
+            yield f"{path}.{key}", text
 
 
 def _header_errors(path: str, target: NotifyTarget) -> Iterator[Finding]:
@@ -172,6 +187,18 @@ def _fleet_store_errors(fleet: FleetSettings, parsed: Parsed[Settings]) -> Itera
         for key in ("credential", "proxy"):
             if f"fleet.{key}" in parsed.lines:
                 yield f"fleet.{key}", f"{key} is for a table only: take it out"
+
+
+def _kubernetes_errors(settings: Settings) -> Iterator[Finding]:
+    kubernetes = settings.kubernetes
+    if kubernetes is None:
+        return
+    if kubernetes.kubeconfig is not None and not is_absolute_path(kubernetes.kubeconfig):
+        yield "kubernetes.kubeconfig", f"expected an absolute path; got {quote(kubernetes.kubeconfig)}"
+    names = [target.name for target in settings.notify]
+    if settings.lacks_event_target and KUBERNETES_FORMAT in names:
+        text = "the target of notify that is called kubernetes has another format: rename it, or write false"
+        yield "kubernetes.events", text
 
 
 def _fleet_rule_errors(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
@@ -323,6 +350,7 @@ def warnings(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool
         yield from _glob_warnings("fleet.members", settings.fleet.members, lines)
         if settings.vm.name and (error := settings.fleet.members_error((settings.vm.name, *settings.vm.aliases))):
             yield "fleet.members", error
+    yield from _kubernetes_warnings(settings)
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text
@@ -391,6 +419,23 @@ def _notify_warnings(settings: Settings, lines: Mapping[str, int]) -> Iterator[F
         if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
             yield f"notify[{index}].to", "notifications go over the network unencrypted: use https"
         yield from _glob_warnings(f"notify[{index}].when.resource", target.when.resource, lines)
+
+
+def _kubernetes_warnings(settings: Settings) -> Iterator[Finding]:
+    kubernetes = settings.kubernetes
+    if kubernetes and not (kubernetes.condition or kubernetes.lifecycle_conditions or kubernetes.events):
+        yield "kubernetes", "does nothing: condition, lifecycle_conditions and events are false"
+    is_on = kubernetes is not None and kubernetes.lifecycle_conditions
+    for name, hook in settings.hooks.items():
+        run = hook.run or ()
+        if run[1:2] != ("kubernetes",) or PurePosixPath(run[0]).name != _OWN_NAME:
+            continue
+        if is_on and "--conditions" not in run:
+            text = "tells no lifecycle condition, and the agent does: add --conditions"
+            yield f"hooks.{name}.run", text
+        elif not is_on and "--conditions" in run:
+            text = "tells lifecycle conditions, and the agent does not: set kubernetes.lifecycle_conditions"
+            yield f"hooks.{name}.run", text
 
 
 def _rule_warnings(path: str, rule: Rule) -> Iterator[Finding]:

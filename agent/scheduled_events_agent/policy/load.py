@@ -11,12 +11,13 @@ import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.policy import checks
-from scheduled_events_agent.policy.settings import AgentSettings, Settings
+from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, AgentSettings, NotifyTarget, Settings
 from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, parse, text_at
 
 CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
 BUILT_IN_NAME = "built-in policy"
 
+_EVENT_TARGET = NotifyTarget(name="kubernetes", format=KUBERNETES_FORMAT)
 _PART = re.compile(r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w*")
 
 
@@ -145,6 +146,8 @@ def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> 
         further = [error for error in found if not any(path.startswith(error.path) for path in known)]
         errors = tuple(sorted((*errors, *further), key=lambda problem: problem.line))
     settings = parsed.partial_value or Settings()
+    if settings.lacks_event_target:
+        settings = msgspec.structs.replace(settings, notify=(*settings.notify, _EVENT_TARGET))
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     inspected = InspectedPolicy(
         LoadedPolicy(settings=settings, warnings=(), parsed=parsed, content=content), errors

@@ -104,7 +104,7 @@ def _struct_schema(type_: type[msgspec.Struct], definitions: dict[str, Any]) -> 
         default = default_of(item)
         if default is NODEFAULT:
             schema.setdefault("required", []).append(item.encode_name)
-        elif not isinstance(default, msgspec.Struct) and default not in (None, (), {}):
+        elif not isinstance(default, msgspec.Struct) and default not in (None, "", (), {}):
             entry["default"] = plain(default, item.type)
         schema["properties"][item.encode_name] = entry
     return schema

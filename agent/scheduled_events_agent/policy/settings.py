@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta
@@ -44,7 +44,8 @@ _DEFAULT_KINDS: tuple[NotificationKind, ...] = (
 # It would open an incident at PagerDuty, and call people for nothing.
 _NOT_FOR_PAGERDUTY: NotificationKind = "seen"
 _PAGERDUTY_KINDS = tuple(kind for kind in _DEFAULT_KINDS if kind != _NOT_FOR_PAGERDUTY)
-NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty")
+KUBERNETES_FORMAT = "kubernetes"
+NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty", KUBERNETES_FORMAT)
 
 
 class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,15 +134,22 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A service that is notified of events by HTTP."""
 
     name: Annotated[Name, Meta(description="Name for logs and metrics.")]
-    to: Annotated[str | SecretFile, Meta(description="URL to post to, or the file that holds it.")]
+    to: Annotated[
+        str | SecretFile,
+        Meta(description="URL to post to, or the file that holds it; required unless format is kubernetes."),
+    ] = ""
     format: Annotated[
-        str, Meta(description="cloudevents, slack, teams, pagerduty, or the absolute path of a template.")
+        str,
+        Meta(
+            description="cloudevents, slack, teams, pagerduty, kubernetes (events about this node), or the "
+            "absolute path of a template."
+        ),
     ] = "cloudevents"
     on: Annotated[
         tuple[NotificationKind, ...] | None,
         Meta(
             description=f"Kinds to send. Default: {', '.join(_DEFAULT_KINDS)}; with format pagerduty "
-            f"all of these but {_NOT_FOR_PAGERDUTY}.",
+            f"all of these but {_NOT_FOR_PAGERDUTY}; with format kubernetes all kinds.",
             extra=ONE_OR_MANY,
         ),
     ] = None
@@ -163,6 +171,8 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The kinds of notifications to send."""
         if self.on is not None:
             return self.on
+        if self.format == KUBERNETES_FORMAT:
+            return get_args(NotificationKind)
         return _PAGERDUTY_KINDS if self.format == "pagerduty" else _DEFAULT_KINDS
 
 
@@ -238,6 +248,30 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return ("*",) if self.members_error(names) else self.members
 
 
+class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What this machine, a node of a Kubernetes cluster, tells the cluster."""
+
+    node: Annotated[
+        str | None,
+        Meta(
+            pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$",
+            description="This machine's node. Default: as the command kubernetes drain finds it.",
+        ),
+    ] = None
+    kubeconfig: Annotated[
+        str | None,
+        Meta(description="Absolute path of the kubeconfig. Default: as the command kubernetes drain finds it."),
+    ] = None
+    condition: Annotated[bool, Meta(description="Whether the node has the condition ScheduledEvent.")] = True
+    lifecycle_conditions: Annotated[
+        bool, Meta(description="Whether it also has MaintenancePlanned and MaintenanceInProgress.")
+    ] = False
+    events: Annotated[
+        bool,
+        Meta(description="Whether notify gets a target kubernetes with format kubernetes, unless it has one."),
+    ] = True
+
+
 DEFAULT_RULES = (
     Rule(name="user-initiated", when=When(source=("User",)), approve="immediately"),
     Rule(name="short-freeze", when=When(type=("Freeze",), duration_below=9.0), approve="immediately"),
@@ -265,6 +299,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[NotifyTarget, ...], Meta(description="Services that are notified of events by HTTP.", extra=SECRET)
     ] = ()
     fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together.")] = None
+    kubernetes: Annotated[
+        KubernetesSettings | None, Meta(description="What this node of a Kubernetes cluster tells the cluster.")
+    ] = None
+
+    @property
+    def lacks_event_target(self) -> bool:
+        """Whether ``kubernetes.events`` asks for a target of notifications that ``notify`` does not have."""
+        is_wanted = self.kubernetes is not None and self.kubernetes.events
+        return is_wanted and all(target.format != KUBERNETES_FORMAT for target in self.notify)
 
 
 class TableAddress(NamedTuple):

@@ -6,6 +6,7 @@ Invariant: a text states only what the workflow or the journal states, and nothi
 
 from collections.abc import Iterable
 from datetime import datetime
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -14,6 +15,8 @@ from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, Status, WorkflowView
 from scheduled_events_agent.workflow import Record, Transition, WaitKind, WaitReason, Workflow
+
+W = TypeVar("W", bound=Workflow)
 
 _WAIT_MESSAGES = {
     "time": "begins at {at} ({detail})",
@@ -293,6 +296,11 @@ def _phase_message(workflow: Workflow) -> str:
     return f"asks Azure to start it; {tries} failed"
 
 
+def phase_text(workflow: Workflow) -> str:
+    """The phase alone, in the word that the status page has for it."""
+    return "pending" if workflow.phase == "waiting" else workflow.phase.replace("_", " ")
+
+
 def duration_text(event: ScheduledEvent) -> str:
     """Azure's estimate of the interruption, as a phrase."""
     if event.duration_seconds is None:
@@ -339,7 +347,7 @@ def is_held(workflow: Workflow) -> bool:
     return workflow.operator_action == "hold" and not (workflow.is_over or workflow.was_started)
 
 
-def by_urgency(pending: Iterable[WorkflowView]) -> list[WorkflowView]:
+def by_urgency(pending: Iterable[W]) -> list[W]:
     """Sorted: failed recoveries first, then this VM's events: the soonest start, then started, then over."""
 
     def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, bool, float]:

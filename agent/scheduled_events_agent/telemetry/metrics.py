@@ -187,6 +187,13 @@ class Metrics:
         for what in ("slot", "ready"):
             self.fleet_wait_seconds.labels(what)
 
+    def add_kubernetes(self) -> None:
+        """Metrics of a node of a Kubernetes cluster. Only agents whose policy has the section show them."""
+        self.kubernetes_unavailable = self._gauge(
+            "kubernetes_unavailable",
+            "1 if the node's conditions could not be told to the cluster when last tried.",
+        )
+
     def set_waiting(self, waiting: Mapping[str, tuple[int, float]]) -> None:
         """Show how many notifications wait for each target, and since when (Unix time) the oldest has waited.
 

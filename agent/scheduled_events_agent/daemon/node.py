@@ -1,0 +1,174 @@
+"""The thread that tells the Kubernetes cluster the conditions of this node, so that nothing else waits for it.
+
+It is idle until something has changed; once in about ten minutes it looks whether the node still has that.
+Invariant: what it wants is computed from the newest snapshot each time, so nothing is sent late.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from random import Random
+from typing import NamedTuple
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.http.retry import Backoff
+from scheduled_events_agent.kubernetes.client import ApiError
+from scheduled_events_agent.kubernetes.conditions import (
+    Condition,
+    Conditions,
+    NodeState,
+    Polls,
+    changes,
+    is_lifecycle,
+    node_state,
+    without_killed_drain,
+)
+from scheduled_events_agent.kubernetes.node import OtherMachineError
+from scheduled_events_agent.kubernetes.node_status import NodeStatus
+from scheduled_events_agent.kubernetes.own_node import find_own_node
+from scheduled_events_agent.policy.settings import KubernetesSettings
+from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger
+from scheduled_events_agent.telemetry.log_ids import LogId
+from scheduled_events_agent.telemetry.metrics import Metrics
+from scheduled_events_agent.workflow import Workflows
+
+_CHECK_SECONDS = 600.0
+_CHECK_SHARE = 0.2  # by chance, so that not all nodes ask together
+_BACKOFF_SECONDS = (1.0, 60.0)
+# After a boot a kubelet may tell so late which boot this is.
+_LATE_KUBELET_SECONDS = 30.0
+
+Connect = Callable[[KubernetesSettings], NodeStatus]
+
+
+class _Input(NamedTuple):
+    """What the engine has published. Replaced as a whole, so that the thread never reads half of it."""
+
+    settings: KubernetesSettings | None
+    workflows: Workflows
+    polls: Polls
+
+
+class NodeThread:
+    """Keeps the conditions of the node as they should be. All methods but ``run`` are for the engine's thread."""
+
+    def __init__(self, metrics: Metrics, settings: KubernetesSettings, connect: Connect = find_own_node) -> None:
+        self._metrics = metrics
+        self._connect = connect
+        self._started_at = datetime.now(UTC)
+        self._random = Random()  # noqa: S311
+        self._backoff = Backoff(*_BACKOFF_SECONDS, self._random)
+        self._log = ChangeLogger("telling the node's conditions", LogId.KUBERNETES_FAILS, LogId.KUBERNETES_WORKS)
+        self._input = _Input(settings, {}, "none_yet")
+        self._changed = threading.Event()
+        self._is_stopping = False
+        self._settings: KubernetesSettings | None = None
+        """Those with which ``_node`` was found."""
+        self._node: NodeStatus | None = None
+        self._conditions: Conditions | None = None
+        """Those of the node, as far as it is known; None if it has to be read."""
+        self._check_at = 0.0
+        self._failing_since: float | None = None
+        self._not_before = 0.0
+        """Until then the API server wants to be left alone."""
+        metrics.add_kubernetes()
+
+    def reconfigure(self, settings: KubernetesSettings | None) -> None:
+        """Use another policy. Conditions that are no longer told stay as they are."""
+        self._set(self._input._replace(settings=settings))
+
+    def publish(self, workflows: Workflows, polls: Polls) -> None:
+        """Tell these open workflows. ``workflows``: a mapping that is never changed."""
+        if workflows is not self._input.workflows or polls != self._input.polls:
+            self._set(self._input._replace(workflows=workflows, polls=polls))
+
+    def _set(self, current: _Input) -> None:
+        self._input = current
+        self._changed.set()
+
+    def stop(self) -> None:
+        """End soon; a request that is under way ends by itself. The conditions stay."""
+        self._is_stopping = True
+        self._changed.set()
+
+    def run(self) -> None:
+        """Blocks until ``stop``."""
+        while True:
+            self._changed.clear()
+            if self._is_stopping:
+                return
+            self._changed.wait(self._step(self._input))
+
+    def _step(self, current: _Input) -> float | None:
+        """Tell what has changed. Returns after how many seconds to do so again; None: not before a change."""
+        settings = current.settings
+        if settings != self._settings:
+            self._settings = settings
+            self._node = self._conditions = None
+            self._backoff.reset()
+        if settings is None or not (settings.condition or settings.lifecycle_conditions):
+            self._metrics.kubernetes_unavailable.set(0)
+            return None
+        if (pause := self._not_before - time.monotonic()) > 0:
+            return pause
+        try:
+            self._tell(settings, current)
+        except AgentError as error:
+            return self._on_failure(error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends would never tell anything again
+            get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
+            return self._on_failure(AgentError(f"a bug in the agent: {error!r}", kind="bug"))
+        self._backoff.reset()
+        self._failing_since = None
+        self._log.succeeded(time.monotonic())
+        self._metrics.kubernetes_unavailable.set(0)
+        return max(0.0, self._check_at - time.monotonic())
+
+    def _tell(self, settings: KubernetesSettings, current: _Input) -> None:
+        if self._node is None:
+            self._node = self._connect(settings)
+        node = self._node
+        wanted = node_state(
+            current.workflows.values(),
+            current.polls,
+            has_condition=settings.condition,
+            has_lifecycle=settings.lifecycle_conditions,
+        )
+        is_fresh = self._conditions is None or time.monotonic() >= self._check_at
+        if is_fresh:
+            self._read(node)
+        due = self._due(wanted, settings)
+        # Others may have written these since: whose they are is decided on what the node has now.
+        if any(map(is_lifecycle, due)) and not is_fresh:
+            self._read(node)
+            due = self._due(wanted, settings)
+        if due:
+            self._conditions = None  # not known, if no answer comes
+            self._conditions = node.write(due).conditions
+
+    def _read(self, node: NodeStatus) -> None:
+        self._conditions = None
+        self._conditions = node.read().conditions
+        share = self._random.uniform(1 - _CHECK_SHARE, 1 + _CHECK_SHARE)
+        self._check_at = time.monotonic() + _CHECK_SECONDS * share
+
+    def _due(self, wanted: NodeState, settings: KubernetesSettings) -> tuple[Condition, ...]:
+        found = self._conditions or {}
+        if settings.lifecycle_conditions:
+            wanted = without_killed_drain(wanted, found, self._started_at)
+        return changes(found, wanted, datetime.now(UTC))
+
+    def _on_failure(self, error: AgentError) -> float:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        is_late_kubelet = isinstance(error, OtherMachineError)
+        if not (is_late_kubelet and now - self._failing_since < _LATE_KUBELET_SECONDS):
+            self._log.failed(error.kind, str(error), now)
+            self._metrics.kubernetes_unavailable.set(1)
+        retry_after = error.retry_after if isinstance(error, ApiError) else None
+        pause = self._backoff.next_delay(retry_after)
+        if retry_after:
+            self._not_before = now + pause
+        return pause
