@@ -12,8 +12,8 @@ from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.config import find_config, load_policy
 from scheduled_events_agent.cli.terminal import print_json
 from scheduled_events_agent.imds.text import clean_text
-from scheduled_events_agent.notifications import SAMPLE, NotificationError, deliver
-from scheduled_events_agent.policy.settings import NotifyTarget
+from scheduled_events_agent.notifications import SAMPLE, Deliver, NotificationError, deliver
+from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, NotifyTarget, Settings
 from scheduled_events_agent.status import SCHEMA_VERSION
 
 
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise AgentError(f'no target is called "{arguments.name}"; known are: {", ".join(names)}', kind="usage")
     vm = settings.vm.name or clean_text(socket.gethostname())
     targets = [target for target in settings.notify if arguments.name in (None, target.name)]
-    tested = tuple([_test(target, vm) for target in targets])
+    tested = tuple([_test(target, vm, _sender(target, settings)) for target in targets])
     if arguments.json:
         print_json(NotifyTest(at=datetime.now(UTC), targets=tested))
     else:
@@ -68,12 +68,20 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if all(one.is_delivered for one in tested) else 1
 
 
-def _test(target: NotifyTarget, vm: str) -> TestedTarget:
+def _sender(target: NotifyTarget, settings: Settings) -> Deliver:
+    if target.format != KUBERNETES_FORMAT:
+        return deliver
+    from scheduled_events_agent.kubernetes.events import EventSender  # noqa: PLC0415  # most policies have none
+
+    return EventSender(settings.kubernetes).deliver
+
+
+def _test(target: NotifyTarget, vm: str, send: Deliver) -> TestedTarget:
     now = datetime.now(UTC)
     event = replace(SAMPLE.event, resources=(vm,), not_before=now + timedelta(minutes=15))
     notification = replace(SAMPLE, id=f"test-{now.timestamp():.6f}", at=now, vm=vm, event=event)
     try:
-        delivered = deliver(target, notification)
+        delivered = send(target, notification)
         if target.format == "pagerduty":  # end the incident that this has opened
             delivered = deliver(target, replace(notification, id=f"{notification.id}-end", kind="recovered"))
     except NotificationError as error:

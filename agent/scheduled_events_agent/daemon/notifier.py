@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.engine import NotificationDone
 from scheduled_events_agent.http.retry import Backoff
-from scheduled_events_agent.notifications import NotificationError, decode_notification, deliver
-from scheduled_events_agent.policy.settings import NotifyTarget
+from scheduled_events_agent.notifications import Deliver, NotificationError, decode_notification, deliver
+from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, KubernetesSettings, NotifyTarget
 from scheduled_events_agent.status import TargetFailure
 from scheduled_events_agent.store import OutboxItem, Store, StoreError
 from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger
@@ -26,6 +26,8 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
 
 GIVE_UP_AFTER = timedelta(days=1)
+# A cluster keeps its events for an hour.
+_EVENT_EXPIRES_AFTER = timedelta(hours=1)
 # A notification that became too old while the machine was off is still tried for this long.
 _OLD_SECONDS = 300.0
 # How long a stop waits for the last tries.
@@ -47,18 +49,25 @@ class Notifier:
         self._report = report
         self._metrics = metrics
         self._workers: dict[str, _TargetWorker] = {}
+        self._kubernetes: KubernetesSettings | None = None
         self._stop_deadline: float | None = None
 
-    def reconfigure(self, targets: Iterable[NotifyTarget]) -> None:
-        """Send the notifications that wait for these targets; other targets get none any more."""
+    def reconfigure(self, targets: Iterable[NotifyTarget], kubernetes: KubernetesSettings | None = None) -> None:
+        """Send the notifications that wait for these targets; other targets get none any more.
+
+        ``kubernetes``: the cluster of the targets whose format it is.
+        """
+        is_same_cluster = kubernetes == self._kubernetes
+        self._kubernetes = kubernetes
         old = dict(self._workers)
         workers = {}
         for target in targets:
             worker = old.pop(target.name, None) or _TargetWorker(
-                target, self._state_dir, self._report, self._metrics
+                target, _sender(target, kubernetes), self._state_dir, self._report, self._metrics
             )
-            if worker.target != target:
-                worker.update(target)
+            is_same = is_same_cluster or target.format != KUBERNETES_FORMAT
+            if worker.target != target or not is_same:
+                worker.update(target, _sender(target, kubernetes))
             workers[target.name] = worker
         self._workers = workers
         for worker in old.values():
@@ -87,12 +96,24 @@ class Notifier:
         return {name: worker.failure for name, worker in self._workers.items() if worker.failure}
 
 
+def _sender(target: NotifyTarget, kubernetes: KubernetesSettings | None) -> Deliver:
+    """What sends the target's notifications."""
+    if target.format != KUBERNETES_FORMAT:
+        return deliver
+    from scheduled_events_agent.kubernetes.events import EventSender  # noqa: PLC0415  # most policies have none
+
+    return EventSender(kubernetes).deliver
+
+
 class _TargetWorker:
     """The thread of one target."""
 
-    def __init__(self, target: NotifyTarget, state_dir: Path, report: Report, metrics: Metrics) -> None:
+    def __init__(
+        self, target: NotifyTarget, send: Deliver, state_dir: Path, report: Report, metrics: Metrics
+    ) -> None:
         self.target = target
         """Replaced when the policy is read again."""
+        self._send = send
         self.failure: TargetFailure | None = None
         self._name = target.name
         self._state_dir = state_dir
@@ -119,9 +140,10 @@ class _TargetWorker:
                 return
             self._thread = thread
 
-    def update(self, target: NotifyTarget) -> None:
+    def update(self, target: NotifyTarget, send: Deliver) -> None:
         # The failures of the old service say nothing about the new one.
         self.target = target
+        self._send = send
         self.failure = None
         self._failing_since = None
 
@@ -159,8 +181,10 @@ class _TargetWorker:
                     self._wake.wait()
                     self._is_idle = False
                     continue
-                error = self._try(item)
-                lost = self._why_lost(item, error) if error else ""
+                lost = self._why_expired(item)
+                error = None if lost else self._try(item)
+                if error is not None:
+                    lost = self._why_lost(item, error)
                 if error is None or lost:
                     self._report(NotificationDone(item.id, self._name, lost))
                     last_id = item.id
@@ -191,7 +215,7 @@ class _TargetWorker:
         try:
             notification = decode_notification(item.body)
             about = {"event_id": notification.event.id, "type": notification.event.type, "kind": notification.kind}
-            delivered = deliver(replace(target, timeout=timeout), notification)
+            delivered = self._send(replace(target, timeout=timeout), notification)
         except NotificationError as error:
             failed = error
         except Exception as error:  # noqa: BLE001 - it must not affect events; its text may hold a secret
@@ -218,6 +242,14 @@ class _TargetWorker:
             status=status,
             milliseconds=milliseconds,
         )
+
+    def _why_expired(self, item: OutboxItem) -> str:
+        """Why the notification is not sent at all; "" if it is."""
+        is_event = self.target.format == KUBERNETES_FORMAT
+        if not is_event or datetime.now(UTC) - item.at < _EVENT_EXPIRES_AFTER:
+            return ""
+        self._metrics.notifications_dropped.labels(self._name, "too_old").inc()
+        return "expired: a cluster keeps an event for an hour"
 
     def _why_lost(self, item: OutboxItem, error: NotificationError) -> str:
         """Why the notification is not sent again; "" if it is."""

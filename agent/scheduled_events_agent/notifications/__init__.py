@@ -8,7 +8,7 @@ nothing, retries nothing and starts no thread. Invariant: no URL, header or key 
     delivery.py      one exchange: secrets, TLS, proxy, the answer
 """
 
-from scheduled_events_agent.notifications.delivery import Delivered, NotificationError, deliver, warnings
+from scheduled_events_agent.notifications.delivery import Deliver, Delivered, NotificationError, deliver, warnings
 from scheduled_events_agent.notifications.formats import FormatError, render
 from scheduled_events_agent.notifications.notification import (
     SAMPLE,
@@ -21,6 +21,7 @@ from scheduled_events_agent.notifications.notification import (
 
 __all__ = [
     "SAMPLE",
+    "Deliver",
     "Delivered",
     "FormatError",
     "Notification",

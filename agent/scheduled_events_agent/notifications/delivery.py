@@ -3,7 +3,7 @@
 Errors get their text here, by their kind: the texts of libraries may hold the URL or a header, which are secrets.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,13 @@ from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, Set
 from scheduled_events_agent.imds.text import excerpt
 from scheduled_events_agent.notifications.formats import FormatError, render
 from scheduled_events_agent.notifications.notification import SAMPLE, Notification
-from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile, files_of_target, is_foreign_path
+from scheduled_events_agent.policy.settings import (
+    KUBERNETES_FORMAT,
+    NotifyTarget,
+    SecretFile,
+    files_of_target,
+    is_foreign_path,
+)
 
 _KIND_OF_STATUS: dict[int, HttpErrorKind] = {
     # Final: the body is wrong, and would be the same the next time.
@@ -64,6 +70,10 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of the answer, for people only: the target's secrets are removed, but it may hold others."""
 
 
+Deliver = Callable[[NotifyTarget, Notification], Delivered]
+"""Sends a notification once, as ``deliver`` does; a format that is not plain HTTP has its own."""
+
+
 def deliver(target: NotifyTarget, notification: Notification) -> Delivered:
     """Send a notification once. Raises NotificationError.
 
@@ -87,6 +97,8 @@ def warnings(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
     """Why a notification could not be sent from here, or who else can read its secrets: path and message."""
     for index, target in enumerate(targets):
         path = f"notify[{index}]"
+        if target.format == KUBERNETES_FORMAT:
+            continue  # it has neither files nor secrets of its own
         if any(is_foreign_path(file) for _, file in files_of_target(target)):
             continue  # the policy is for another system
         for key, value in _secrets_of(target).items():
