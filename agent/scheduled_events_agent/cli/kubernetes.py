@@ -16,8 +16,11 @@ from scheduled_events_agent.cli.terminal import print_json, printable
 from scheduled_events_agent.kubernetes.account import find_account, find_node
 from scheduled_events_agent.kubernetes.background import Background, InterruptedDrainError
 from scheduled_events_agent.kubernetes.client import ApiError, Client
+from scheduled_events_agent.kubernetes.conditions import UNCORDONED, drain_begins, drain_ended
 from scheduled_events_agent.kubernetes.drain import Drain, PodReport
-from scheduled_events_agent.kubernetes.node import Cordoned, NodeClient, OtherMachineError
+from scheduled_events_agent.kubernetes.node import Cordoned, NodeClient
+from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
+from scheduled_events_agent.kubernetes.teller import Teller
 from scheduled_events_agent.policy.durations import parse_duration, plural
 from scheduled_events_agent.status import SCHEMA_VERSION
 
@@ -26,6 +29,9 @@ _SPARE_SECONDS = 3.0  # before the agent ends this hook: to say what is left
 _BY_HAND_SECONDS = {"drain": 1800.0, "uncordon": 60.0}
 _LAST_RESORT_SECONDS = 60.0
 _MAX_NAMED = 10
+# How long the end waits until the conditions are told; shorter after a signal, as the agent kills it soon.
+_TELL_SECONDS = 2.0
+_TELL_AFTER_SIGNAL_SECONDS = 0.5
 _SIGNAL = "ended by a signal"
 
 
@@ -91,6 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=_time_limit,
             help=f"end after it (default: 3 s before the agent ends the hook; by hand {by_hand})",
         )
+        action.add_argument(
+            "--conditions",
+            action="store_true",
+            help="tell the conditions DrainInProgress and Drained of the node (alpha in Kubernetes)",
+        )
         action.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     drain.add_argument(
         "--bare-pods",
@@ -131,7 +142,9 @@ def _drain(arguments: argparse.Namespace) -> int:
     if last_resort is None:
         last_resort = min(seconds / 2, _LAST_RESORT_SECONDS) if ends_vm else 0.0
     background = _interruptible()
-    client, node = _connect(arguments, background, begun_at + seconds)
+    client, node, status = _connect(arguments, background, begun_at + seconds)
+    teller = Teller(status, _printer(arguments), is_on=arguments.conditions)
+    event_id = os.environ.get("SCHEDULED_EVENT_ID") or "by-hand"
     drain = Drain(
         client,
         background,
@@ -144,7 +157,8 @@ def _drain(arguments: argparse.Namespace) -> int:
     cordon = None
     failure = ""
     try:
-        cordon = node.cordon_node(os.environ.get("SCHEDULED_EVENT_ID") or "by-hand")
+        cordon = node.cordon_node(event_id)
+        teller.tell(drain_begins(event_id))
         is_drained = drain.run(cordon)
     except OtherMachineError as error:
         raise AgentError(str(error), kind="usage") from None
@@ -154,6 +168,9 @@ def _drain(arguments: argparse.Namespace) -> int:
     except InterruptedDrainError:
         is_drained = False
         failure = _SIGNAL
+    if cordon is not None:
+        teller.tell(drain_ended(is_drained=is_drained, event_id=event_id))
+        teller.close(_TELL_AFTER_SIGNAL_SECONDS if failure == _SIGNAL else _TELL_SECONDS)
     if arguments.json:
         print_json(
             DrainResult(
@@ -177,13 +194,17 @@ def _drain(arguments: argparse.Namespace) -> int:
 
 def _uncordon(arguments: argparse.Namespace) -> int:
     deadline = time.monotonic() + _seconds(arguments, "uncordon")
-    _, node = _connect(arguments, _interruptible(), deadline)
+    _, node, _ = _connect(arguments, _interruptible(), deadline)
+    failure = f"node {node.name} is not uncordoned"
     try:
         is_uncordoned = node.uncordon_node()
+        failure = f"node {node.name}: its conditions are not told"
+        if arguments.conditions:
+            node.set_conditions(UNCORDONED)
     except InterruptedDrainError:
-        raise AgentError(f"node {node.name} is not uncordoned: {_SIGNAL}") from None
+        raise AgentError(f"{failure}: {_SIGNAL}") from None
     except (ApiError, OtherMachineError) as error:
-        raise AgentError(f"node {node.name} is not uncordoned: {error}") from None
+        raise AgentError(f"{failure}: {error}") from None
     if arguments.json:
         print_json(UncordonResult(at=datetime.now(UTC), node=node.name, is_uncordoned=is_uncordoned))
     return 0
@@ -197,14 +218,17 @@ def _interruptible() -> Background:
     return background
 
 
-def _connect(arguments: argparse.Namespace, background: Background, deadline: float) -> tuple[Client, NodeClient]:
+def _connect(
+    arguments: argparse.Namespace, background: Background, deadline: float
+) -> tuple[Client, NodeClient, NodeStatus]:
     account = find_account(arguments.kubeconfig, os.environ)
     name = find_node(account, arguments.node, os.environ, socket.gethostname())
     client = Client(account)
     boot_id = "" if arguments.any_node else host.kubelet_boot_id()
-    return client, NodeClient(
+    node = NodeClient(
         client, background, name.name, boot_id=boot_id, deadline=deadline, on_line=_printer(arguments)
     )
+    return client, node, NodeStatus(client, name.name, boot_id)
 
 
 def _seconds(arguments: argparse.Namespace, action: str) -> float:

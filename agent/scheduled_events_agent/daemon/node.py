@@ -24,8 +24,7 @@ from scheduled_events_agent.kubernetes.conditions import (
     node_state,
     without_killed_drain,
 )
-from scheduled_events_agent.kubernetes.node import OtherMachineError
-from scheduled_events_agent.kubernetes.node_status import NodeStatus
+from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
 from scheduled_events_agent.kubernetes.own_node import find_own_node
 from scheduled_events_agent.policy.settings import KubernetesSettings
 from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger

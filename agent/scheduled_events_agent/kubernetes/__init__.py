@@ -8,6 +8,7 @@ pods.py         which pods of the node have to go
 drain.py        evicts them, in the time there is
 conditions.py   what the node's conditions should be, and what has to be written for it (pure)
 node_status.py  reads and writes them
+teller.py       tells them beside a drain
 own_node.py     the account and the node that the policy names
 events.py       events about the node: a format of notifications
 leases.py       the backend of a fleet in Leases

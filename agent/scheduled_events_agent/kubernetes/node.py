@@ -6,17 +6,18 @@ there is never one without the other, and a change that another makes meanwhile 
 
 import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from scheduled_events_agent import AgentError
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.kubernetes.background import Background
 from scheduled_events_agent.kubernetes.client import Answer, ApiError, Client
+from scheduled_events_agent.kubernetes.conditions import NodeState, changes
+from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
 
 MARK = "scheduled-events-agent/cordoned-for"
 """The annotation of a node that this agent has cordoned; its value is the event's id."""
@@ -30,10 +31,6 @@ _LOOK_AGAIN_SECONDS = 2.0
 T = TypeVar("T")
 Cordoned = Literal["ours", "others", "gone"]
 """Whose the cordon is; gone: the cluster has no such node."""
-
-
-class OtherMachineError(AgentError):
-    """The node is another machine: nothing was changed."""
 
 
 class _Annotations(msgspec.Struct):
@@ -145,6 +142,19 @@ class NodeClient:
             self._on_line(f"node {self.name}: uncordoned")
             return True
         raise last
+
+    def set_conditions(self, state: NodeState) -> None:
+        """Write what the node's conditions lack of the state, if the account may. A node that is gone has none."""
+        status = NodeStatus(self._client, self.name, self._boot_id)
+        try:
+            found = self._ask(status.read).conditions
+            if due := changes(found, state, datetime.now(UTC)):
+                self._ask(lambda seconds: status.write(due, seconds))
+        except ApiError as error:
+            if error.kind == "forbidden":
+                self._on_line(f"node {self.name}: its conditions are not told: {error}")
+            elif error.kind != "not_found":
+                raise
 
     def _read(self) -> Answer[_Node]:
         """The node, when it is sure to be this machine: a kubelet tells the id of a new boot late."""

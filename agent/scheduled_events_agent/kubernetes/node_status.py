@@ -10,10 +10,14 @@ from urllib.parse import quote
 
 import msgspec
 
+from scheduled_events_agent import AgentError
 from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.kubernetes.client import REQUEST_SECONDS, Client
 from scheduled_events_agent.kubernetes.conditions import Condition, Conditions
-from scheduled_events_agent.kubernetes.node import OtherMachineError
+
+
+class OtherMachineError(AgentError):
+    """The node is another machine: nothing was changed."""
 
 
 class _Metadata(msgspec.Struct):

@@ -1,6 +1,5 @@
 """The account and the node that the policy names, for the agent that runs; else what its hooks would find."""
 
-import os
 import socket
 
 from scheduled_events_agent import host
@@ -13,7 +12,7 @@ from scheduled_events_agent.policy.settings import KubernetesSettings
 
 def find_own_node(settings: KubernetesSettings) -> NodeStatus:
     """The node of this machine. Asks nothing yet. Raises AccountError or HostError."""
-    environ = {**os.environ, **processes.base_environment(None)}  # with the credentials that hooks get
+    environ = processes.base_environment(None)  # which names credentials, account and node to hooks, too
     account = find_account(settings.kubeconfig, environ)
     name = find_node(account, settings.node, environ, socket.gethostname()).name
     return NodeStatus(Client(account), name, host.kubelet_boot_id())
