@@ -86,10 +86,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``doctor``."""
     parser.description = (
-        "Looks at the metadata service, the clock, the policy, hooks, notifications, state, service, and at other "
-        "agents that approve events, and says what to do. Approves nothing, runs no hook, changes nothing on this "
-        "machine; with a fleet it writes a record to its store and deletes it. Exit code 0: no error; 1: an "
-        "error was found."
+        "Looks at the metadata service, the clock, the policy, hooks, notifications, a Kubernetes cluster, state, "
+        "service, and at other agents that approve events, and says what to do. Approves nothing, runs no hook, "
+        "changes nothing on this machine; with a fleet it writes a record to its store and deletes it. Exit code 0: "
+        "no error; 1: an error was found."
     )
     add_state_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -157,10 +157,11 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
     options = agent.options(options_in_force(state_option, path, state_dir))
     if loaded is None:
-        yield from waiting(("hooks", "secrets", "permissions", "fleet", "notifications"), "policy")
+        yield from waiting(("hooks", "secrets", "permissions", "fleet", "kubernetes", "notifications"), "policy")
     else:
         yield from _check_policy(loaded, service, account)
         yield _check_fleet(settings, account)
+        yield from _check_kubernetes(loaded.settings, account)
         yield from _check_notifications(loaded, agent.status, account, options)
     if _may_read(state_dir):
         yield _check_state(state_dir, account, is_in_use=agent.pid is not None)
@@ -495,6 +496,15 @@ def _check_fleet(settings: Settings, account: str | None) -> Finding:
 
     time.sleep(_SPACING_SECONDS)
     return fleet.examine(settings, settings.fleet, account)
+
+
+def _check_kubernetes(settings: Settings, account: str | None) -> Iterator[Finding]:
+    if not settings.uses_kubernetes:
+        yield ok("kubernetes", "the policy tells no cluster anything")
+        return
+    from scheduled_events_agent.cli import doctor_kubernetes  # noqa: PLC0415  # most policies have none
+
+    yield from doctor_kubernetes.examine(settings, account)
 
 
 # --- the state and the agent

@@ -219,9 +219,7 @@ def check_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
             "the answer has no Date header, so this clock cannot be compared",
             "check the clock by other means: NotBefore is compared with it",
         )
-    reported = reported if reported.tzinfo is not None else reported.replace(tzinfo=UTC)
-    latest = reported + timedelta(seconds=1)
-    skew = (max(asked_at - latest, timedelta()) + min(answered_at - reported, timedelta())).total_seconds()
+    skew = clock_skew_seconds(reported, asked_at, answered_at)
     if abs(skew) < _SKEW_WARNING_SECONDS:
         return ok("clock", "within 2 s of the service's")
     which = "ahead of" if skew > 0 else "behind"
@@ -232,6 +230,13 @@ def check_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
         f"{abs(skew):.0f} s {which} the service's: NotBefore is compared with it, so {effect}",
         "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm",
     )
+
+
+def clock_skew_seconds(reported: datetime, asked_at: datetime, answered_at: datetime) -> float:
+    """How far this clock is at least ahead of a Date header; negative if it is behind."""
+    reported = reported if reported.tzinfo is not None else reported.replace(tzinfo=UTC)
+    latest = reported + timedelta(seconds=1)
+    return (max(asked_at - latest, timedelta()) + min(answered_at - reported, timedelta())).total_seconds()
 
 
 # --- notifications

@@ -10,6 +10,7 @@ conditions.py   what the node's conditions should be, and what has to be written
 node_status.py  reads and writes them
 teller.py       tells them beside a drain
 own_node.py     the account and the node that the policy names
+rights.py       what the account must be allowed to do, and whether it is
 events.py       events about the node: a format of notifications
 leases.py       the backend of a fleet in Leases
 

@@ -21,6 +21,7 @@ from scheduled_events_agent.policy.settings import (
     SecretFile,
     Settings,
     is_absolute_path,
+    is_drain_command,
     is_open,
     parse_table,
 )
@@ -54,8 +55,6 @@ _COMMAND_OPTIONS = ("-c", "-ec", "-lc", "/c", "-command", "-exec", "-execdir", "
 
 # The program by which hooks of the strict set-up run as root.
 _ROOT_STARTER = "run-as-root"
-
-_OWN_NAME = "scheduled-events-agent"
 
 # Each rule is compared with so many of those above it, first those with the fewest conditions: they cover most.
 _MAX_COMPARED = 32
@@ -427,9 +426,9 @@ def _kubernetes_warnings(settings: Settings) -> Iterator[Finding]:
         yield "kubernetes", "does nothing: condition, lifecycle_conditions and events are false"
     is_on = kubernetes is not None and kubernetes.lifecycle_conditions
     for name, hook in settings.hooks.items():
-        run = hook.run or ()
-        if run[1:2] != ("kubernetes",) or PurePosixPath(run[0]).name != _OWN_NAME:
+        if not is_drain_command(hook):
             continue
+        run = hook.run or ()
         if is_on and "--conditions" not in run:
             text = "tells no lifecycle condition, and the agent does: add --conditions"
             yield f"hooks.{name}.run", text

@@ -44,6 +44,7 @@ _DEFAULT_KINDS: tuple[NotificationKind, ...] = (
 # It would open an incident at PagerDuty, and call people for nothing.
 _NOT_FOR_PAGERDUTY: NotificationKind = "seen"
 _PAGERDUTY_KINDS = tuple(kind for kind in _DEFAULT_KINDS if kind != _NOT_FOR_PAGERDUTY)
+_OWN_NAME = "scheduled-events-agent"
 KUBERNETES_FORMAT = "kubernetes"
 NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty", KUBERNETES_FORMAT)
 
@@ -304,10 +305,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
 
     @property
+    def has_node_events(self) -> bool:
+        """Whether a target of notifications is the node's events."""
+        return any(target.format == KUBERNETES_FORMAT for target in self.notify)
+
+    @property
     def lacks_event_target(self) -> bool:
         """Whether ``kubernetes.events`` asks for a target of notifications that ``notify`` does not have."""
         is_wanted = self.kubernetes is not None and self.kubernetes.events
-        return is_wanted and all(target.format != KUBERNETES_FORMAT for target in self.notify)
+        return is_wanted and not self.has_node_events
+
+    @property
+    def uses_kubernetes(self) -> bool:
+        """Whether the agent itself tells a Kubernetes cluster anything."""
+        return self.kubernetes is not None or self.has_node_events
+
+
+def is_drain_command(hook: Hook) -> bool:
+    """Whether the hook is the agent's own ``kubernetes drain`` or ``uncordon``."""
+    run = hook.run or ()
+    return run[1:2] == ("kubernetes",) and PurePosixPath(run[0]).name == _OWN_NAME
 
 
 class TableAddress(NamedTuple):
