@@ -14,8 +14,8 @@ import scheduled_events_agent
 ROOT = Path(scheduled_events_agent.__file__).parent
 # Modules and folders that read no clock, file or socket.
 PURE = {
-    "hooks.durations", "imds.api_version", "imds.compare", "imds.document", "imds.endpoint", "imds.text", "policy",
-    "status", "telemetry.log_ids", "workflow",
+    "hooks.durations", "imds.api_version", "imds.compare", "imds.document", "imds.endpoint", "imds.text",
+    "kubernetes.conditions", "policy", "status", "telemetry.log_ids", "workflow",
 }  # fmt: skip
 
 # Folder -> the folders that its modules may import. No two of them import each other.
@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"host", "status", "workflow"},
     "notifications": {"host", "http", "imds", "policy", "status", "workflow"},
     "fleet": {"host", "http", "imds", "policy", "workflow"},
-    "kubernetes": {"fleet", "host", "http", "imds", "policy"},
+    "kubernetes": {"fleet", "host", "http", "imds", "notifications", "policy", "status", "workflow"},
     "web": {"engine", "host", "policy", "status", "store", "telemetry", "workflow"},
     "engine": {"hooks", "host", "imds", "notifications", "policy", "status", "store", "telemetry", "workflow"},
     "daemon": {
@@ -229,11 +229,31 @@ def test_a_running_agent_has_loaded_all_of_its_modules() -> None:
         for name in wanted
         if not is_in(
             name,
-            {f"scheduled_events_agent.{one}" for one in ("fleet", "daemon.fleet", "kubernetes")},
+            {f"scheduled_events_agent.{one}" for one in ("fleet", "daemon.fleet", "kubernetes", "daemon.node")},
         )
     }
     assert (wanted & {dotted_name_of(path) for path in files()}) - set(loaded) == set()
     assert [name for name in loaded if name.startswith("scheduled_events_agent.kubernetes")] == []
+
+
+def test_an_agent_that_need_not_tell_a_cluster_loads_nothing_of_it(tmp_path: Path) -> None:
+    here = "imds: {endpoint: 'http://127.0.0.1:9'}\nagent: {listen: 'off'}"
+    (tmp_path / "policy.yaml").write_text(f"{here}\nnotify: [{{name: chat, to: 'http://127.0.0.1:9/'}}]")
+    program = (
+        "import sys, threading, scheduled_events_agent.cli.run as run\n"
+        "with run.open_daemon(config='policy.yaml', state_dir='state', is_observing=True, stop_timeout=1,"
+        " set_up_log=lambda *_: None) as daemon:\n"
+        "    threading.Timer(0.5, daemon.stop).start()\n"
+        "    daemon.run()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    *_, names = done.stdout.splitlines()  # after the log
+    assert "scheduled_events_agent.daemon.notifier" in names.split()
+    cluster = {"scheduled_events_agent.kubernetes", "scheduled_events_agent.daemon.node"}
+    assert {name for name in names.split() if is_in(name, cluster)} == set()
 
 
 @pytest.mark.parametrize("module", ["completion", "history", "operator", "status"])

@@ -96,6 +96,7 @@ def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
     metrics.set_attention([needed])
     metrics.add_fleet()
     metrics.fleet_requests.labels("put", "ok").inc()
+    metrics.add_kubernetes()
 
 
 def table(metrics: Metrics) -> Iterator[str]:

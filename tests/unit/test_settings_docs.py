@@ -18,6 +18,7 @@ from scheduled_events_agent.policy.settings import (
     FleetCredential,
     FleetSettings,
     ImdsSettings,
+    KubernetesSettings,
     LogSettings,
     NotifyTarget,
     SecretFile,
@@ -29,7 +30,7 @@ from scheduled_events_agent.policy.typed_yaml import default_of
 ROOT = Path(__file__).parents[2]
 TYPES = (
     Settings, Rule, When, Hook, MaintenanceWindow, VmSettings, ImdsSettings, AgentSettings, LogSettings,
-    NotifyTarget, SecretFile, FleetSettings, FleetCredential,
+    NotifyTarget, SecretFile, FleetSettings, FleetCredential, KubernetesSettings,
 )  # fmt: skip
 # The only key of the type that is missing here stands with the values of those that take it.
 TABLES = tuple(type_ for type_ in TYPES if type_ is not SecretFile)
@@ -74,7 +75,7 @@ def table_of(type_: type[msgspec.Struct]) -> str:
         default = default_of(item)
         if default is msgspec.NODEFAULT:
             shown = "required"
-        elif default in (None, (), {}) or isinstance(default, msgspec.Struct) or item.name == "rules":
+        elif default in (None, "", (), {}) or isinstance(default, msgspec.Struct) or item.name == "rules":
             shown = "see below" if item.name == "rules" else ""
         else:
             value = plain(default, item.type)

@@ -56,6 +56,9 @@ class _Event(msgspec.Struct):
     kind: Literal["Event"]
 
 
+_EVENT = msgspec.json.Decoder(_Event)
+
+
 class EventSender:
     """Posts notifications as events about one node. For one thread."""
 
@@ -72,7 +75,7 @@ class EventSender:
         try:
             node = self._find_node(end_at)
             event = event_of(notification, node.name, self._uid)
-            node.client.send("POST", PATH, _Event, body=event, seconds=end_at - time.monotonic())
+            node.client.send("POST", PATH, _EVENT, body=event, seconds=end_at - time.monotonic())
         except ApiError as error:
             if error.status == 409:
                 return Delivered(status=409, answer="")

@@ -39,6 +39,9 @@ class _Node(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
+_NODE = msgspec.json.Decoder(_Node)
+
+
 class ObservedNode(NamedTuple):
     """A node as the API server has it."""
 
@@ -59,7 +62,7 @@ class NodeStatus:
 
     def read(self, seconds: float = REQUEST_SECONDS) -> ObservedNode:
         """Ask for the node. Raises OtherMachineError, too."""
-        node, date = self.client.send("GET", self._path, _Node, seconds=seconds)
+        node, date = self.client.send("GET", self._path, _NODE, seconds=seconds)
         told = node.status.info.boot_id
         if told and self._boot_id and told != self._boot_id:
             text = f"node {self.name} is another machine (bootID {clean_text(told)}, here {self._boot_id})"
@@ -70,7 +73,7 @@ class NodeStatus:
         """Write these conditions; the node as it is then."""
         body = {"status": {"conditions": list(conditions)}}
         node, date = self.client.send(
-            "PATCH", f"{self._path}/status", _Node, body=body, is_strategic=True, seconds=seconds
+            "PATCH", f"{self._path}/status", _NODE, body=body, is_strategic=True, seconds=seconds
         )
         return _observed(node, date)
 

@@ -57,6 +57,9 @@ class _Review(msgspec.Struct):
     status: _Decision
 
 
+_REVIEW = msgspec.json.Decoder(_Review)
+
+
 def may(client: Client, right: Right, node: str) -> bool:
     """Whether the account has the right, about this node and its pods. Raises ApiError."""
     resource, _, subresource = right.resource.partition("/")
@@ -76,4 +79,4 @@ def may(client: Client, right: Right, node: str) -> bool:
         "kind": "SelfSubjectAccessReview",
         "spec": {"resourceAttributes": attributes},
     }
-    return client.send("POST", _PATH, _Review, body=review).value.status.allowed
+    return client.send("POST", _PATH, _REVIEW, body=review).value.status.allowed

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from scheduled_events_agent.policy.durations import format_duration
-from scheduled_events_agent.policy.settings import Settings
+from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, Settings
 from scheduled_events_agent.policy.typed_yaml import TIME, default_of, meta_kinds, unwrap_annotated
 
 
@@ -17,6 +17,8 @@ def policy_schema() -> dict[str, Any]:
     schema = json_schema(Settings)
     schema["$defs"]["Hook"]["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}]
     schema["$defs"]["FleetSettings"]["oneOf"] = [{"required": ["table"]}, {"required": ["leases"]}]
+    is_of_cluster = {"properties": {"format": {"const": KUBERNETES_FORMAT}}, "required": ["format"]}
+    schema["$defs"]["NotifyTarget"] |= {"if": is_of_cluster, "else": {"required": ["to"]}}
     return {"title": "Policy of scheduled-events-agent", **schema}
 
 
