@@ -19,6 +19,8 @@ from kube_objects import (
     PODS,
     POLICIES,
     POLICY_BINDINGS,
+    RESOURCES,
+    REVIEWS,
     ROLE_BINDINGS,
     ROLES,
     SERVICE_ACCOUNTS,
@@ -35,6 +37,7 @@ _OWN_NODE = (
     "request.resource.resource == 'nodes' ? object.metadata.name == variables.node"
     " : oldObject.spec.nodeName == variables.node"
 )
+_REVIEWED = {"verb", "group", "resource", "subresource", "namespace", "name", "fieldSelector"}
 _ACCOUNT = re.compile(r"request\.userInfo\.username == '([^']+)'")
 
 
@@ -121,7 +124,7 @@ class Access:
 
     def authorize(self, call: Call) -> None:
         """Raises ApiError 403 if the user may not do this with any object."""
-        if call.user.is_admin:
+        if call.user.is_admin or call.resource is REVIEWS:  # which everyone may create about himself
             return
         why: str | None
         if call.user.is_kubelet:
@@ -135,6 +138,26 @@ class Access:
         attempt = f'cannot {call.verb} resource "{call.path}" in API group "{call.resource.group}" {scope}'
         reason = f'User "{call.user.name}" {attempt}{why}'
         raise forbidden(call.resource.plural, call.resource.group, call.name, reason)
+
+    def review(self, call: Call) -> Object:
+        """Whether the sender of this review may do what it asks for, by authorization alone."""
+        asked: Object = call.body["spec"]["resourceAttributes"]
+        if unknown := set(asked) - _REVIEWED:
+            raise UnknownError(f"a review of {sorted(unknown)}")
+        resource = {(one.group, one.plural): one for one in RESOURCES}[asked["group"], asked["resource"]]
+        query = {}
+        for term in asked.get("fieldSelector", {}).get("requirements", ()):
+            if term["operator"] != "In" or len(term["values"]) != 1:
+                raise UnknownError("a review of another selector than key=value")
+            query["fieldSelector"] = f"{term['key']}={term['values'][0]}"
+        wanted = Call(
+            call.user, asked["verb"], resource, asked["subresource"], asked["namespace"], asked["name"], query
+        )
+        try:
+            self.authorize(wanted)
+        except ApiError as error:
+            return {**call.body, "status": {"allowed": False, "reason": error.body["message"]}}
+        return {**call.body, "status": {"allowed": True}}
 
     def admit(self, call: Call, old: Object | None, new: Object | None = None) -> None:
         """Raises ApiError if the user may do this, but not with this object, or not this change to it."""

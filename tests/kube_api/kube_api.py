@@ -46,6 +46,7 @@ from kube_objects import (
     PODS,
     POLICIES,
     RESOURCES,
+    REVIEWS,
     SERVICE_ACCOUNTS,
     Object,
     Resource,
@@ -321,6 +322,8 @@ class KubeApi:
 
     def _create(self, call: Call) -> tuple[int, Object]:
         is_dry_run = "dryRun" in call.query
+        if call.resource is REVIEWS:
+            return 201, self.access.review(call)
         if call.subresource == "eviction":
             self.access.admit(call, self.store.get(PODS, call.namespace, call.name))
             return 201, self.evictions.evict(call.namespace, call.name, call.body, is_dry_run=is_dry_run)

@@ -77,9 +77,13 @@ POLICIES = Resource(_ADMISSION, "validatingadmissionpolicies", "ValidatingAdmiss
 POLICY_BINDINGS = Resource(
     _ADMISSION, "validatingadmissionpolicybindings", "ValidatingAdmissionPolicyBinding", is_namespaced=False
 )
+REVIEWS = Resource(
+    "authorization.k8s.io", "selfsubjectaccessreviews", "SelfSubjectAccessReview", is_namespaced=False
+)
+"""What the sender may do; nothing is stored."""
 RESOURCES = (
     NODES, NAMESPACES, PODS, EVENTS, CONFIG_MAPS, SERVICE_ACCOUNTS, LEASES, BUDGETS, DAEMON_SETS, REPLICA_SETS,
-    STATEFUL_SETS, JOBS, ROLES, ROLE_BINDINGS, POLICIES, POLICY_BINDINGS,
+    STATEFUL_SETS, JOBS, ROLES, ROLE_BINDINGS, POLICIES, POLICY_BINDINGS, REVIEWS,
 )  # fmt: skip
 
 

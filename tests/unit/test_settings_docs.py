@@ -134,6 +134,7 @@ def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> N
     text = (ROOT / "config/policy.yaml").read_text()
     text = text.replace("hooks: {}", "hooks:").replace("maintenance_windows: {}", "maintenance_windows:")
     text = text.replace("notify: []", "notify:").replace("# fleet:", "fleet:")
+    text = text.replace("# kubernetes:", "kubernetes:")
     head, rules = text.split("# Every key that a rule can have is here; only the name is needed.\n")
     rules = re.sub(r"^  # ( *[-a-z])", r"  \1", rules, count=0, flags=re.MULTILINE)
     rules = re.sub(r"^#( {2,})", r"\1", rules, flags=re.MULTILINE)
@@ -141,9 +142,11 @@ def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> N
     assert [rule.name for rule in settings.rules] == ["user-initiated", "short-freeze", "impactful"]
     assert list(settings.hooks) == ["drain", "checkpoint", "resume"]
     assert list(settings.maintenance_windows) == ["night"]
-    assert [target.name for target in settings.notify] == ["ops"]
+    assert [target.name for target in settings.notify] == ["ops", "kubernetes"]
     assert settings.fleet is not None
     assert settings.fleet.max_events == 1
+    assert settings.kubernetes is not None
+    assert settings.kubernetes.node == "vm-1"
     assert format_duration(settings.rules[2].lead or 0) == "15m"
 
 
