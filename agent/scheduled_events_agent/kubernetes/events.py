@@ -120,7 +120,11 @@ def event_of(notification: Notification, node: str, uid: str) -> dict[str, Any]:
 def _message(notification: Notification) -> str:
     event = notification.event
     title = notification_title(notification.kind, event, notification.vm, notification.outcome, notification.at)
-    named = f"{title} (event {event.id[:SHORT_ID]})"
+    start = ""
+    has_start = notification.kind == "seen"  # in its addition
+    if event.not_before is not None and notification.seconds_left is not None and not has_start:
+        start = f", not before {event.not_before:%Y-%m-%dT%H:%MZ}"
+    named = f"{title} (event {event.id[:SHORT_ID]}{start})"
     return ": ".join(filter(None, [named, notification.addition]))[:_MAX_MESSAGE]
 
 
