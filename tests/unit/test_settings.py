@@ -110,6 +110,12 @@ def test_errors_have_the_documented_form() -> None:
         ("\nfleet: {leases: Web}", 'fleet.leases: expected the name of a namespace, or "" for that of the pod; got "Web"'),
         ("\nfleet: {leases: web, credential: managed-identity}", "fleet.credential: credential is for a table only: take it out"),
         ("\nfleet: {leases: web, proxy: environment}", "fleet.proxy: proxy is for a table only: take it out"),
+        ("\nnotify: [{name: a}]", 'notify[0]: the key "to" is missing'),
+        ("\nnotify: [{name: a, format: slack, to: ''}]", "notify[0].to: expected a URL such as https://example.com/hook; it is not shown here, for it may be secret"),
+        ("\nnotify: [{name: a, format: kubernetes, to: 'https://x'}]", "notify[0].to: does not go with format kubernetes, which uses the account of the section kubernetes"),
+        ("\nnotify: [{name: a, format: kubernetes, ca_file: /c}]", "notify[0].ca_file: does not go with format kubernetes, which uses the account of the section kubernetes"),
+        ("\nkubernetes: {kubeconfig: k}", 'kubernetes.kubeconfig: expected an absolute path; got "k"'),
+        ("\nkubernetes: {}\nnotify: [{name: kubernetes, to: 'https://x'}]", "kubernetes.events: the target of notify that is called kubernetes has another format: rename it, or write false"),
         ("\nfleet: {table: 'https://a.example/x'}", "fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits and is not tables; it is not shown here, for it may be secret"),
         ("\nfleet: {table: 'https://a.example/Tables'}", "fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits and is not tables; it is not shown here, for it may be secret"),
         ("\nfleet: {table: 'https://a.blob.core.windows.net/abc'}", "fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits and is not tables; it is not shown here, for it may be secret"),
@@ -425,6 +431,32 @@ def test_a_window_of_a_rule_that_does_not_approve_is_a_warning() -> None:
     text = "maintenance_windows: {night: {start: 02:00, length: 4h}}\nrules: [{name: a, approve: manual, window: night}]"
     assert warnings(text) == [
         "policy.yaml:2: rules[0].window: does nothing with approve: manual, as only events that are approved begin in it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kubernetes", "command", "warning"),
+    [
+        ("lifecycle_conditions: true", "drain, --conditions", ""),
+        ("", "drain", ""),
+        ("lifecycle_conditions: true", "drain, --timeout, 5m", "tells no lifecycle condition, and the agent does"),
+        ("", "uncordon, --conditions", "tells lifecycle conditions, and the agent does not"),
+    ],
+)
+def test_only_one_half_of_the_lifecycle_conditions_is_a_warning(
+    kubernetes: str, command: str, warning: str
+) -> None:
+    run = f"/usr/bin/scheduled-events-agent, kubernetes, {command}"
+    found = warnings(f"kubernetes: {{{kubernetes}}}\non_clear: [a]\nhooks:\n  a: {{run: [{run}]}}\n")
+    assert [one.partition(": hooks.a.run: ")[2].partition(":")[0] for one in found] == (
+        [warning] if warning else []
+    )
+
+
+def test_a_section_that_tells_a_cluster_nothing_is_a_warning() -> None:
+    text = "kubernetes: {condition: false, events: false}"
+    assert warnings(text) == [
+        "policy.yaml:1: kubernetes: does nothing: condition, lifecycle_conditions and events are false"
     ]
 
 
