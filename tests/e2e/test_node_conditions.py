@@ -310,9 +310,34 @@ def test_an_agent_that_is_killed_right_after_its_patch_goes_on(
     cluster.check_times()
 
 
-def start_plain(agent: Agent, cluster: Cluster) -> None:
+def test_while_the_metadata_service_does_not_answer_the_condition_is_unknown(
+    sim: Simulator, agent: Agent, cluster: Cluster
+) -> None:
+    unknown = ("Unknown", "MetadataServiceUnavailable")
+    start_plain(agent, cluster, healthy_within="2s")
+    wait_until(lambda: cluster.now("ScheduledEvent") == FALSE, "nothing is pending")
+    sim.fault("vm-1", "reset", on="poll")
+    wait_until(lambda: cluster.now("ScheduledEvent") == unknown, "it is not known what is pending")
+    assert agent.get("/healthz")[0] == 503
+    sim.clear_faults()
+    wait_until(lambda: cluster.now("ScheduledEvent") == FALSE, "it is known again")
+    cluster.check_times()
+
+
+def test_an_agent_that_only_observes_tells_the_event_too(sim: Simulator, agent: Agent, cluster: Cluster) -> None:
+    start_plain(agent, cluster, mode="observe")
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    wait_until(lambda: cluster.now("ScheduledEvent") == SCHEDULED, "it is told")
+    sim.start_event(event)
+    finish(sim, agent, cluster, event)
+    assert agent.ran() == []
+    wait_until(lambda: cluster.events()[-1:] == ["Recovered"], "all events are posted")
+
+
+def start_plain(agent: Agent, cluster: Cluster, **settings: str) -> None:
     """Start an agent whose hooks have nothing to do with the cluster."""
     agent.write_policy(
+        agent=settings,
         rules=[{"name": "all", "prepare": ["note"], "recover": ["note"], "approve": "when-prepared"}],
         hooks=agent.hooks("note"),
         kubernetes={"node": "vm-1", "kubeconfig": cluster.kubeconfig},
@@ -337,7 +362,7 @@ def test_kubectl_shows_conditions_and_events(
     wait_until(lambda: cluster.events()[-1:] == ["Started"], "its start is told")
     wait_until(lambda: cluster.now("MaintenanceInProgress") == TRUE, "maintenance is told")
     shown = kubectl("describe", "node", "vm-1")
-    print(shown)
+    print(shown)  # for the page
     for row in (
         r"ScheduledEvent +True .* RebootStarted +Reboot [0-9A-F]{8} from Platform, started$",
         r"MaintenanceInProgress +True .* ScheduledEvent +Reboot [0-9A-F]{8} from Platform$",
@@ -351,3 +376,8 @@ def test_kubectl_shows_conditions_and_events(
     printed = kubectl("get", "node", "vm-1", "-o", f"jsonpath={path}").split()
     assert {"ScheduledEvent=True", "MaintenanceInProgress=True", "Drained=True", "Ready=True"} <= set(printed)
     assert event.startswith(re.findall(r"Reboot ([0-9A-F]{8}) from", shown)[0])
+    started.stop()
+    gone = '{"status":{"conditions":[{"type":"ScheduledEvent","$patch":"delete"}]}}'
+    kubectl("patch", "node", "vm-1", "--subresource=status", "--type=strategic", f"--patch={gone}")
+    assert cluster.now("ScheduledEvent") == ("", "")
+    assert cluster.now("Ready")[0] == "True"

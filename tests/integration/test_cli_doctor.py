@@ -338,7 +338,7 @@ def test_an_invalid_policy_fails_with_every_error_and_other_checks_run(
     assert {one["check"] for one in checks} == DOCUMENTED
     assert [(one["check"], one["message"]) for one in checks if one["severity"] == "skipped"] == [
         (name, "waits for the check policy")
-        for name in ("hooks", "secrets", "permissions", "fleet", "notifications")
+        for name in ("hooks", "secrets", "permissions", "fleet", "kubernetes", "notifications")
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_access import Call, service_account
+from kube_access import Call, kubelet, service_account
 from kube_api import KubeApi
 from kube_controllers import ENDS_AFTER
 from kube_objects import NODES, PODS, ROLE_BINDINGS, ROLES, Object, is_ready
@@ -222,6 +222,14 @@ def test_a_metadata_service_that_does_not_answer_makes_it_unknown(cluster: Clust
         wait_until(lambda: cluster.told() == unknown, "it is unknown")
 
 
+def test_the_account_of_a_kubelet_may_tell_its_own_node(cluster: Cluster) -> None:
+    kubeconfig = cluster.api.kubeconfig(kubelet("vm-1"), certificate=True)
+    with telling(KubernetesSettings(kubeconfig=str(kubeconfig), lifecycle_conditions=True)) as agent:
+        agent.publish(an_event(), "current")
+        wait_until(lambda: len(cluster.told()) == 2, "it is told")
+    assert {one.call.user.name for one in cluster.api.seen()} == {"system:node:vm-1"}
+
+
 def test_a_patch_names_no_version_and_times_are_whole_seconds(cluster: Cluster) -> None:
     with telling(cluster.settings()) as agent:
         agent.publish(an_event(), "current")
@@ -232,7 +240,8 @@ def test_a_patch_names_no_version_and_times_are_whole_seconds(cluster: Cluster) 
         wait_until(lambda: cluster.told() != PLANNED, "the start is told")
         after = cluster.conditions()["ScheduledEvent"]
     assert [one.call.body.keys() for one in cluster.api.seen("patch")] == [{"status"}, {"status"}]
-    assert before["lastTransitionTime"] == before["lastHeartbeatTime"] == after["lastTransitionTime"]
+    since = before["lastHeartbeatTime"]
+    assert (before["lastTransitionTime"], after["lastTransitionTime"]) == (since, since)
     assert after["lastHeartbeatTime"] > before["lastHeartbeatTime"]
     assert len(before["lastHeartbeatTime"]) == len("2026-11-24T12:00:00Z")
 
@@ -320,7 +329,7 @@ def test_two_agents_on_one_node_write_the_same(cluster: Cluster) -> None:
             one.publish(workflows, "current")
             other.publish(workflows, "current")
         wait_until(lambda: cluster.told() == {"ScheduledEvent": ("False", "NoScheduledEvent")}, "both are done")
-    assert one.logged() == other.logged() == []
+    assert (one.logged(), other.logged()) == ([], [])
     assert {one.status for one in cluster.api.seen()} == {200}
 
 
@@ -546,7 +555,7 @@ def test_a_drain_of_a_node_that_is_gone_has_nothing_to_tell(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.remove_node()
-    assert call(cluster, "drain") == call(cluster, "uncordon") == 0
+    assert (call(cluster, "drain"), call(cluster, "uncordon")) == (0, 0)
     assert "not told" not in capsys.readouterr().out
 
 
@@ -555,7 +564,7 @@ def test_conditions_of_another_are_left_alone_by_the_commands(cluster: Cluster) 
     for type_ in ("DrainInProgress", "Drained"):
         cluster.set_condition(type_, "True", "KubectlDrain")
     before = cluster.told()
-    assert call(cluster, "drain") == call(cluster, "uncordon") == 0
+    assert (call(cluster, "drain"), call(cluster, "uncordon")) == (0, 0)
     assert cluster.told() == before
     assert cluster.patches() == 0
 
@@ -630,6 +639,14 @@ def test_doctor_says_that_all_is_well(cluster: Cluster, doctor: Callable[..., li
         f"{cluster.api.url} answers {cluster.kubeconfig}, which has all rights; node vm-1 is"
     )
     assert cluster.node == before
+
+
+def test_doctor_finds_all_rights_of_a_kubelet(
+    cluster: Cluster, doctor: Callable[..., list[tuple[str, str]]]
+) -> None:
+    cluster.kubeconfig = str(cluster.api.kubeconfig(kubelet("vm-1"), certificate=True))
+    ((severity, message),) = doctor(DRAINS)
+    assert severity == "ok", message
 
 
 def test_doctor_names_each_right_that_is_missing_and_what_needs_it(

@@ -62,7 +62,7 @@ _QUERY = {"limit", "continue", "fieldSelector", "labelSelector", "resourceVersio
           "fieldManager", "fieldValidation"}  # fmt: skip
 _SUBRESOURCES = {
     PODS: {"PATCH": "status", "POST": "eviction"},
-    NODES: {"PATCH": "status"},
+    NODES: {"GET": "status", "PATCH": "status"},
     BUDGETS: {"PATCH": "status"},
     SERVICE_ACCOUNTS: {"POST": "token"},
 }

@@ -105,6 +105,7 @@ class NodeThread:
         if settings != self._settings:
             self._settings = settings
             self._node = self._conditions = None
+            self._not_before = 0.0
             self._backoff.reset()
         if settings is None or not (settings.condition or settings.lifecycle_conditions):
             self._metrics.kubernetes_unavailable.set(0)
