@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ from scheduled_events_agent.daemon import node as module
 from scheduled_events_agent.daemon.node import NodeThread
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.kubernetes import drain
+from scheduled_events_agent.kubernetes.client import ApiError
+from scheduled_events_agent.kubernetes.conditions import Condition
+from scheduled_events_agent.kubernetes.node_status import ObservedNode
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.settings import KubernetesSettings
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -471,6 +475,77 @@ def test_with_nothing_to_tell_it_sleeps_until_the_next_check(
     assert waits[steps - 1] is not None
     assert 479 < waits[steps - 1] <= 720  # type: ignore[operator]
     assert cluster.requests() == [("get", "nodes", 200), ("patch", "nodes/status", 200)]
+
+
+class FakeNode:
+    """A node whose API server answers, or does not."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.is_away = False
+        self._conditions: dict[str, Condition] = {}
+
+    def read(self) -> ObservedNode:
+        return self._answer("GET")
+
+    def write(self, conditions: Iterable[Condition]) -> ObservedNode:
+        answer = self._answer("PATCH")
+        self._conditions |= {one.type: one for one in conditions}
+        return answer._replace(conditions=dict(self._conditions))
+
+    def _answer(self, method: str) -> ObservedNode:
+        self.requests.append(method)
+        if self.is_away:
+            raise ApiError("the API server: connection refused", kind="unavailable", is_outage=True)
+        return ObservedNode("uid", dict(self._conditions), None)
+
+
+class Hours:
+    """The thread's steps by a clock of their own, as if it slept between them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.node = FakeNode()
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        settings = KubernetesSettings()
+        node: Any = self.node
+        self.thread = NodeThread(Metrics(list), settings, lambda _: node)
+
+    def live(self, seconds: float) -> int:
+        """How often it wakes up in this time."""
+        end_at = self.now + seconds
+        count = 0
+        while self.now < end_at:
+            count += 1
+            self.now += self.thread._step(self.thread._input) or float("inf")
+        return count
+
+
+def test_with_nothing_to_tell_it_asks_once_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = Hours(monkeypatch)
+    hours.thread.publish(NOTHING, "current")
+    hours.live(1)
+    assert hours.node.requests == ["GET", "PATCH"]
+    day = 24 * 3600
+    wake_ups = hours.live(day)
+    assert hours.node.requests[2:] == ["GET"] * wake_ups
+    assert day / 720 <= wake_ups <= day / 480 + 1
+    assert abs(wake_ups - day / 600) < 10
+
+
+def test_an_api_server_that_is_away_for_ten_minutes_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = Hours(monkeypatch)
+    with capture_logs() as entries:
+        hours.thread.publish(an_event(), "current")
+        hours.live(1)
+        hours.node.is_away = True
+        hours.thread.publish(an_event("Started", was_started=True), "current")
+        tries = hours.live(600)
+        hours.node.is_away = False
+        hours.live(1)
+    assert [entry["event"] for entry in entries] == [FAILS, WORKS]
+    assert 15 <= tries <= 30  # 1, 2, 4 ... 60 s, less up to half
+    assert hours.node.requests[-2:] == ["GET", "PATCH"]
 
 
 # The commands.
