@@ -260,7 +260,7 @@ def test_ages_go_by_the_clock_of_the_api_server(api: KubeApi) -> None:
             "this account may not list Leases in the namespace events: the API server does",
         ),
         ("web page", "bad_response", "the API server's answer is not one of Kubernetes"),
-        ("endless", "bad_response", "over 16 MiB"),
+        ("endless", "bad_response", "over 8 MiB"),
         ("broken off", "unreachable", "the API server: "),
         ("trickle", "timeout", "no whole answer in time"),
     ],

@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Looks at the metadata service, the clock, the policy, hooks, notifications, a Kubernetes cluster, state, "
         "service, and at other agents that approve events, and says what to do. Approves nothing, runs no hook, "
-        "changes nothing on this machine; with a fleet it writes a record to its store and deletes it. Exit code 0: "
-        "no error; 1: an error was found."
+        "changes nothing on this machine; with a fleet it writes a record to its store and deletes it. Exit code "
+        "0: no error; 1: an error was found."
     )
     add_state_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -16,11 +16,11 @@ from scheduled_events_agent.cli.terminal import print_json, printable
 from scheduled_events_agent.kubernetes.account import find_account, find_node
 from scheduled_events_agent.kubernetes.background import Background, InterruptedDrainError
 from scheduled_events_agent.kubernetes.client import ApiError, Client
+from scheduled_events_agent.kubernetes.condition_writer import ConditionWriter
 from scheduled_events_agent.kubernetes.conditions import UNCORDONED, drain_begins, drain_ended
 from scheduled_events_agent.kubernetes.drain import Drain, PodReport
 from scheduled_events_agent.kubernetes.node import Cordoned, NodeClient
 from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
-from scheduled_events_agent.kubernetes.teller import Teller
 from scheduled_events_agent.policy.durations import parse_duration, plural
 from scheduled_events_agent.status import SCHEMA_VERSION
 
@@ -30,8 +30,8 @@ _BY_HAND_SECONDS = {"drain": 1800.0, "uncordon": 60.0}
 _LAST_RESORT_SECONDS = 60.0
 _MAX_NAMED = 10
 # How long the end waits until the conditions are told; shorter after a signal, as the agent kills it soon.
-_TELL_SECONDS = 2.0
-_TELL_AFTER_SIGNAL_SECONDS = 0.5
+_WRITE_SECONDS = 2.0
+_WRITE_AFTER_SIGNAL_SECONDS = 0.5
 _SIGNAL = "ended by a signal"
 
 
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--conditions",
             action="store_true",
-            help="tell the conditions DrainInProgress and Drained of the node (alpha in Kubernetes)",
+            help="set the conditions DrainInProgress and Drained of the node (alpha in Kubernetes)",
         )
         action.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     drain.add_argument(
@@ -143,7 +143,7 @@ def _drain(arguments: argparse.Namespace) -> int:
         last_resort = min(seconds / 2, _LAST_RESORT_SECONDS) if ends_vm else 0.0
     background = _interruptible()
     client, node, status = _connect(arguments, background, begun_at + seconds)
-    teller = Teller(status, _printer(arguments), is_on=arguments.conditions)
+    conditions = ConditionWriter(status, _printer(arguments), is_on=arguments.conditions)
     event_id = os.environ.get("SCHEDULED_EVENT_ID") or "by-hand"
     drain = Drain(
         client,
@@ -158,7 +158,7 @@ def _drain(arguments: argparse.Namespace) -> int:
     failure = ""
     try:
         cordon = node.cordon_node(event_id)
-        teller.tell(drain_begins(event_id))
+        conditions.write(drain_begins(event_id))
         is_drained = drain.run(cordon)
     except OtherMachineError as error:
         raise AgentError(str(error), kind="usage") from None
@@ -169,8 +169,8 @@ def _drain(arguments: argparse.Namespace) -> int:
         is_drained = False
         failure = _SIGNAL
     if cordon is not None:
-        teller.tell(drain_ended(is_drained=is_drained, event_id=event_id))
-        teller.close(_TELL_AFTER_SIGNAL_SECONDS if failure == _SIGNAL else _TELL_SECONDS)
+        conditions.write(drain_ended(is_drained=is_drained, event_id=event_id))
+        conditions.close(_WRITE_AFTER_SIGNAL_SECONDS if failure == _SIGNAL else _WRITE_SECONDS)
     if arguments.json:
         print_json(
             DrainResult(

@@ -46,7 +46,8 @@ def connect(
     if fleet.leases is not None:
         from scheduled_events_agent.kubernetes import leases  # noqa: PLC0415  # few policies need it
 
-        return leases.connect(fleet.leases, group, on_request, kubeconfig=None, partition=partition)
+        kubeconfig = settings.kubernetes.kubeconfig if settings.kubernetes else None
+        return leases.connect(fleet.leases, group, on_request, kubeconfig=kubeconfig, partition=partition)
     from scheduled_events_agent.fleet import table  # noqa: PLC0415  # Leases do not need it
 
     return table.connect(fleet, group, resolve_endpoint(settings.imds.endpoint), on_request, partition=partition)
@@ -65,13 +66,19 @@ class _Input(NamedTuple):
     def store(self) -> tuple[object, ...]:
         """The parts of the policy that say where the records are."""
         fleet = self.settings.fleet
-        return fleet and (fleet.table, fleet.leases, fleet.group), self.settings.imds.endpoint
+        return fleet and (fleet.table, fleet.leases, fleet.group), *self._account
 
     @property
     def key(self) -> tuple[object, ...]:
         """If this changes, the store is opened again."""
         fleet = self.settings.fleet
-        return fleet, (fleet and fleet.group) or self.group, self.vm_id, self.settings.imds.endpoint
+        return fleet, (fleet and fleet.group) or self.group, self.vm_id, *self._account
+
+    @property
+    def _account(self) -> tuple[object, ...]:
+        """From where the credentials for the store are."""
+        kubernetes = self.settings.kubernetes
+        return self.settings.imds.endpoint, kubernetes and kubernetes.kubeconfig
 
 
 class FleetThread:

@@ -8,7 +8,7 @@ pods.py         which pods of the node have to go
 drain.py        evicts them, in the time there is
 conditions.py   what the node's conditions should be, and what has to be written for it (pure)
 node_status.py  reads and writes them
-teller.py       tells them beside a drain
+condition_writer.py  writes them beside a drain
 own_node.py     the account and the node that the policy names
 rights.py       what the account must be allowed to do, and whether it is
 events.py       events about the node: a format of notifications

@@ -99,9 +99,9 @@ def find_account(kubeconfig: str | None, environ: Mapping[str, str], mounted: Pa
             token=mounted / "token",
         )
     else:
+        place = credential if credential.is_absolute() else "$CREDENTIALS_DIRECTORY/kubeconfig"
         raise AccountError(
-            "there is no account for the cluster: give --kubeconfig FILE, set KUBECONFIG, or put one there:"
-            f" {credential if credential.is_absolute() else '$CREDENTIALS_DIRECTORY/kubeconfig'}"
+            f"there is no account for the cluster: give --kubeconfig FILE, set KUBECONFIG, or put one there: {place}"
         )
     try:
         account.read_token()

@@ -10,7 +10,6 @@ Source: recorded answers of an API server 1.36.
 """
 
 import hashlib
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,11 +109,8 @@ def connect(
 
     ``kubeconfig``: None takes the first account that a hook of this agent would find.
     """
-    environ = {**os.environ}
-    if credentials := processes.base_environment(None).get("CREDENTIALS_DIRECTORY"):
-        environ["CREDENTIALS_DIRECTORY"] = credentials
     try:
-        account = find_account(kubeconfig, environ, mounted)
+        account = find_account(kubeconfig, processes.base_environment(None), mounted)
         if not namespace:
             namespace = host.read_small_file(mounted / "namespace", _MAX_NAMESPACE_BYTES).decode("ascii").strip()
     except AccountError as error:

@@ -33,10 +33,10 @@ if sys.platform == "win32":
 
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# In a pod, the last three lead ``kubernetes drain`` to the API server and to its own node.
+# The last ones lead ``kubernetes drain`` to the API server and to its own node.
 _PASSED_ON = (
     "PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "CREDENTIALS_DIRECTORY",
-    "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBERNETES_NODE",
+    "KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBERNETES_NODE",
 )  # fmt: skip
 # Where hooks find their secrets, unless systemd has loaded credentials for the agent and says where these are.
 _CREDENTIALS = "/etc/scheduled-events-agent/credentials"

@@ -1,4 +1,4 @@
-"""Tells a node's state beside a drain, which never waits for it."""
+"""Writes a node's conditions beside a drain, which never waits for it."""
 
 import threading
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from scheduled_events_agent.kubernetes.conditions import NodeState, changes
 from scheduled_events_agent.kubernetes.node_status import NodeStatus
 
 
-class Teller:
-    """Tells one state after the other on a thread of its own. What fails is a line, and nothing else."""
+class ConditionWriter:
+    """Writes one state after the other on a thread of its own. What fails is a line, and nothing else."""
 
     def __init__(self, node: NodeStatus, on_line: Callable[[str], None], *, is_on: bool) -> None:
-        """``is_on`` False: nothing is told."""
+        """``is_on`` False: nothing is written."""
         self._node = node
         self._on_line = on_line
         self._is_on = is_on
@@ -24,12 +24,12 @@ class Teller:
         if is_on:
             self._thread.start()
 
-    def tell(self, state: NodeState) -> None:
-        """Tell this state after those before it. Returns at once."""
+    def write(self, state: NodeState) -> None:
+        """Write this state after those before it. Returns at once."""
         self._states.put(state)
 
     def close(self, seconds: float) -> None:
-        """Wait at most so long until all is told."""
+        """Wait at most so long until all is written."""
         self._states.put(None)
         if self._is_on:
             self._thread.join(seconds)
