@@ -196,7 +196,7 @@ def test_a_credential_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "kubeconfig").symlink_to("/etc/kubernetes/no-kubelet.conf")
     with pytest.raises(AccountError, match=rf"^{tmp_path}/kubeconfig: cannot be read: No such file"):
         find_account(None, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
-    with pytest.raises(AccountError, match=r"put one there: /nowhere/kubeconfig$"):
+    with pytest.raises(AccountError, match=r"put one at /nowhere/kubeconfig$"):
         find_account(None, {"CREDENTIALS_DIRECTORY": "/nowhere"})
 
 

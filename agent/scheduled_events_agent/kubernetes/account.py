@@ -99,9 +99,9 @@ def find_account(kubeconfig: str | None, environ: Mapping[str, str], mounted: Pa
             token=mounted / "token",
         )
     else:
-        place = credential if credential.is_absolute() else "$CREDENTIALS_DIRECTORY/kubeconfig"
+        where = credential if credential.is_absolute() else "$CREDENTIALS_DIRECTORY/kubeconfig"
         raise AccountError(
-            f"there is no account for the cluster: give --kubeconfig FILE, set KUBECONFIG, or put one there: {place}"
+            f"there is no account for the cluster: give --kubeconfig FILE, set KUBECONFIG, or put one at {where}"
         )
     try:
         account.read_token()
@@ -109,6 +109,14 @@ def find_account(kubeconfig: str | None, environ: Mapping[str, str], mounted: Pa
     except host.HostError as error:
         raise AccountError(f"{account.origin}: {error}") from None
     return account
+
+
+def agent_environ() -> Mapping[str, str]:
+    """The environment of an agent that looks for an account, with the credentials that its hooks get."""
+    from scheduled_events_agent.host import processes  # noqa: PLC0415  # psutil, which a drain does not need
+
+    credentials = processes.base_environment(None).get("CREDENTIALS_DIRECTORY", "")
+    return {**os.environ, "CREDENTIALS_DIRECTORY": credentials}
 
 
 def find_node(account: Account, given: str | None, environ: Mapping[str, str], host_name: str) -> NodeName:

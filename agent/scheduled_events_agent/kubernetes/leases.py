@@ -21,9 +21,8 @@ import msgspec
 
 from scheduled_events_agent import host
 from scheduled_events_agent.fleet.backend import MAX_RECORDS, BackendError, ErrorKind, OnRequest, Record, plain_key
-from scheduled_events_agent.host import processes
 from scheduled_events_agent.http.errors import HttpErrorKind
-from scheduled_events_agent.kubernetes.account import SERVICE_ACCOUNT, AccountError, find_account
+from scheduled_events_agent.kubernetes.account import SERVICE_ACCOUNT, AccountError, agent_environ, find_account
 from scheduled_events_agent.kubernetes.client import Answer, ApiError, Client
 
 LABEL = "scheduled-events-agent/group"
@@ -110,7 +109,7 @@ def connect(
     ``kubeconfig``: None takes the first account that a hook of this agent would find.
     """
     try:
-        account = find_account(kubeconfig, processes.base_environment(None), mounted)
+        account = find_account(kubeconfig, agent_environ(), mounted)
         if not namespace:
             namespace = host.read_small_file(mounted / "namespace", _MAX_NAMESPACE_BYTES).decode("ascii").strip()
     except AccountError as error:

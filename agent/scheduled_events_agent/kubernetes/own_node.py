@@ -3,8 +3,7 @@
 import socket
 
 from scheduled_events_agent import host
-from scheduled_events_agent.host import processes
-from scheduled_events_agent.kubernetes.account import Account, NodeName, find_account, find_node
+from scheduled_events_agent.kubernetes.account import Account, NodeName, agent_environ, find_account, find_node
 from scheduled_events_agent.kubernetes.client import Client
 from scheduled_events_agent.kubernetes.node_status import NodeStatus
 from scheduled_events_agent.policy.settings import KubernetesSettings
@@ -12,7 +11,7 @@ from scheduled_events_agent.policy.settings import KubernetesSettings
 
 def find_own_account(settings: KubernetesSettings) -> tuple[Account, NodeName]:
     """The account, and the name of this machine's node. Raises AccountError or HostError."""
-    environ = processes.base_environment(None)  # which names credentials, account and node to hooks, too
+    environ = agent_environ()
     account = find_account(settings.kubeconfig, environ)
     return account, find_node(account, settings.node, environ, socket.gethostname())
 

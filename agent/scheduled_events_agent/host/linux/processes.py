@@ -36,7 +36,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The last ones lead ``kubernetes drain`` to the API server and to its own node.
 _PASSED_ON = (
     "PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "CREDENTIALS_DIRECTORY",
-    "KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBERNETES_NODE",
+    "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBERNETES_NODE",
 )  # fmt: skip
 # Where hooks find their secrets, unless systemd has loaded credentials for the agent and says where these are.
 _CREDENTIALS = "/etc/scheduled-events-agent/credentials"
