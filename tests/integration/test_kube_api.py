@@ -23,6 +23,7 @@ from receiver import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
+RBAC = "rbac.authorization.k8s.io/v1"
 EVICTION = {"apiVersion": "policy/v1", "kind": "Eviction"}
 
 
@@ -199,6 +200,31 @@ def test_a_role_in_yaml_counts_and_a_token_names_its_node(api: KubeApi, ask: Ask
     api.access.revoke_token(token)
     assert ask("GET", "/api/v1/nodes/vm-1", token=token).status_code == 401
     assert [one.status for one in api.seen("get", "nodes", "vm-1")] == [200, 401]
+
+
+def test_a_role_counts_in_its_namespace_and_a_cluster_role_where_it_is_bound(api: KubeApi, ask: Ask) -> None:
+    role = {"apiVersion": RBAC, "kind": "Role", "metadata": {"name": "reader"}}
+    api.add({**role, "rules": [{"apiGroups": [""], "resources": ["events"], "verbs": ["list"]}]})
+    pods = {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": {"name": "pods"}}
+    api.add({**pods, "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]})
+    for kind, name in (("Role", "reader"), ("ClusterRole", "pods"), ("Role", "none")):
+        metadata = {"name": f"agent-{name}"}
+        subject = {"kind": "ServiceAccount", "name": "agent", "namespace": "kube-public"}
+        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name}
+        binding = {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": metadata, "roleRef": reference}
+        api.add({**binding, "subjects": [subject]})
+    token = api.access.issue_token(service_account("kube-public", "agent"))
+    paths = (
+        "namespaces/default/events",
+        "namespaces/default/pods",
+        "namespaces/kube-public/events",
+        "events",
+        "pods",
+    )
+    answers = [ask("GET", f"/api/v1/{path}", token=token).status_code for path in paths]
+    assert answers == [200, 200, 403, 403, 403]
+    other = api.access.issue_token(service_account("default", "agent"))
+    assert ask("GET", "/api/v1/namespaces/default/events", token=other).status_code == 403
 
 
 def test_a_kubeconfig_leads_a_kubelet_to_its_own_node(api: KubeApi) -> None:

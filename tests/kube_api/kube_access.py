@@ -1,7 +1,8 @@
 """Who asks, and whether they may: tokens, roles, the Node authorizer, NodeRestriction and an admission policy.
 
-Of admission policies only one is known: that an account may change only the node that its token names. Its
-expressions are not evaluated; they must be those that a real API server was tried with.
+Of admission policies two are known: that an account may change only the node that its token names, and that it may
+change only Leases whose name has a prefix. Their expressions are not evaluated here: they must be those of the
+first, which a real API server was tried with, or that of the second, which tests/system/test_chart.py evaluates.
 """
 
 import base64
@@ -15,6 +16,8 @@ from typing import Any
 from kube_objects import (
     EVENTS,
     LEASES,
+    NAMESPACED_ROLE_BINDINGS,
+    NAMESPACED_ROLES,
     NODES,
     PODS,
     POLICIES,
@@ -32,6 +35,10 @@ from kube_selection import parse_fields
 from kube_status import ApiError, UnknownError, forbidden
 
 _KUBELET = "system:node:"
+_LEASE_PREFIX = (
+    "request.operation == 'DELETE' ? oldObject.metadata.name.startsWith('sea-')"
+    " : object.metadata.name.startsWith('sea-')"
+)
 _OWN_NODE_VARIABLE = "request.userInfo.extra[?'authentication.kubernetes.io/node-name'][?0].orValue('')"
 _OWN_NODE = (
     "request.resource.resource == 'nodes' ? object.metadata.name == variables.node"
@@ -67,6 +74,12 @@ class Call:
     query: dict[str, str] = field(default_factory=dict)
     body: Any = None
     """Of a request with a body what it says: JSON, or the text if it is none."""
+
+    @property
+    def object_name(self) -> str:
+        """The name of the object; that of a new one is in the body alone."""
+        name: str = self.name or self.body["metadata"]["name"]
+        return name
 
     @property
     def path(self) -> str:
@@ -130,7 +143,7 @@ class Access:
         if call.user.is_kubelet:
             why = self._why_kubelet_may_not(call)
         else:
-            is_allowed = any(_allows(rule, call) for rule in self._rules(call.user))
+            is_allowed = any(_allows(rule, call) for rule in self._rules(call.user, call.namespace))
             why = None if is_allowed else ""
         if why is None:
             return
@@ -169,14 +182,20 @@ class Access:
             if binding["spec"]["validationActions"] != ["Deny"]:
                 raise UnknownError("an admission policy that does more than to deny, or less")
             policy = self._store.get(POLICIES, "", binding["spec"]["policyName"])
-            if _is_restricted(policy, call) and not _is_own(call, old):
+            if _is_restricted(policy, call) and not _is_valid(policy, call, old):
                 message = policy["spec"]["validations"][0]["message"]
                 name = policy["metadata"]["name"]
                 bound = binding["metadata"]["name"]
                 denial = f"ValidatingAdmissionPolicy '{name}' with binding '{bound}' denied request: {message}"
-                details = {"name": call.name, "kind": call.resource.plural, "causes": [{"message": denial}]}
+                resource = call.resource
+                details = {
+                    "name": call.object_name,
+                    "group": resource.group,
+                    "kind": resource.plural,
+                    "causes": [{"message": denial}],
+                }
                 raise ApiError(
-                    422, f'{call.resource.full_name} "{call.name}" is forbidden: {denial}', details=details
+                    422, f'{resource.full_name} "{call.object_name}" is forbidden: {denial}', details=details
                 )
 
     def token_request(self, namespace: str, name: str, body: Object) -> Object:
@@ -189,13 +208,24 @@ class Access:
         token = self.issue_token(service_account(namespace, name, pod["spec"]["nodeName"]))
         return {"kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1", "status": {"token": token}}
 
-    def _rules(self, user: User) -> Iterable[Object]:
-        """The rules of all roles that are bound to a service account."""
-        _, _, namespace, name = user.name.split(":")
-        subject = {"kind": "ServiceAccount", "namespace": namespace, "name": name}
-        for binding in self._store.list(ROLE_BINDINGS):
+    def _rules(self, user: User, namespace: str) -> Iterable[Object]:
+        """The rules of all roles that count for a service account in this namespace; "": for what is in none."""
+        _, _, account_namespace, name = user.name.split(":")
+        subject = {"kind": "ServiceAccount", "namespace": account_namespace, "name": name}
+        bindings = self._store.list(ROLE_BINDINGS)
+        if namespace:
+            bindings += self._store.list(NAMESPACED_ROLE_BINDINGS, namespace)
+        for binding in bindings:
             if any(subject.items() <= one.items() for one in binding["subjects"]):
-                yield from self._store.get(ROLES, "", binding["roleRef"]["name"])["rules"]
+                yield from self._rules_of(binding["roleRef"], namespace)
+
+    def _rules_of(self, reference: Object, namespace: str) -> list[Object]:
+        """The rules of the role that a binding names. One that is not there gives no right."""
+        if reference["kind"] == "ClusterRole":
+            role = self._store.find(ROLES, "", reference["name"])
+        else:
+            role = self._store.find(NAMESPACED_ROLES, namespace, reference["name"])
+        return [] if role is None else role["rules"]
 
     def _why_kubelet_may_not(self, call: Call) -> str | None:
         """What is added to the denial of a kubelet's request; None if it is allowed."""
@@ -220,11 +250,16 @@ def check_policy(policy: Object) -> None:
     """Raises UnknownError for an admission policy whose meaning is not known here."""
     spec = policy["spec"]
     conditions = spec.get("matchConditions", ())
-    known = [{"name": "node", "expression": _OWN_NODE_VARIABLE}]
-    expressions = [" ".join(one["expression"].split()) for one in spec["validations"]]
-    is_known = spec.get("variables") == known and expressions == [_OWN_NODE]
+    variables = [(one["name"], one["expression"]) for one in spec.get("variables", ())]
+    known = {_OWN_NODE: [("node", _OWN_NODE_VARIABLE)], _LEASE_PREFIX: []}
+    is_known = len(spec["validations"]) == 1 and known.get(_validation(spec)) == variables
     if not is_known or len(conditions) != 1 or not _ACCOUNT.fullmatch(conditions[0]["expression"]):
         raise UnknownError("an admission policy with other expressions than those that were tried")
+
+
+def _validation(spec: Object) -> str:
+    """The only expression that a policy validates with, in one line."""
+    return " ".join(spec["validations"][0]["expression"].split())
 
 
 def _allows(rule: Object, call: Call) -> bool:
@@ -276,7 +311,10 @@ def _is_restricted(policy: Object, call: Call) -> bool:
     )
 
 
-def _is_own(call: Call, old: Object | None) -> bool:
+def _is_valid(policy: Object, call: Call, old: Object | None) -> bool:
+    """What the policy's expression says of a request that it is for."""
+    if _validation(policy["spec"]) == _LEASE_PREFIX:
+        return call.object_name.startswith("sea-")
     if call.resource is NODES:
         return call.name == call.user.node
     return old is not None and old["spec"].get("nodeName") == call.user.node
