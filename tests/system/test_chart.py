@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -18,7 +18,7 @@ if sys.platform == "win32":
     pytest.skip("the chart is packed on Linux", allow_module_level=True)
 
 import helm_chart
-from helm_chart import NAMESPACE, RELEASE, ChartError, Helm, Object, access, recorded_access
+from helm_chart import ACCESS_VALUES, NAMESPACE, RELEASE, ChartError, Helm, Object, access, recorded_access
 from test_prometheus import programs, promtool
 
 from scheduled_events_agent import __version__
@@ -33,9 +33,15 @@ PODMONITOR = Path(__file__).with_name("chart_podmonitor.yaml")
 RECORDED = ROOT / "tests/kube_api/recorded/service-account-and-policy.json"
 TAG = f"1.2.3@sha256:{'0' * 64}"
 Values = dict[str, Any]
+NODE = {"condition": True, "lifecycle_conditions": False, "events": True}
+NO_NODE = {"condition": False, "lifecycle_conditions": False, "events": False}
+EVENTS = {"name": "kubernetes", "format": "kubernetes"}
+ADDED = {"kubernetes": NODE, "notify": [EVENTS]}
+"""What the default values add to a policy."""
 LEAST: Values = {
     "lastResort": False,
     "restrictToOwnNode": False,
+    "node": NO_NODE,
     "resources": {"requests": None, "limits": None},
     "nodeSelector": {"kubernetes.io/os": None},
     "tolerations": [],
@@ -56,6 +62,8 @@ ALL: Values = {
     "aks": False,
     "lastResort": True,
     "restrictToOwnNode": True,
+    "node": {"condition": True, "lifecycle_conditions": True, "events": True},
+    "fleet": {"enabled": True, "group": "web", "maxEvents": 2},
     "monitoring": {"podMonitor": True, "rules": True},
     "secret": "notifications",
     "hooks": "my-hooks",
@@ -70,16 +78,28 @@ ALL: Values = {
     "nameOverride": "events",
     "fullnameOverride": "node-events",
 }
-SETS: dict[str, Values] = {"default": {}, "all": ALL, "least": LEAST, "aks": {"aks": True}}
+LIFECYCLE: Values = {"node": {"lifecycle_conditions": True}}
+SETS: dict[str, Values] = {
+    "default": {},
+    "all": ALL,
+    "least": LEAST,
+    "aks": {"aks": True},
+    "lifecycle": LIFECYCLE,
+    "aks-lifecycle": {"aks": True, **LIFECYCLE},
+    "fleet": {"fleet": {"enabled": True}},
+}
 DEFAULT_KINDS = [
     "ClusterRole",
     "ClusterRoleBinding",
     "ConfigMap",
     "DaemonSet",
+    "Role",
+    "RoleBinding",
     "ServiceAccount",
     "ValidatingAdmissionPolicy",
     "ValidatingAdmissionPolicyBinding",
 ]
+FLEET_KINDS = ["Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +120,11 @@ class Rendered:
         self.kinds = sorted(one["kind"] for one in self.objects)
 
     def one(self, kind: str) -> Object:
-        (found,) = [one for one in self.objects if one["kind"] == kind]
+        (found,) = self.all(kind)
         return found
+
+    def all(self, kind: str) -> list[Object]:
+        return [one for one in self.objects if one["kind"] == kind]
 
     @property
     def policy(self) -> str:
@@ -137,7 +160,10 @@ def test_the_objects_are_those_that_the_values_ask_for(rendered: dict[str, Rende
     assert kinds == {
         "default": DEFAULT_KINDS,
         "aks": DEFAULT_KINDS,
-        "all": sorted([*DEFAULT_KINDS, "PodMonitor", "PrometheusRule"]),
+        "lifecycle": DEFAULT_KINDS,
+        "aks-lifecycle": DEFAULT_KINDS,
+        "fleet": sorted([*DEFAULT_KINDS, *FLEET_KINDS]),
+        "all": sorted([*DEFAULT_KINDS, *FLEET_KINDS, "PodMonitor", "PrometheusRule"]),
         "least": ["ClusterRole", "ClusterRoleBinding", "ConfigMap", "DaemonSet"],
     }
 
@@ -158,7 +184,9 @@ def test_the_schemas_are_strict(helm: Helm, rendered: dict[str, Rendered]) -> No
     assert "'hostNetworks' was unexpected" in problem
 
 
-def test_what_is_in_a_namespace_is_in_that_of_the_release(rendered: dict[str, Rendered]) -> None:
+def test_what_is_in_a_namespace_is_in_that_of_the_release_or_where_events_are(
+    rendered: dict[str, Rendered],
+) -> None:
     cluster = (
         "ClusterRole",
         "ClusterRoleBinding",
@@ -167,6 +195,8 @@ def test_what_is_in_a_namespace_is_in_that_of_the_release(rendered: dict[str, Re
     )
     for one in rendered["all"].objects:
         expected = None if one["kind"] in cluster else NAMESPACE
+        if one["metadata"]["name"] == "node-events-events":
+            expected = "default"
         assert one["metadata"].get("namespace") == expected, one["kind"]
 
 
@@ -321,15 +351,58 @@ def is_accepted(policy: str, directory: Path, capsys: pytest.CaptureFixture[str]
     return code == 0
 
 
-def test_the_policies_are_those_of_config(rendered: dict[str, Rendered]) -> None:
-    for name, source in (
-        ("default", "kubernetes-node.yaml"),
-        ("aks", "aks-node.yaml"),
-        ("least", "kubernetes-node.yaml"),
+def test_the_policies_are_those_of_config_and_what_the_values_add(rendered: dict[str, Rendered]) -> None:
+    for name, source, added in (
+        ("default", "kubernetes-node.yaml", ADDED),
+        ("aks", "aks-node.yaml", ADDED),
+        ("least", "kubernetes-node.yaml", {}),
+        (
+            "fleet",
+            "kubernetes-node.yaml",
+            {**ADDED, "fleet": {"leases": NAMESPACE, "group": "nodes", "max_events": 1}},
+        ),
     ):
-        expected = yaml.safe_load((ROOT / "config/examples" / source).read_text("utf-8"))
-        assert yaml.safe_load(rendered[name].policy) == expected
-    assert yaml.safe_load(rendered["all"].policy) == ALL["policy"]
+        text = (ROOT / "config/examples" / source).read_text("utf-8")
+        assert text.partition("\n#\n")[2].strip() in rendered[name].policy  # with its comments
+        assert yaml.safe_load(rendered[name].policy) == {**yaml.safe_load(text), **added}
+
+
+@pytest.mark.parametrize("source", ["", "aks-"])
+def test_with_lifecycle_conditions_the_charts_hooks_tell_theirs(
+    rendered: dict[str, Rendered], source: str
+) -> None:
+    before = yaml.safe_load(rendered["aks" if source else "default"].policy)
+    after = yaml.safe_load(rendered[f"{source}lifecycle"].policy)
+    for hook in before["hooks"].values():
+        hook["run"].append("--conditions")
+    assert after == {**before, "kubernetes": {**NODE, "lifecycle_conditions": True}}
+
+
+def test_a_policy_that_is_given_gets_the_sections_too(
+    helm: Helm, archive: Path, rendered: dict[str, Rendered]
+) -> None:
+    def policy(policy: Values, **values: Any) -> Any:
+        return yaml.safe_load(Rendered(helm, archive, {"policy": policy, **values}).policy)
+
+    given = ALL["policy"]
+    assert yaml.safe_load(rendered["all"].policy) == {
+        "rules": given["rules"],
+        "notify": [*given["notify"], EVENTS],
+        "kubernetes": ALL["node"],
+        "fleet": {"leases": NAMESPACE, "group": "web", "max_events": 2},
+    }
+    rules = {"rules": given["rules"]}
+    assert policy(rules) == {**rules, **ADDED}
+    assert policy(given, node={"events": False}) == {**given, "kubernetes": {**NODE, "events": False}}
+    mine = {**rules, "notify": [{"name": "node", "format": "kubernetes", "on": ["held"]}]}
+    assert policy(mine) == {**mine, "kubernetes": NODE}  # it has one
+    whole = {**rules, "kubernetes": {"events": False}, "fleet": {"group": "web", "leases": "fleet"}}
+    assert policy(whole, node=NO_NODE) == whole
+
+
+def test_a_fleet_may_have_the_groups_of_the_scale_sets_and_no_limit(helm: Helm, archive: Path) -> None:
+    values = {"fleet": {"enabled": True, "group": "", "maxEvents": None}}
+    assert yaml.safe_load(Rendered(helm, archive, values).policy)["fleet"] == {"leases": NAMESPACE}
 
 
 def test_the_policy_of_the_readme_is_rendered_and_accepted(
@@ -362,6 +435,18 @@ def test_the_policy_of_the_readme_is_rendered_and_accepted(
             {"aks": True, "policy": {"rules": []}},
             "policy replaces the whole policy, and so that of aks: true; give one of the two",
         ),
+        ({"node": {"lifecycleConditions": True}}, "lifecycleConditions"),
+        ({"node": {"events": None}}, "events"),
+        ({"node": None}, "node"),
+        ({"fleet": {"leases": "web"}}, "leases"),
+        ({"fleet": {"group": "a b"}}, "group"),
+        ({"fleet": {"maxEvents": 0}}, "maxEvents"),
+        ({"policy": {"kubernetes": {}}}, "policy.kubernetes is what the value node adds"),
+        ({"policy": {"fleet": {}}, "fleet": {"enabled": True}}, "policy.fleet is what the value fleet adds"),
+        (
+            {"policy": {"notify": [{"name": "kubernetes", "to": "https://example.com/"}]}},
+            "policy.notify has a target kubernetes",
+        ),
     ],
 )
 def test_wrong_values_are_refused(helm: Helm, archive: Path, values: Values, words: str) -> None:
@@ -370,20 +455,77 @@ def test_wrong_values_are_refused(helm: Helm, archive: Path, values: Values, wor
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize("namespace", ["kube-system", "kube-node-lease"])
+def test_a_fleet_is_refused_where_the_clusters_own_leases_are(helm: Helm, archive: Path, namespace: str) -> None:
+    helm.render(archive, namespace=namespace)
+    with pytest.raises(ChartError) as refused:
+        helm.render(archive, {"fleet": {"enabled": True}}, namespace=namespace)
+    assert f"not for the namespace {namespace}: the agent may change Leases" in str(refused.value)
+
+
 # --- rights
 
 
-def test_the_recorded_rights_are_those_of_the_chart(rendered: dict[str, Rendered]) -> None:
-    assert access(rendered["default"].objects) == recorded_access()
+@pytest.mark.parametrize("name", ["chart_access", "chart_access_fleet"])
+def test_the_recorded_rights_are_those_of_the_chart(
+    helm: Helm, archive: Path, name: Literal["chart_access", "chart_access_fleet"]
+) -> None:
+    assert access(Rendered(helm, archive, ACCESS_VALUES[name]).objects) == recorded_access(name)
 
 
-def test_pods_are_deleted_only_as_a_last_resort(rendered: dict[str, Rendered]) -> None:
-    def verbs(name: str) -> dict[str, list[str]]:
-        return {rule["resources"][0]: rule["verbs"] for rule in rendered[name].one("ClusterRole")["rules"]}
+def test_rights_come_with_the_values(helm: Helm, archive: Path) -> None:
+    def verbs(**values: Any) -> dict[str, list[str]]:
+        rendered = Rendered(helm, archive, {**LEAST, **values})
+        roles = [*rendered.all("ClusterRole"), *rendered.all("Role")]
+        bound = [(one["roleRef"]["kind"], one["roleRef"]["name"]) for one in rendered.objects if "roleRef" in one]
+        assert sorted(bound) == sorted((one["kind"], one["metadata"]["name"]) for one in roles)
+        return {
+            f"{one['metadata'].get('namespace', '')}/{rule['resources'][0]}": rule["verbs"]
+            for one in roles
+            for rule in one["rules"]
+        }
 
-    expected = {"nodes": ["get", "patch"], "pods": ["list"], "pods/eviction": ["create"]}
-    assert verbs("least") == expected
-    assert verbs("default") == {**expected, "pods": ["list", "delete"]}
+    least = {"/nodes": ["get", "patch"], "/pods": ["list"], "/pods/eviction": ["create"]}
+    assert verbs() == least
+    assert verbs(lastResort=True) == {**least, "/pods": ["list", "delete"]}
+    for key in ("condition", "lifecycle_conditions"):
+        assert verbs(node={**NO_NODE, key: True}) == {**least, "/nodes/status": ["patch"]}
+    assert verbs(node={**NO_NODE, "events": True}) == {**least, "default/events": ["create"]}
+    fleet = {f"{NAMESPACE}/leases": ["list", "create", "update", "delete"]}
+    assert verbs(fleet={"enabled": True}) == {**least, **fleet}
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "allowed"),
+    [
+        ("CREATE", "sea-0123", True),
+        ("CREATE", "kube-scheduler", False),
+        ("UPDATE", "sea-0123", True),
+        ("UPDATE", "not-sea-0123", False),
+        ("DELETE", "sea-0123", True),
+        ("DELETE", "kube-scheduler", False),
+    ],
+)
+def test_of_leases_only_those_of_a_fleet_may_be_changed(
+    helm: Helm, rendered: dict[str, Rendered], operation: str, name: str, allowed: bool
+) -> None:
+    """The expression, evaluated by a library of CEL. An API server was not tried with it."""
+    (policy,) = [
+        one
+        for one in rendered["fleet"].all("ValidatingAdmissionPolicy")
+        if one["metadata"]["name"].endswith("-leases")
+    ]
+    spec = policy["spec"]
+    assert (spec["failurePolicy"], len(spec["validations"])) == ("Fail", 1)
+    lease = {"metadata": {"name": name}}
+    old, new = {"CREATE": (None, lease), "UPDATE": (lease, lease), "DELETE": (lease, None)}[operation]
+    request = {"operation": operation}
+    expression = spec["validations"][0]["expression"]
+    assert helm.evaluate(expression, request=request, object=new, oldObject=old) is allowed
+    (account,) = spec["matchConditions"]
+    for user, is_agent in ((RELEASE, True), ("other", False)):
+        info = {"username": f"system:serviceaccount:{NAMESPACE}:{user}"}
+        assert helm.evaluate(account["expression"], request={"userInfo": info}) is is_agent
 
 
 def test_the_admission_policy_is_the_one_that_an_api_server_was_tried_with(rendered: dict[str, Rendered]) -> None:
@@ -441,4 +583,5 @@ def test_helm_reads_on_and_off_as_the_readme_says(helm: Helm, whole: Path) -> No
     values = "scheduled-events-agent: {policy: {notify: [{on: [held], 'on': [seen]}], agent: {listen: off}}}"
     (whole / "values.yaml").write_text(values)
     policy = yaml.safe_load(Rendered(helm, whole, {}, "whole").policy)
-    assert policy == {"notify": [{"true": ["held"], "on": ["seen"]}], "agent": {"listen": False}}
+    assert policy["notify"][0] == {"true": ["held"], "on": ["seen"]}
+    assert policy["agent"] == {"listen": False}

@@ -16,6 +16,20 @@
 {{- end }}
 {{- end }}
 
+{{- /* The condition by which an admission policy is for this account alone. */}}
+{{- define "scheduled-events-agent.thisAccount" -}}
+- name: this-account
+  expression: >-
+    request.userInfo.username == 'system:serviceaccount:{{ .Release.Namespace }}:{{ include "scheduled-events-agent.serviceAccount" . }}'
+{{- end }}
+
+{{- /* The account, as the subjects of bindings. */}}
+{{- define "scheduled-events-agent.subjects" -}}
+- kind: ServiceAccount
+  name: {{ include "scheduled-events-agent.serviceAccount" . }}
+  namespace: {{ .Release.Namespace }}
+{{- end }}
+
 {{- define "scheduled-events-agent.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "scheduled-events-agent.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -28,16 +42,68 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* Whether the agent writes conditions of its node: text if so. */}}
+{{- define "scheduled-events-agent.hasConditions" -}}
+{{- if or .Values.node.condition .Values.node.lifecycle_conditions }}true{{ end }}
+{{- end }}
+
+{{- /* The sections that the values node and fleet add to the policy, as YAML. notify: all of its targets. */}}
+{{- define "scheduled-events-agent.sections" -}}
+{{- $policy := .Values.policy }}
+{{- $sections := dict }}
+{{- if or (include "scheduled-events-agent.hasConditions" .) .Values.node.events }}
+{{- if hasKey $policy "kubernetes" }}
+{{- fail "policy.kubernetes is what the value node adds: take it out of the policy, or set all of node to false" }}
+{{- end }}
+{{- $_ := set $sections "kubernetes" .Values.node }}
+{{- end }}
+{{- if .Values.node.events }}
+{{- $names := list }}
+{{- $formats := list }}
+{{- range $policy.notify }}
+{{- $names = append $names .name }}
+{{- $formats = append $formats .format }}
+{{- end }}
+{{- if not (has "kubernetes" $formats) }}
+{{- if has "kubernetes" $names }}
+{{- fail "policy.notify has a target kubernetes, as node.events adds one: give it another name, or set node.events to false" }}
+{{- end }}
+{{- $target := dict "name" "kubernetes" "format" "kubernetes" }}
+{{- $_ := set $sections "notify" (append (default list $policy.notify) $target) }}
+{{- end }}
+{{- end }}
+{{- if .Values.fleet.enabled }}
+{{- if hasKey $policy "fleet" }}
+{{- fail "policy.fleet is what the value fleet adds: take it out of the policy, or set fleet.enabled to false" }}
+{{- end }}
+{{- if has .Release.Namespace (list "kube-system" "kube-node-lease") }}
+{{- fail (printf "fleet.enabled is not for the namespace %s: the agent may change Leases in its namespace, and those there elect the leaders of the control plane, or say that nodes are alive; install the chart into a namespace of its own" .Release.Namespace) }}
+{{- end }}
+{{- $fleet := dict "leases" .Release.Namespace }}
+{{- with .Values.fleet.group }}{{ $_ := set $fleet "group" . }}{{ end }}
+{{- with .Values.fleet.maxEvents }}{{ $_ := set $fleet "max_events" . }}{{ end }}
+{{- $_ := set $sections "fleet" $fleet }}
+{{- end }}
+{{- toYaml $sections }}
+{{- end }}
+
 {{- /* The text of the policy file. */}}
 {{- define "scheduled-events-agent.policy" -}}
+{{- $sections := include "scheduled-events-agent.sections" . | fromYaml }}
 {{- if and .Values.aks .Values.policy }}
 {{- fail "policy replaces the whole policy, and so that of aks: true; give one of the two" }}
 {{- else if .Values.policy }}
-{{- toYaml .Values.policy }}
-{{- else if .Values.aks }}
-{{- .Files.Get "policies/aks.yaml" }}
+{{- merge $sections .Values.policy | toYaml }}
 {{- else }}
-{{- .Files.Get "policies/kubernetes.yaml" }}
+{{- $text := .Files.Get (ternary "policies/aks.yaml" "policies/kubernetes.yaml" .Values.aks) }}
+{{- if .Values.node.lifecycle_conditions }}
+{{- $text = regexReplaceAll "kubernetes, (drain|uncordon)]" $text "kubernetes, ${1}, --conditions]" }}
+{{- end }}
+{{- $text }}
+{{- with $sections }}
+# From the values node and fleet of the chart.
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 {{- end }}
 
