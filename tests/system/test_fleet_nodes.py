@@ -1,7 +1,7 @@
 """Three agents of one group, each on a node of a cluster without a table: "at most one node" means that.
 
-Real are the agents, their fleet in Leases, and ``kubernetes drain`` and ``uncordon`` as their hooks. The API
-server with its kubelets is the stand-in; Azure is the simulator.
+Real are the agents, their fleet in Leases, ``kubernetes drain`` and ``uncordon`` as their hooks, and the rights of
+the chart. The API server with its kubelets is the stand-in; Azure is the simulator.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from harness import Agent, Simulator
+from helm_chart import NAMESPACE, RELEASE, recorded_access
 from kube_access import Call, service_account
 from kube_api import KubeApi
 from kube_objects import LEASES, NODES, PODS
@@ -28,27 +29,6 @@ from scheduled_events_agent import host
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
 VMS = ("vm-1", "vm-2", "vm-3")
-NAMESPACE = "scheduled-events"
-ROLE = f"""
-apiVersion: v1
-kind: Namespace
-metadata: {{name: {NAMESPACE}}}
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRole
-metadata: {{name: agent}}
-rules:
-  - {{apiGroups: [""], resources: [nodes], verbs: [get, patch]}}
-  - {{apiGroups: [""], resources: [pods], verbs: [list]}}
-  - {{apiGroups: [""], resources: [pods/eviction], verbs: [create]}}
-  - {{apiGroups: [coordination.k8s.io], resources: [leases], verbs: [list, create, update, delete]}}
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {{name: agent}}
-roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: agent}}
-subjects: [{{kind: ServiceAccount, name: agent, namespace: {NAMESPACE}}}]
-"""
 
 
 class Cordons:
@@ -70,7 +50,8 @@ class Cordons:
 def api(tmp_path: Path) -> Iterator[KubeApi]:
     """Three nodes with three pods each."""
     with KubeApi(tmp_path) as cluster:
-        cluster.add_all(ROLE)
+        cluster.add({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+        cluster.add_all(recorded_access("chart_access_fleet"))
         for vm in VMS:
             cluster.add_node(vm, host.kubelet_boot_id())
             for number in range(3):
@@ -90,11 +71,12 @@ def azure() -> Iterator[Simulator]:
 @pytest.fixture
 def agents(api: KubeApi, azure: Simulator, tmp_path: Path) -> Iterator[dict[str, Agent]]:
     """One for each VM, started."""
-    kubeconfig = str(api.kubeconfig(service_account(NAMESPACE, "agent")))
     with ExitStack() as stack:
         started = {vm: stack.enter_context(closing(Agent(tmp_path / vm, azure.endpoint(vm)))) for vm in VMS}
         for vm, agent in started.items():
-            _start(agent, vm, kubeconfig)
+            account = service_account(NAMESPACE, RELEASE, vm)
+            kubeconfig = api.kubeconfig(account).rename(tmp_path / f"{vm}.kubeconfig")
+            _start(agent, vm, str(kubeconfig))
         yield started
         for agent in started.values():  # pytest shows it on failure only
             sys.stdout.write(f"=== {agent.directory.name}\n{''.join(agent.history)}")
