@@ -13,7 +13,7 @@ import pytest
 from kube_access import Call, User, kubelet, service_account
 from kube_api import KubeApi
 from kube_faults import FaultName
-from kube_objects import LEASES, NAMESPACES, ROLE_BINDINGS, Object
+from kube_objects import CLUSTER_ROLE_BINDINGS, LEASES, NAMESPACES, Object
 
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.cli.config import load_policy
@@ -329,7 +329,7 @@ def test_a_right_that_is_missing_is_named(api: KubeApi, verb: str) -> None:
 
 
 def _role(api: KubeApi) -> Any:
-    return ROLE_BINDINGS, api.store.list(ROLE_BINDINGS)[0]
+    return CLUSTER_ROLE_BINDINGS, api.store.list(CLUSTER_ROLE_BINDINGS)[0]
 
 
 def test_the_account_of_a_kubelet_may_not(api: KubeApi) -> None:

@@ -19,7 +19,7 @@ import pytest
 from kube_access import Call, kubelet, service_account
 from kube_api import KubeApi
 from kube_controllers import ENDS_AFTER
-from kube_objects import NODES, PODS, ROLE_BINDINGS, ROLES, Object, is_ready
+from kube_objects import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, NODES, PODS, Object, is_ready
 from kube_samples import budget, owned_by, set_of
 from receiver import wait_until
 from structlog.testing import capture_logs
@@ -82,7 +82,7 @@ class Cluster:
 
     def set_rules(self, *rules: Object) -> None:
         """Give the agent's account these rights, and no others."""
-        for resource in (ROLES, ROLE_BINDINGS):
+        for resource in (CLUSTER_ROLES, CLUSTER_ROLE_BINDINGS):
             if old := self.api.store.find(resource, "", "agent"):
                 self.api.store.remove(resource, old)
         role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": {"name": "agent"}}

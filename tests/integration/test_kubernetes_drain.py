@@ -20,7 +20,7 @@ from kube_access import ADMIN, Call, User, kubelet, service_account
 from kube_api import KubeApi
 from kube_controllers import ENDS_AFTER, READY_AFTER
 from kube_faults import FaultName
-from kube_objects import NODES, PODS, ROLES, Object
+from kube_objects import CLUSTER_ROLES, NODES, PODS, Object
 from kube_samples import budget, owned_by, set_of
 from memory_peak import wait_for_peak
 from receiver import wait_until
@@ -72,9 +72,9 @@ class Cluster:
 
     def set_rights(self, *rights: str) -> None:
         """Give the agent's account only these of the rights that it has with the chart."""
-        role = self.api.store.get(ROLES, "", "scheduled-events-agent")
+        role = self.api.store.get(CLUSTER_ROLES, "", "scheduled-events-agent")
         rules = [RIGHTS[right] for right in rights]
-        self.api.store.update(ROLES, {**role, "metadata": {**role["metadata"]}, "rules": rules})
+        self.api.store.update(CLUSTER_ROLES, {**role, "metadata": {**role["metadata"]}, "rules": rules})
 
     def call(self, action: str, *options: str) -> Done:
         """Run the command in this process."""

@@ -11,7 +11,7 @@ import pytest
 from kube_access import Call, service_account
 from kube_api import KubeApi
 from kube_faults import FaultName
-from kube_objects import EVENTS, NODES, ROLES, Object
+from kube_objects import CLUSTER_ROLES, EVENTS, NODES, Object
 from metric_values import value_of
 from msgspec.structs import replace
 from receiver import wait_until
@@ -243,7 +243,7 @@ def test_notify_test_posts_one(cluster: Cluster, tmp_path: Path, capsys: pytest.
     assert main(["notify", "test", "--config", str(file)]) == 0
     assert capsys.readouterr().out == "kubernetes: delivered, it answers 201\n"
     assert [event["reason"] for event in cluster.events()] == ["AgentTest"]
-    cluster.api.store.remove(ROLES, cluster.api.store.get(ROLES, "", "agent"))
+    cluster.api.store.remove(CLUSTER_ROLES, cluster.api.store.get(CLUSTER_ROLES, "", "agent"))
     cluster.api.add({**ROLE, "rules": ROLE["rules"][:1]})
     assert main(["notify", "test", "--config", str(file)]) == 1
     assert 'cannot create resource "events"' in capsys.readouterr().out

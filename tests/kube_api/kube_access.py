@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kube_objects import (
+    CLUSTER_ROLE_BINDINGS,
+    CLUSTER_ROLES,
     EVENTS,
     LEASES,
-    NAMESPACED_ROLE_BINDINGS,
-    NAMESPACED_ROLES,
     NODES,
     PODS,
     POLICIES,
@@ -212,9 +212,9 @@ class Access:
         """The rules of all roles that count for a service account in this namespace; "": for what is in none."""
         _, _, account_namespace, name = user.name.split(":")
         subject = {"kind": "ServiceAccount", "namespace": account_namespace, "name": name}
-        bindings = self._store.list(ROLE_BINDINGS)
+        bindings = self._store.list(CLUSTER_ROLE_BINDINGS)
         if namespace:
-            bindings += self._store.list(NAMESPACED_ROLE_BINDINGS, namespace)
+            bindings += self._store.list(ROLE_BINDINGS, namespace)
         for binding in bindings:
             if any(subject.items() <= one.items() for one in binding["subjects"]):
                 yield from self._rules_of(binding["roleRef"], namespace)
@@ -222,9 +222,9 @@ class Access:
     def _rules_of(self, reference: Object, namespace: str) -> list[Object]:
         """The rules of the role that a binding names. One that is not there gives no right."""
         if reference["kind"] == "ClusterRole":
-            role = self._store.find(ROLES, "", reference["name"])
+            role = self._store.find(CLUSTER_ROLES, "", reference["name"])
         else:
-            role = self._store.find(NAMESPACED_ROLES, namespace, reference["name"])
+            role = self._store.find(ROLES, namespace, reference["name"])
         return [] if role is None else role["rules"]
 
     def _why_kubelet_may_not(self, call: Call) -> str | None:

@@ -70,10 +70,10 @@ REPLICA_SETS = Resource("apps", "replicasets", "ReplicaSet")
 STATEFUL_SETS = Resource("apps", "statefulsets", "StatefulSet")
 JOBS = Resource("batch", "jobs", "Job")
 _RBAC = "rbac.authorization.k8s.io"
-ROLES = Resource(_RBAC, "clusterroles", "ClusterRole", is_namespaced=False)
-ROLE_BINDINGS = Resource(_RBAC, "clusterrolebindings", "ClusterRoleBinding", is_namespaced=False)
-NAMESPACED_ROLES = Resource(_RBAC, "roles", "Role")
-NAMESPACED_ROLE_BINDINGS = Resource(_RBAC, "rolebindings", "RoleBinding")
+CLUSTER_ROLES = Resource(_RBAC, "clusterroles", "ClusterRole", is_namespaced=False)
+CLUSTER_ROLE_BINDINGS = Resource(_RBAC, "clusterrolebindings", "ClusterRoleBinding", is_namespaced=False)
+ROLES = Resource(_RBAC, "roles", "Role")
+ROLE_BINDINGS = Resource(_RBAC, "rolebindings", "RoleBinding")
 _ADMISSION = "admissionregistration.k8s.io"
 POLICIES = Resource(_ADMISSION, "validatingadmissionpolicies", "ValidatingAdmissionPolicy", is_namespaced=False)
 POLICY_BINDINGS = Resource(
@@ -84,9 +84,9 @@ REVIEWS = Resource(
 )
 """What the sender may do; nothing is stored."""
 RESOURCES = (
-    NAMESPACED_ROLES, NAMESPACED_ROLE_BINDINGS,
     NODES, NAMESPACES, PODS, EVENTS, CONFIG_MAPS, SERVICE_ACCOUNTS, LEASES, BUDGETS, DAEMON_SETS, REPLICA_SETS,
-    STATEFUL_SETS, JOBS, ROLES, ROLE_BINDINGS, POLICIES, POLICY_BINDINGS, REVIEWS,
+    STATEFUL_SETS, JOBS, CLUSTER_ROLES, CLUSTER_ROLE_BINDINGS, ROLES, ROLE_BINDINGS, POLICIES, POLICY_BINDINGS,
+    REVIEWS,
 )  # fmt: skip
 
 
