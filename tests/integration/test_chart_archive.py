@@ -22,6 +22,9 @@ from kube_api import KubeApi
 from kube_objects import NODES
 
 from scheduled_events_agent import __version__
+from scheduled_events_agent.kubernetes.account import find_account
+from scheduled_events_agent.kubernetes.client import Client
+from scheduled_events_agent.kubernetes.rights import may, rights_to_drain, rights_to_tell
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "packaging/helm/scheduled-events-agent"
@@ -189,6 +192,18 @@ def test_the_account_may_drain_and_tell_of_its_own_node_and_do_little_else(api: 
         "list Leases": 403,
     }
     assert answers["cordon another node"].json()["message"].endswith("the agent may change its own node only")
+
+
+@with_openssl
+def test_doctor_misses_no_right_of_the_account(api: KubeApi) -> None:
+    api.add_all(recorded_access())
+    kubeconfig = api.kubeconfig(service_account(NAMESPACE, RELEASE, "vm-1"))
+    client = Client(find_account(str(kubeconfig), {}))
+    needed = [
+        *rights_to_tell(has_conditions=True, has_events=True),
+        *rights_to_drain(has_conditions=True),
+    ]
+    assert [str(right) for right in needed if not may(client, right, "vm-1")] == []
 
 
 @with_openssl
