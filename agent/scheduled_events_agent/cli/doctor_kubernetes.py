@@ -100,10 +100,13 @@ def _missing_rights(settings: Settings, node: NodeStatus) -> Iterator[Finding]:
         except ApiError as error:
             yield warning(_CHECK, f"the account's rights cannot be asked for: {error}", "compare its role by hand")
             return
-        if not asked[known]:
-            yield failure(
-                _CHECK, f"the account may not {right}, which {right.needed_by} needs", "add it to its role"
-            )
+        if asked[known]:
+            continue
+        text = f"the account may not {right}, which {right.needed_by} needs"
+        if right.is_optional:
+            yield warning(_CHECK, text, "add it to its role, unless it is withheld on purpose")
+        else:
+            yield failure(_CHECK, text, "add it to its role")
 
 
 def _uses_this_account(hook: Hook) -> bool:

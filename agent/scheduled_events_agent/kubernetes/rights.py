@@ -22,6 +22,8 @@ class Right(NamedTuple):
     needed_by: str
     group: str = ""
     namespace: str = ""
+    is_optional: bool = False
+    """Whether an operator may withhold it on purpose."""
 
     def __str__(self) -> str:
         where = f" in the namespace {self.namespace}" if self.namespace else ""
@@ -44,7 +46,7 @@ def rights_to_drain(*, has_conditions: bool) -> Iterator[Right]:
     yield Right("patch", "nodes", "drain")
     yield Right("list", "pods", "drain")
     yield Right("create", "pods/eviction", "drain")
-    yield Right("delete", "pods", "the last resort of drain")
+    yield Right("delete", "pods", "the last resort of drain", is_optional=True)
     if has_conditions:
         yield Right("patch", "nodes/status", "drain --conditions")
 
