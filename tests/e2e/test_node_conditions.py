@@ -202,6 +202,7 @@ def test_a_preemption_leaves_what_it_has_told(sim: Simulator, started: Agent, cl
     cluster.check_times()
 
 
+@pytest.mark.nightly
 def test_a_drain_that_fails(sim: Simulator, agent: Agent, cluster: Cluster) -> None:
     cluster.api.add(set_of("ReplicaSet", "web", 1))
     wait_until(lambda: len(cluster.api.pod_names("vm-1")) == 3, "the pod is on the node")
@@ -222,6 +223,7 @@ def test_a_drain_that_fails(sim: Simulator, agent: Agent, cluster: Cluster) -> N
     assert cluster.events() == ["Seen", "Preparing", "Held", "Started", "Recovered"]
 
 
+@pytest.mark.nightly
 def test_two_events(sim: Simulator, started: Agent, cluster: Cluster) -> None:
     def told(reason: str) -> None:
         wait_until(lambda: cluster.now("ScheduledEvent")[1] == reason, f"{reason} is told")

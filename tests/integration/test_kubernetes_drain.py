@@ -568,7 +568,10 @@ def test_an_endless_answer_takes_no_memory(cluster: Cluster) -> None:
     assert "the answer is over 8 MiB" in done.err
 
 
-def test_a_token_that_was_replaced_is_read_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_token_that_was_replaced_is_read_again(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_UNAUTHORIZED_PAUSE_SECONDS", 1.0)
     old = cluster.api.access.issue_token(AGENT)
     token = _use_token_file(cluster, tmp_path, old)
     cluster.add_sets(web=2)

@@ -177,6 +177,10 @@ def test_each_object_is_valid_for_the_oldest_and_the_newest_kubernetes(
     assert helm.problems(objects) == []
 
 
+def test_a_release_may_have_a_number_for_its_name(helm: Helm, archive: Path) -> None:
+    assert helm.problems(Rendered(helm, archive, {}, "123").objects) == []
+
+
 def test_the_schemas_are_strict(helm: Helm, rendered: dict[str, Rendered]) -> None:
     wrong = json.loads(json.dumps(rendered["default"].one("DaemonSet")))
     wrong["spec"]["template"]["spec"]["hostNetworks"] = True

@@ -27,12 +27,12 @@
 {{- define "scheduled-events-agent.subjects" -}}
 - kind: ServiceAccount
   name: {{ include "scheduled-events-agent.serviceAccount" . }}
-  namespace: {{ .Release.Namespace }}
+  namespace: {{ .Release.Namespace | quote }}
 {{- end }}
 
 {{- define "scheduled-events-agent.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "scheduled-events-agent.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "scheduled-events-agent.labels" -}}
