@@ -387,7 +387,7 @@ def _place_files(root: Path) -> None:
     )
     hooks = root / "etc" / NAME / "hooks/README.md"
     write(hooks, _in_package(SOURCES / "config/hooks/README.md").encode())
-    edit(hooks, "Ready ones, each", f"Ready ones, in `/usr/share/{NAME}/hooks/`, each")
+    edit(hooks, "\nEach is for", f"\nThey are in `/usr/share/{NAME}/hooks/`. Each is for")
 
 
 def _place_documents(root: Path) -> None:
