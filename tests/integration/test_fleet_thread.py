@@ -18,7 +18,7 @@ from scheduled_events_agent.engine import FleetUpdate
 from scheduled_events_agent.fleet import client
 from scheduled_events_agent.fleet.backend import BackendError, ErrorKind, Record
 from scheduled_events_agent.fleet.client import FleetClient
-from scheduled_events_agent.policy.settings import FleetSettings, Settings
+from scheduled_events_agent.policy.settings import FleetSettings, KubernetesSettings, Settings
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import FleetRequest
 
@@ -207,6 +207,42 @@ def test_a_vm_that_leaves_a_group_deletes_its_records_there(settings: Settings) 
         while stores["web"].list():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "opened"),
+    [
+        (FleetSettings(leases="events", max_events=1), 2),
+        (FleetSettings(table="https://a.example/abc", max_events=1), 1),
+    ],
+    ids=["Leases", "table"],
+)
+def test_another_kubeconfig_does_not_free_the_slot(fleet: FleetSettings, opened: int) -> None:
+    store = MemoryStore(time.monotonic)
+    updates = queue.Queue[Any]()
+    seen = []
+
+    class Watched(MemoryBackend):
+        def delete(self, key: str, etag: str) -> bool:
+            raise AssertionError(f"it has deleted {key} of {etag}")
+
+    def connect(settings: Settings, *_: object) -> MemoryBackend:
+        seen.append(settings.kubernetes)
+        return Watched(store)
+
+    thread = FleetThread(updates.put_nowait, Metrics(list), Settings(fleet=fleet), connect)
+    with running(thread) as entries:
+        thread.publish((replace(REQUEST, stage="not_ready"),), ("web_1",), "id", "web")
+        until(updates, lambda _: bool(store.list()))
+        thread.reconfigure(Settings(fleet=fleet, kubernetes=KubernetesSettings(kubeconfig="/other")))
+        deadline = time.monotonic() + 60
+        while len(seen) < opened:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)
+    assert len(seen) == opened
+    assert store.list()
+    assert entries == []
 
 
 def test_another_limit_does_not_free_the_slot() -> None:

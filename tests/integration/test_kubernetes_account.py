@@ -89,6 +89,16 @@ def test_files_are_relative_to_the_kubeconfig_and_read_each_time(tmp_path: Path,
     assert account.read_token() == "second"
 
 
+def test_a_kubeconfig_that_was_replaced_is_read_again(write: Write) -> None:
+    account = load(write(user={"token": "old"}))
+    assert account.current() is account
+    write(user={"token": "new"})
+    assert account.current().read_token() == "new"
+    write(user={"exec": {"command": "x"}})
+    with pytest.raises(AccountError, match="exec: no program is started"):
+        account.current()
+
+
 def test_certificates_may_be_in_the_kubeconfig_or_beside_it(write: Write, authority: Authority) -> None:
     pem, key = authority.issue("client", "/O=system:nodes/CN=system:node:vm-7", "extendedKeyUsage=clientAuth")
 

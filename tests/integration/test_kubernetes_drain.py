@@ -590,6 +590,24 @@ def test_a_token_that_was_replaced_is_read_again(
     assert 401 in [one.status for one in cluster.api.calls]
 
 
+def test_a_kubeconfig_that_was_replaced_is_read_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_UNAUTHORIZED_PAUSE_SECONDS", 1.0)
+    cluster.add_sets(web=2)
+    config = json.loads(cluster.kubeconfig.read_text())
+    old = config["users"][0]["user"]["token"]
+    config["users"][0]["user"]["token"] = cluster.api.access.issue_token(AGENT)
+
+    def replace(call: Call) -> None:
+        if is_eviction(call):
+            cluster.api.before = lambda _: None
+            cluster.api.access.revoke_token(old)
+            later(0.5, lambda: cluster.kubeconfig.write_text(json.dumps(config)))
+
+    cluster.api.before = replace
+    assert cluster.drain("--timeout", "90s").code == 0
+    assert 401 in [one.status for one in cluster.api.calls]
+
+
 def _use_token_file(cluster: Cluster, directory: Path, token: str) -> Path:
     file = directory / "token"
     file.write_text(token)

@@ -140,7 +140,7 @@ def test_the_node_is_asked_for_its_uid_once_in_ten_minutes(
     [
         ("too many requests", "throttled", 429),
         ("bad gateway", "server_error", 502),
-        ("web page", "unreachable", None),
+        ("web page", "malformed", None),
         ("broken off", "unreachable", None),
         ("unauthorized", "denied", 401),
         ("webhook 403", "denied", 403),
@@ -229,9 +229,10 @@ def test_what_has_waited_for_an_hour_is_dropped_without_a_request(cluster: Clust
     run.notifier.reconfigure([one], cluster.settings)
     wait_until(lambda: run.reports.qsize() == 2, "both are reported")
     run.notifier.reconfigure(())
-    assert [run.reports.get().lost, run.reports.get().lost] == [
-        "expired: a cluster keeps an event for an hour",
-        "",
+    reports = [run.reports.get(), run.reports.get()]
+    assert [(one.lost, one.is_expired) for one in reports] == [
+        ("expired: a cluster keeps an event for an hour", True),
+        ("", False),
     ]
     assert run.dropped("too_old", "kubernetes") == 1
     assert cluster.statuses() == [201]

@@ -295,6 +295,18 @@ def test_a_lost_notification_is_counted_until_the_next_one_is_delivered(store: S
     assert len(store.load_records(kind="notification_lost")) == 2
 
 
+def test_what_has_expired_is_recorded_and_needs_no_attention(store: Store) -> None:
+    settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))
+    notifying = Outbox(store, Metrics(tuple), mock.Mock(), CommandOptions())
+    steps = [make_step("one", "seen")]
+    store.commit(steps, NOW, {}, notifying.make(steps, {}, NOW, VM, settings))
+    notifying.end(NotificationDone(1, "ops", "expired: an hour old", is_expired=True))
+    notifying.purge(settings.notify, NOW)
+    assert notifying.losses == {}
+    (record,) = store.load_records(kind="notification_lost")
+    assert record.text.endswith(": expired: an hour old")
+
+
 def test_a_target_without_conditions_is_notified_of_recommendations_too(store: Store) -> None:
     settings = Settings(
         notify=(

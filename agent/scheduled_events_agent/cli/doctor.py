@@ -51,6 +51,7 @@ from scheduled_events_agent.policy.settings import (
     Settings,
     VmSettings,
     files_of_target,
+    is_drain_command,
     is_foreign_path,
 )
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
@@ -499,8 +500,8 @@ def _check_fleet(settings: Settings, account: str | None) -> Finding:
 
 
 def _check_kubernetes(settings: Settings, account: str | None) -> Iterator[Finding]:
-    if not settings.uses_kubernetes:
-        yield ok("kubernetes", "the policy tells no cluster anything")
+    if not settings.uses_kubernetes and not any(map(is_drain_command, settings.hooks.values())):
+        yield ok("kubernetes", "the policy has to do with no cluster")
         return
     from scheduled_events_agent.cli import doctor_kubernetes  # noqa: PLC0415  # most policies have none
 

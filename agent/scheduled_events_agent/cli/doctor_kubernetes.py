@@ -58,10 +58,11 @@ def examine(settings: Settings, account: str | None) -> Iterator[Finding]:
             f"this clock is {abs(skew):.0f} s {which} the API server's: the times that the cluster shows are wrong"
         )
         yield warning(_CHECK, text, "synchronize the clock, here or there")
-    if is_found and not missing:
+    if is_found and all(one.severity != "error" for one in missing):
+        rights = "the rights it needs" if missing else "all rights"
         yield ok(
             _CHECK,
-            f"{credentials.server} answers {credentials.origin}, which has all rights; node {name.name} is this"
+            f"{credentials.server} answers {credentials.origin}, which has {rights}; node {name.name} is this"
             f" machine ({name.origin})",
         )
 
@@ -111,7 +112,8 @@ def _missing_rights(settings: Settings, node: NodeStatus) -> Iterator[Finding]:
 
 def _uses_this_account(hook: Hook) -> bool:
     """Whether it drains the node as the account that is checked here, as far as its command line shows."""
-    return is_drain_command(hook) and "--kubeconfig" not in (hook.run or ()) and "KUBECONFIG" not in hook.env
+    names_another = any(word.partition("=")[0] == "--kubeconfig" for word in hook.run or ())
+    return is_drain_command(hook) and not names_another and "KUBECONFIG" not in hook.env
 
 
 def _needed_rights(settings: Settings) -> Iterator[Right]:

@@ -64,21 +64,26 @@ class _Input(NamedTuple):
 
     @property
     def store(self) -> tuple[object, ...]:
-        """The parts of the policy that say where the records are."""
+        """The parts of the policy that say where the records are.
+
+        Not by whom they are written: to leave the group and to come back would free a slot that is in use.
+        """
         fleet = self.settings.fleet
-        return fleet and (fleet.table, fleet.leases, fleet.group), *self._account
+        return fleet and (fleet.table, fleet.leases, fleet.group), *self._endpoint
 
     @property
     def key(self) -> tuple[object, ...]:
         """If this changes, the store is opened again."""
         fleet = self.settings.fleet
-        return fleet, (fleet and fleet.group) or self.group, self.vm_id, *self._account
+        kubernetes = self.settings.kubernetes if fleet and fleet.leases is not None else None
+        kubeconfig = kubernetes and kubernetes.kubeconfig
+        return fleet, (fleet and fleet.group) or self.group, self.vm_id, kubeconfig, *self._endpoint
 
     @property
-    def _account(self) -> tuple[object, ...]:
-        """From where the credentials for the store are."""
-        kubernetes = self.settings.kubernetes
-        return self.settings.imds.endpoint, kubernetes and kubernetes.kubeconfig
+    def _endpoint(self) -> tuple[str, ...]:
+        """That of the metadata service, which the credentials for a table are from."""
+        fleet = self.settings.fleet
+        return () if fleet and fleet.leases is not None else (self.settings.imds.endpoint,)
 
 
 class FleetThread:

@@ -182,11 +182,12 @@ class _TargetWorker:
                     self._is_idle = False
                     continue
                 lost = self._why_expired(item)
+                is_expired = bool(lost)
                 error = None if lost else self._try(item)
                 if error is not None:
                     lost = self._why_lost(item, error)
                 if error is None or lost:
-                    self._report(NotificationDone(item.id, self._name, lost))
+                    self._report(NotificationDone(item.id, self._name, lost, is_expired=is_expired))
                     last_id = item.id
                     backoff.reset()
                     continue

@@ -54,6 +54,8 @@ class NotificationDone:
     target: str
     lost: str = ""
     """Why it is lost; "" if it was delivered."""
+    is_expired: bool = False
+    """It is lost as it should be: no one misses it so late."""
 
 
 @dataclass(frozen=True)

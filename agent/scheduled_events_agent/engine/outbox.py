@@ -153,7 +153,7 @@ class Outbox:
             if ended.lost:
                 body = bodies[ended.id]
                 if body is not None:  # else it was deleted meanwhile as one too many, and is counted already
-                    self._lose(ended.target, body, ended.lost, now)
+                    self._lose(ended.target, body, ended.lost, now, is_expected=ended.is_expired)
             elif ended.target in self.losses:
                 self.losses = {name: loss for name, loss in self.losses.items() if name != ended.target}
         self._ended_ids += [ended.id for ended in self._ended]
@@ -173,15 +173,17 @@ class Outbox:
             self._written_losses = self.losses
         self._ended_ids = []
 
-    def _lose(self, target: str, body: str, reason: str, now: datetime) -> None:
+    def _lose(self, target: str, body: str, reason: str, now: datetime, *, is_expected: bool = False) -> None:
+        """Record and log a loss. ``is_expected``: it needs no one's attention."""
         kind, event_id = "unknown", ""
         with contextlib.suppress(msgspec.MsgspecError):  # another version of the agent may have written it
             notification = decode_notification(body)
             kind, event_id = notification.kind, notification.event.id
-        before = self.losses.get(target)
-        since = before.since if before else now
-        loss = Loss(count=before.count + 1 if before else 1, since=since, reason=reason)
-        self.losses = {**self.losses, target: loss}
+        if not is_expected:
+            before = self.losses.get(target)
+            since = before.since if before else now
+            loss = Loss(count=before.count + 1 if before else 1, since=since, reason=reason)
+            self.losses = {**self.losses, target: loss}
         self._unwritten.append(("notification_lost", f"{target}: {kind} of {event_id}: {reason}", now))
         get_logger().warning(
             "a notification is lost",

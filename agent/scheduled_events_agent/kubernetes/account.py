@@ -42,7 +42,7 @@ class AccountError(AgentError):
         super().__init__(message, kind="config")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Account:
     """An API server, and the credentials for it."""
 
@@ -56,6 +56,15 @@ class Account:
     token: Source | None = None
     certificate: Source | None = None
     key: Source | None = None
+    kubeconfig: Path | None = None
+    content: bytes = b""
+    """What the kubeconfig has said; its credentials may be replaced in place."""
+
+    def current(self) -> "Account":
+        """The account as its kubeconfig has it now. Raises HostError or AccountError."""
+        if self.kubeconfig is None or host.read_small_file(self.kubeconfig, _MAX_FILE_BYTES) == self.content:
+            return self
+        return _load_kubeconfig(self.kubeconfig)
 
     def read_token(self) -> str:
         """The token as it is now, "" if there is none. Raises HostError."""
@@ -240,7 +249,8 @@ def _load_kubeconfig(file: Path) -> Account:
     from scheduled_events_agent.policy import yaml_nodes  # noqa: PLC0415  # 20 ms, which a pod does not need
 
     try:
-        root = yaml_nodes.compose(host.read_small_file(file, _MAX_FILE_BYTES))
+        content = host.read_small_file(file, _MAX_FILE_BYTES)
+        root = yaml_nodes.compose(content)
         config = msgspec.convert(_value_of(root), _Kubeconfig, strict=False)
     except host.HostError as error:
         raise AccountError(str(error)) from None
@@ -261,6 +271,8 @@ def _load_kubeconfig(file: Path) -> Account:
             token=_source(file, user.token_file) or user.token.encode() or None,
             certificate=_source(file, user.client_certificate, user.client_certificate_data),
             key=_source(file, user.client_key, user.client_key_data),
+            kubeconfig=file,
+            content=content,
         )
     except binascii.Error:
         raise AccountError(f"{file}: a key that ends with -data is not base64") from None

@@ -140,18 +140,19 @@ class Client:
                 kind = "strategic-merge-patch+json" if is_strategic else "merge-patch+json"
             headers["Content-Type"] = f"application/{kind}"
         try:
-            if token := self._account.read_token():
+            account = self._account = self._account.current()
+            if token := account.read_token():
                 headers["Authorization"] = f"Bearer {token}"
-            transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=self._account.ssl_context())
+            transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=account.ssl_context())
         except (HostError, AccountError) as error:  # a file that is being replaced
             raise ApiError(str(error), kind="unavailable", is_outage=True, failure="setup") from None
-        name = self._account.tls_server_name
+        name = account.tls_server_name
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
         with httpx.Client(transport=transport, trust_env=False, timeout=timeout) as client:
             try:
                 response = client.request(
                     method,
-                    f"{self._account.server}{path}",
+                    f"{account.server}{path}",
                     params=query,
                     headers=headers,
                     content=None if body is None else msgspec.json.encode(body),

@@ -132,4 +132,6 @@ def _error_of(error: ApiError) -> NotificationError:
     kind = _KIND_OF_ERROR[error.kind]
     if error.kind == "unavailable" and error.status is not None:
         kind = _KIND_OF_STATUS.get(error.status, "server_error")
+    elif error.failure is not None:
+        kind = error.failure
     return NotificationError(str(error), kind=kind, status=error.status, retry_after=error.retry_after)

@@ -324,7 +324,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def is_drain_command(hook: Hook) -> bool:
     """Whether the hook is the agent's own ``kubernetes drain`` or ``uncordon``."""
     run = hook.run or ()
-    return run[1:2] == ("kubernetes",) and PurePosixPath(run[0]).name == _OWN_NAME
+    return run[1:2] == ("kubernetes",) and re.split(r"[/\\]", run[0])[-1] in (_OWN_NAME, f"{_OWN_NAME}.exe")
 
 
 class TableAddress(NamedTuple):
