@@ -1,12 +1,16 @@
 """The example policy for a Kubernetes node: the agent's own commands are its hooks; the cluster is a stand-in."""
 
+import contextlib
 import os
 import re
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import CHECKOUT, Agent, Simulator
 from helm_chart import recorded_access
@@ -39,13 +43,13 @@ def start(tmp_path: Path, sim: Simulator, api: KubeApi) -> Iterator[Callable[...
     """Starts an agent with the example, in which texts may be replaced."""
     with Agent(tmp_path / "agent", sim.endpoint()) as agent:
 
-        def start_agent(**replacements: str) -> Agent:
+        def start_agent(*, more: str = "", **replacements: str) -> Agent:
             policy = (CHECKOUT / "config/examples/kubernetes-node.yaml").read_text(encoding="utf-8")
             for old, new in replacements.items():
                 assert f"timeout: {old}" in policy
                 policy = policy.replace(f"timeout: {old}", f"timeout: {new}")
             policy += f"imds: {{endpoint: '{sim.endpoint()}', poll_interval: 250ms}}\n"
-            agent.config.write_text(f"{policy}agent: {{listen: '127.0.0.1:0'}}\n", encoding="utf-8")
+            agent.config.write_text(f"{policy}agent: {{listen: '127.0.0.1:0'}}\n{more}\n", encoding="utf-8")
             api.kubeconfig(ADMIN).rename(tmp_path / "kubeconfig")
             agent.environment |= {"CREDENTIALS_DIRECTORY": str(tmp_path), "KUBERNETES_NODE": "vm-1"}
             agent.start()
@@ -92,6 +96,30 @@ def test_a_drain_that_a_budget_keeps_ends_before_the_hook_is_ended_and_names_the
     seconds = datetime.fromisoformat(ended["time"]) - datetime.fromisoformat(began["time"])
     assert 4.9 <= seconds.total_seconds() < 8
     agent.wait_log("held", event_id=event)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is counted otherwise there")
+def test_the_agent_and_its_drain_fit_into_the_memory_of_the_charts_pod(
+    sim: Simulator, api: KubeApi, start: Callable[..., Agent]
+) -> None:
+    """48 MiB while nothing is pending, which the chart requests; 96 while it drains."""
+    api.add(set_of("ReplicaSet", "web", 20))
+    wait_until(lambda: len(api.pod_names("vm-1")) == 20, "the pods are on the node")
+    agent = start(more="kubernetes: {}")
+    process = psutil.Process(agent.process.pid)
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    peak = 0
+    while not agent.log("prepared", event_id=event):
+        with contextlib.suppress(psutil.Error):  # a child that has just ended
+            peak = max(peak, sum(one.memory_info().rss for one in (process, *process.children(recursive=True))))
+        time.sleep(0.05)
+    sim.wait_started(event)
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    sim.wait_polls(20)
+    assert peak < 96 * 1024**2
+    assert process.memory_info().rss < 48 * 1024**2
 
 
 IN_POD = """
