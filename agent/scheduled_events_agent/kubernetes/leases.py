@@ -6,7 +6,7 @@ and one annotation with key and fields. ``holderIdentity`` and ``renewTime`` are
 ``managedFields``. Ages are by that clock, and up to a second off, as its times have whole seconds.
 
 Invariant: an ETag names version and uid. With the version alone, a PUT of a Lease that is gone creates it again.
-Source: recorded answers of an API server 1.36.
+Source: recorded answers of an API server 1.36; for ``managedFields`` and the Date header its documentation.
 """
 
 import hashlib
