@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kube_status
 import pytest
 from kube_access import Call, kubelet, service_account
 from kube_api import KubeApi
@@ -583,6 +584,25 @@ def history(cluster: Cluster) -> list[str]:
     ]
 
 
+def test_a_drain_that_runs_when_the_policy_gets_the_section_is_left_alone(cluster: Cluster) -> None:
+    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    cluster.set_condition("DrainInProgress", "True", "ScheduledEvent", lastHeartbeatTime=now)
+    time.sleep(1.1)  # times are whole seconds
+    with telling(cluster.settings(lifecycle_conditions=True)) as agent:
+        agent.publish({}, "current")
+        wait_until(lambda: cluster.told().get("ScheduledEvent"), "the condition is told")
+    assert cluster.told()["DrainInProgress"] == ("True", "ScheduledEvent")
+
+
+def test_lifecycle_conditions_that_are_switched_off_end(cluster: Cluster) -> None:
+    with telling(cluster.settings(lifecycle_conditions=True)) as agent:
+        agent.publish(an_event(), "current")
+        wait_until(lambda: cluster.told().get("MaintenancePlanned") == ("True", "ScheduledEvent"), "it is told")
+        agent.thread.reconfigure(cluster.settings())
+        wait_until(lambda: cluster.told()["MaintenancePlanned"] == ("False", "NoScheduledEvent"), "it has ended")
+        assert cluster.told()["ScheduledEvent"] == ("True", "RebootScheduled")
+
+
 @pytest.mark.usefixtures("by_hand")
 def test_a_drain_tells_that_it_runs_and_that_it_is_done_and_uncordon_ends_it(cluster: Cluster) -> None:
     cluster.api.add_pod("one", "vm-1", ownerReferences=owned_by("ReplicaSet"))
@@ -606,6 +626,46 @@ def test_a_drain_that_fails_tells_no_more_than_that_it_has_ended(cluster: Cluste
 
 
 @pytest.mark.usefixtures("by_hand")
+def test_a_request_that_fails_is_sent_again(cluster: Cluster) -> None:
+    cluster.api.add_pod("one", "vm-1", ownerReferences=owned_by("ReplicaSet"))
+    told = 0
+
+    def fail_at_the_end(call_: Call) -> None:
+        nonlocal told
+        if call_.path == "nodes/status":
+            told += 1
+            if told == 2:
+                raise kube_status.ApiError(503, "busy", reason="ServiceUnavailable")
+
+    cluster.api.before = fail_at_the_end
+    assert call(cluster, "drain") == 0
+    assert cluster.told() == DRAINED
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_node_is_not_called_drained_while_the_next_drain_runs_or_has_failed(cluster: Cluster) -> None:
+    assert call(cluster, "drain") == 0
+    found = cluster.node
+    cluster.api.store.update(NODES, {**found, "spec": {**found["spec"], "unschedulable": False}})
+    cluster.api.add(set_of("ReplicaSet", "web", 1))
+    cluster.api.add(budget("web", minAvailable=1))
+    wait_until(lambda: any(map(is_ready, cluster.api.store.list(PODS))), "the pod is ready")
+    assert call(cluster, "drain", "--timeout", "3s") == 1
+    assert cluster.told() == BACK
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_an_uncordon_whose_conditions_a_webhook_denies_has_succeeded(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(cluster, "drain") == 0
+    cluster.api.go_wrong("webhook 422", lambda one: one.path == "nodes/status")
+    assert call(cluster, "uncordon") == 0
+    assert "unschedulable" not in cluster.node["spec"]
+    assert "its conditions are not set: admission webhook" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("by_hand")
 def test_without_the_option_nothing_is_told(cluster: Cluster) -> None:
     arguments = ["kubernetes", "drain", "--kubeconfig", cluster.kubeconfig]
     assert main(arguments) == 0
@@ -622,7 +682,7 @@ def test_a_drain_goes_on_if_its_conditions_cannot_be_told(
     assert cluster.api.pod_names() == []
     assert call(cluster, "uncordon") == 0
     assert "unschedulable" not in cluster.node["spec"]
-    assert 'its conditions are not told: nodes "vm-1" is forbidden' in capsys.readouterr().out
+    assert 'its conditions are not set: nodes "vm-1" is forbidden' in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("by_hand")

@@ -198,7 +198,7 @@ def _uncordon(arguments: argparse.Namespace) -> int:
     failure = f"node {node.name} is not uncordoned"
     try:
         is_uncordoned = node.uncordon_node()
-        failure = f"node {node.name}: its conditions are not told"
+        failure = f"node {node.name}: its conditions are not set"
         if arguments.conditions:
             node.set_conditions(UNCORDONED)
     except InterruptedDrainError:

@@ -11,10 +11,13 @@ from datetime import UTC, datetime
 from random import Random
 from typing import NamedTuple
 
+import psutil
+
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.kubernetes.client import ApiError
 from scheduled_events_agent.kubernetes.conditions import (
+    NO_LONGER_TOLD,
     Condition,
     Conditions,
     NodeState,
@@ -55,7 +58,8 @@ class NodeThread:
     def __init__(self, metrics: Metrics, settings: KubernetesSettings, connect: Connect = find_own_node) -> None:
         self._metrics = metrics
         self._connect = connect
-        self._started_at = datetime.now(UTC)
+        self._started_at = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+        self._has_looked_for_killed_drain = False
         self._random = Random()  # noqa: S311
         self._backoff = Backoff(*_BACKOFF_SECONDS, self._random)
         self._log = ChangeLogger("telling the node's conditions", LogId.KUBERNETES_FAILS, LogId.KUBERNETES_WORKS)
@@ -135,6 +139,8 @@ class NodeThread:
             has_condition=settings.condition,
             has_lifecycle=settings.lifecycle_conditions,
         )
+        if not settings.lifecycle_conditions:
+            wanted = NodeState((*wanted.conditions, *NO_LONGER_TOLD))
         is_fresh = self._conditions is None or time.monotonic() >= self._check_at
         if is_fresh:
             self._read(node)
@@ -146,6 +152,7 @@ class NodeThread:
         if due:
             self._conditions = None  # not known, if no answer comes
             self._conditions = node.write(due).conditions
+        self._has_looked_for_killed_drain = True
 
     def _read(self, node: NodeStatus) -> None:
         self._conditions = None
@@ -155,7 +162,7 @@ class NodeThread:
 
     def _due(self, wanted: NodeState, settings: KubernetesSettings) -> tuple[Condition, ...]:
         found = self._conditions or {}
-        if settings.lifecycle_conditions:
+        if settings.lifecycle_conditions and not self._has_looked_for_killed_drain:
             wanted = without_killed_drain(wanted, found, self._started_at)
         return changes(found, wanted, datetime.now(UTC))
 

@@ -3,48 +3,68 @@
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
-from queue import SimpleQueue
 
 from scheduled_events_agent import AgentError
+from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.kubernetes.client import ApiError
 from scheduled_events_agent.kubernetes.conditions import NodeState, changes
 from scheduled_events_agent.kubernetes.node_status import NodeStatus
 
+_BACKOFF_SECONDS = (1.0, 8.0)
+
 
 class ConditionWriter:
-    """Writes one state after the other on a thread of its own. What fails is a line, and nothing else."""
+    """Writes the newest state on a thread of its own, again until it is answered. What fails is a line."""
 
     def __init__(self, node: NodeStatus, on_line: Callable[[str], None], *, is_on: bool) -> None:
         """``is_on`` False: nothing is written."""
         self._node = node
         self._on_line = on_line
         self._is_on = is_on
-        self._states: SimpleQueue[NodeState | None] = SimpleQueue()
+        self._state: NodeState | None = None
+        """What is to be written; None if it has been."""
+        self._is_closing = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="conditions", daemon=True)
         if is_on:
             self._thread.start()
 
     def write(self, state: NodeState) -> None:
-        """Write this state after those before it. Returns at once."""
-        self._states.put(state)
+        """Write this state, in place of one that could not be written yet. Returns at once."""
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
-        """Wait at most so long until all is written."""
-        self._states.put(None)
+        """Wait at most so long until the last state is written."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         if self._is_on:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (state := self._states.get()) is not None:
+        backoff = Backoff(*_BACKOFF_SECONDS)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._state is not None or self._is_closing)
+                state = self._state
+            if state is None:
+                return
+            pause = 0.0
             try:
-                due = changes(self._node.read().conditions, state, datetime.now(UTC))
-                if due:
+                if due := changes(self._node.read().conditions, state, datetime.now(UTC)):
                     self._node.write(due)
-            except ApiError as error:
-                if error.kind != "not_found":  # a node that is gone has no conditions
-                    self._fail(error)
             except AgentError as error:
-                self._fail(error)
-
-    def _fail(self, error: AgentError) -> None:
-        self._on_line(f"node {self._node.name}: its conditions are not told: {error}")
+                kind = error.kind if isinstance(error, ApiError) else ""
+                if isinstance(error, ApiError) and kind == "unavailable":
+                    pause = backoff.next_delay(error.retry_after)
+                elif kind != "not_found":  # a node that is gone has no conditions
+                    self._on_line(f"node {self._node.name}: its conditions are not set: {error}")
+            else:
+                backoff.reset()
+            with self._changed:
+                if pause:
+                    self._changed.wait_for(lambda state=state: self._state is not state, pause)  # type: ignore[misc]
+                elif self._state is state:
+                    self._state = None

@@ -57,6 +57,8 @@ class WantedCondition(NamedTuple):
     status: ConditionStatus
     reason: str
     message: str
+    is_renewed: bool = False
+    """Whether it is written also if the node has it, with the time of now."""
 
 
 class NodeState(NamedTuple):
@@ -88,7 +90,8 @@ def node_state(
 
 def drain_begins(event_id: str) -> NodeState:
     """The node's state while it is drained. ``event_id``: for people."""
-    return NodeState((_drain("True", f"drained for event {event_id}"),))
+    begun = _drain("True", f"drained for event {event_id}")._replace(is_renewed=True)
+    return NodeState((begun, WantedCondition("Drained", "False", "NotDrained", "a drain has begun")))
 
 
 def drain_ended(*, is_drained: bool, event_id: str) -> NodeState:
@@ -96,17 +99,24 @@ def drain_ended(*, is_drained: bool, event_id: str) -> NodeState:
     if not is_drained:
         return NodeState((_drain("False", "the drain has failed"),))
     reason = _REASON_OF_TRUE["Drained"]
-    drained = WantedCondition("Drained", "True", reason, f"drained for event {event_id}")
+    drained = WantedCondition("Drained", "True", reason, f"drained for event {event_id}"[:_MAX_MESSAGE])
     return NodeState((_drain("False", "the drain is done"), drained))
 
 
 UNCORDONED = NodeState(
     (
-        WantedCondition(DRAIN_IN_PROGRESS, "False", "DrainEnded", "the node is back in service"),
-        WantedCondition("Drained", "False", "NotDrained", "the node is back in service"),
+        WantedCondition(DRAIN_IN_PROGRESS, "False", "DrainEnded", "what the drain was for is over"),
+        WantedCondition("Drained", "False", "NotDrained", "what the drain was for is over"),
     )
 )
-"""The node's state when it is in service again."""
+"""The node's state after ``uncordon``."""
+
+
+NO_LONGER_TOLD = (
+    WantedCondition("MaintenancePlanned", "False", "NoScheduledEvent", "it is no longer told"),
+    WantedCondition("MaintenanceInProgress", "False", "NoScheduledEvent", "it is no longer told"),
+)
+"""For a node of an agent that has told lifecycle conditions before, and does so no more."""
 
 
 def without_killed_drain(state: NodeState, found: Conditions, started_at: datetime) -> NodeState:
@@ -135,12 +145,13 @@ def _changes(found: Conditions, wanted: NodeState, at: datetime) -> Iterator[Con
         old = found.get(one.type)
         if one.type in _REASON_OF_TRUE and not _may_write(old, one):
             continue
-        if old is not None and (old.status, old.reason, old.message) == one[1:]:
+        is_same = old is not None and (old.status, old.reason, old.message) == one[1:4]
+        if is_same and not one.is_renewed:
             continue
         since = None
         if old is not None and old.status == one.status:
             since = old.last_transition_time
-        yield Condition(*one, last_heartbeat_time=at, last_transition_time=since or at)
+        yield Condition(*one[:4], last_heartbeat_time=at, last_transition_time=since or at)
 
 
 def _may_write(old: Condition | None, wanted: WantedCondition) -> bool:

@@ -151,8 +151,8 @@ class NodeClient:
             if due := changes(found, state, datetime.now(UTC)):
                 self._ask(lambda seconds: status.write(due, seconds))
         except ApiError as error:
-            if error.kind == "forbidden":
-                self._on_line(f"node {self.name}: its conditions are not told: {error}")
+            if error.kind in ("forbidden", "rejected"):
+                self._on_line(f"node {self.name}: its conditions are not set: {error}")
             elif error.kind != "not_found":
                 raise
 
