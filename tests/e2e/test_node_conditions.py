@@ -294,8 +294,8 @@ def test_without_a_cluster_to_tell_an_event_takes_no_longer(
     wait_until(lambda: cluster.now("ScheduledEvent") == FALSE, "it is over")
     wait_until(lambda: cluster.events()[-1:] == ["Recovered"], "no event was lost")
     assert cluster.events() == ["Seen", "Preparing", "Prepared", "Approved", "Started", "Recovered"]
-    assert len(agent.log("telling the node's conditions fails")) == 1
-    assert len(agent.log("telling the node's conditions works again")) == 1
+    assert len(agent.log("updating the node's conditions fails")) == 1
+    assert len(agent.log("updating the node's conditions works again")) == 1
 
 
 @pytest.mark.parametrize("reason", ["RebootScheduled", "RebootStarted"])

@@ -24,7 +24,7 @@ from kube_objects import NODES
 from scheduled_events_agent import __version__
 from scheduled_events_agent.kubernetes.account import find_account
 from scheduled_events_agent.kubernetes.client import Client
-from scheduled_events_agent.kubernetes.rights import may, rights_to_drain, rights_to_tell
+from scheduled_events_agent.kubernetes.rights import may, rights_to_drain, rights_to_report
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "packaging/helm/scheduled-events-agent"
@@ -200,7 +200,7 @@ def test_doctor_misses_no_right_of_the_account(api: KubeApi) -> None:
     kubeconfig = api.kubeconfig(service_account(NAMESPACE, RELEASE, "vm-1"))
     client = Client(find_account(str(kubeconfig), {}))
     needed = [
-        *rights_to_tell(has_conditions=True, has_events=True),
+        *rights_to_report(has_conditions=True, has_events=True),
         *rights_to_drain(has_conditions=True),
     ]
     assert [str(right) for right in needed if not may(client, right, "vm-1")] == []

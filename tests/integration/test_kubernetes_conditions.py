@@ -44,8 +44,8 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certifi
 AGENT = service_account("default", "agent", "vm-1")
 NOW = datetime(2026, 11, 24, 11, 45, tzinfo=UTC)
 UNAVAILABLE = "scheduled_events_kubernetes_unavailable"
-FAILS = "telling the node's conditions fails"
-WORKS = "telling the node's conditions works again"
+FAILS = "updating the node's conditions fails"
+WORKS = "updating the node's conditions works again"
 DRAIN_RULES = [
     {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},

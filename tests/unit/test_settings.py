@@ -439,8 +439,8 @@ def test_a_window_of_a_rule_that_does_not_approve_is_a_warning() -> None:
     [
         ("lifecycle_conditions: true", "drain, --conditions", ""),
         ("", "drain", ""),
-        ("lifecycle_conditions: true", "drain, --timeout, 5m", "tells no lifecycle condition, and the agent does"),
-        ("", "uncordon, --conditions", "tells lifecycle conditions, and the agent does not"),
+        ("lifecycle_conditions: true", "drain, --timeout, 5m", "sets no lifecycle condition, and the agent does"),
+        ("", "uncordon, --conditions", "sets lifecycle conditions, and the agent does not"),
     ],
 )
 def test_only_one_half_of_the_lifecycle_conditions_is_a_warning(

@@ -11,7 +11,7 @@ from scheduled_events_agent.kubernetes.account import Account
 from scheduled_events_agent.kubernetes.client import ApiError, Client
 from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
 from scheduled_events_agent.kubernetes.own_node import find_own_account
-from scheduled_events_agent.kubernetes.rights import Right, may, rights_to_drain, rights_to_tell
+from scheduled_events_agent.kubernetes.rights import Right, may, rights_to_drain, rights_to_report
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.settings import (
     KubernetesSettings,
@@ -25,7 +25,7 @@ _NAME_NODE = "name this machine's node with kubernetes.node or KUBERNETES_NODE"
 
 
 def examine(settings: Settings, account: str | None) -> Iterator[Finding]:
-    """Whether the cluster can be asked and told. ``account``: the service's, if it is not this one."""
+    """What keeps the policy from using the cluster. ``account``: the service's, if it is not this one."""
     kubernetes = settings.kubernetes or KubernetesSettings()
     try:
         credentials, name = find_own_account(kubernetes)
@@ -119,7 +119,7 @@ def _uses_this_account(hook: Hook) -> bool:
 def _needed_rights(settings: Settings) -> Iterator[Right]:
     kubernetes = settings.kubernetes
     has_conditions = kubernetes is not None and (kubernetes.condition or kubernetes.lifecycle_conditions)
-    yield from rights_to_tell(has_conditions=has_conditions, has_events=settings.has_node_events)
+    yield from rights_to_report(has_conditions=has_conditions, has_events=settings.has_node_events)
     commands = [hook.run for hook in settings.hooks.values() if hook.run and _uses_this_account(hook)]
     if commands:
         yield from rights_to_drain(has_conditions=any("--conditions" in run for run in commands))

@@ -29,7 +29,7 @@ _SPARE_SECONDS = 3.0  # before the agent ends this hook: to say what is left
 _BY_HAND_SECONDS = {"drain": 1800.0, "uncordon": 60.0}
 _LAST_RESORT_SECONDS = 60.0
 _MAX_NAMED = 10
-# How long the end waits until the conditions are told; shorter after a signal, as the agent kills it soon.
+# How long the end waits until the conditions are set; shorter after a signal, as the agent kills it soon.
 _WRITE_SECONDS = 2.0
 _WRITE_AFTER_SIGNAL_SECONDS = 0.5
 _SIGNAL = "ended by a signal"

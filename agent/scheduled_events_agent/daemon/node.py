@@ -1,4 +1,4 @@
-"""The thread that tells the Kubernetes cluster the conditions of this node, so that nothing else waits for it.
+"""The thread that keeps the conditions of this Kubernetes node up to date, so that nothing else waits for it.
 
 It is idle until something has changed; once in about ten minutes it looks whether the node still has that.
 Invariant: what it wants is computed from the newest snapshot each time, so nothing is sent late.
@@ -17,7 +17,7 @@ from scheduled_events_agent import AgentError
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.kubernetes.client import ApiError
 from scheduled_events_agent.kubernetes.conditions import (
-    NO_LONGER_TOLD,
+    NO_LONGER_WANTED,
     Condition,
     Conditions,
     NodeState,
@@ -62,7 +62,7 @@ class NodeThread:
         self._has_looked_for_killed_drain = False
         self._random = Random()  # noqa: S311
         self._backoff = Backoff(*_BACKOFF_SECONDS, self._random)
-        self._log = ChangeLogger("telling the node's conditions", LogId.KUBERNETES_FAILS, LogId.KUBERNETES_WORKS)
+        self._log = ChangeLogger("updating the node's conditions", LogId.KUBERNETES_FAILS, LogId.KUBERNETES_WORKS)
         self._input = _Input(settings, {}, "none_yet")
         self._changed = threading.Event()
         self._is_stopping = False
@@ -78,11 +78,11 @@ class NodeThread:
         metrics.add_kubernetes()
 
     def reconfigure(self, settings: KubernetesSettings | None) -> None:
-        """Use another policy. Conditions that are no longer told stay as they are."""
+        """Use another policy. If it has no such section, the conditions stay as they are."""
         self._set(self._input._replace(settings=settings))
 
     def publish(self, workflows: Workflows, polls: Polls) -> None:
-        """Tell these open workflows. ``workflows``: a mapping that is never changed."""
+        """Report these open workflows. ``workflows``: a mapping that is never changed."""
         if workflows is not self._input.workflows or polls != self._input.polls:
             self._set(self._input._replace(workflows=workflows, polls=polls))
 
@@ -104,7 +104,7 @@ class NodeThread:
             self._changed.wait(self._step(self._input))
 
     def _step(self, current: _Input) -> float | None:
-        """Tell what has changed. Returns after how many seconds to do so again; None: not before a change."""
+        """Write what has changed. Returns after how many seconds to do so again; None: not before a change."""
         settings = current.settings
         if settings != self._settings:
             self._settings = settings
@@ -117,10 +117,10 @@ class NodeThread:
         if (pause := self._not_before - time.monotonic()) > 0:
             return pause
         try:
-            self._tell(settings, current)
+            self._update(settings, current)
         except AgentError as error:
             return self._on_failure(error)
-        except Exception as error:  # noqa: BLE001 - a thread that ends would never tell anything again
+        except Exception as error:  # noqa: BLE001 - a thread that ends would never write anything again
             get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
             return self._on_failure(AgentError(f"a bug in the agent: {error!r}", kind="bug"))
         self._backoff.reset()
@@ -129,7 +129,7 @@ class NodeThread:
         self._metrics.kubernetes_unavailable.set(0)
         return max(0.0, self._check_at - time.monotonic())
 
-    def _tell(self, settings: KubernetesSettings, current: _Input) -> None:
+    def _update(self, settings: KubernetesSettings, current: _Input) -> None:
         if self._node is None:
             self._node = self._connect(settings)
         node = self._node
@@ -140,7 +140,7 @@ class NodeThread:
             has_lifecycle=settings.lifecycle_conditions,
         )
         if not settings.lifecycle_conditions:
-            wanted = NodeState((*wanted.conditions, *NO_LONGER_TOLD))
+            wanted = NodeState((*wanted.conditions, *NO_LONGER_WANTED))
         is_fresh = self._conditions is None or time.monotonic() >= self._check_at
         if is_fresh:
             self._read(node)

@@ -1,4 +1,4 @@
-"""A Kubernetes cluster: drains the node of this machine, gives it back, and tells the cluster of its events.
+"""A Kubernetes cluster: drains the node of this machine, gives it back, and reports its events.
 
 account.py      the API server, and as whom it is asked: a kubeconfig, or a pod's service account
 client.py       one request to it

@@ -70,7 +70,7 @@ class NodeState(NamedTuple):
 def node_state(
     workflows: Iterable[Workflow], polls: Polls, *, has_condition: bool = True, has_lifecycle: bool = False
 ) -> NodeState:
-    """The node's state according to the open workflows. ``has_...``: which conditions are told."""
+    """The node's state according to the open workflows. ``has_...``: which conditions are wanted."""
     if polls == "none_yet":
         return NodeState()
     mine = [workflow for workflow in by_urgency(workflows) if is_for_this_vm(workflow)]
@@ -112,11 +112,11 @@ UNCORDONED = NodeState(
 """The node's state after ``uncordon``."""
 
 
-NO_LONGER_TOLD = (
-    WantedCondition("MaintenancePlanned", "False", "NoScheduledEvent", "it is no longer told"),
-    WantedCondition("MaintenanceInProgress", "False", "NoScheduledEvent", "it is no longer told"),
+NO_LONGER_WANTED = (
+    WantedCondition("MaintenancePlanned", "False", "NoScheduledEvent", "it is no longer reported"),
+    WantedCondition("MaintenanceInProgress", "False", "NoScheduledEvent", "it is no longer reported"),
 )
-"""For a node of an agent that has told lifecycle conditions before, and does so no more."""
+"""For a node on which lifecycle conditions were set before, and are no longer wanted."""
 
 
 def without_killed_drain(state: NodeState, found: Conditions, started_at: datetime) -> NodeState:

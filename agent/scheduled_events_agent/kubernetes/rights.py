@@ -30,8 +30,8 @@ class Right(NamedTuple):
         return f"{self.verb} {self.resource}{where}"
 
 
-def rights_to_tell(*, has_conditions: bool, has_events: bool) -> Iterator[Right]:
-    """What telling the cluster needs."""
+def rights_to_report(*, has_conditions: bool, has_events: bool) -> Iterator[Right]:
+    """What conditions and events need."""
     if has_conditions:
         yield Right("get", "nodes", "conditions")
         yield Right("patch", "nodes/status", "conditions")

@@ -430,10 +430,10 @@ def _kubernetes_warnings(settings: Settings) -> Iterator[Finding]:
             continue
         run = hook.run or ()
         if is_on and "--conditions" not in run:
-            text = "tells no lifecycle condition, and the agent does: add --conditions"
+            text = "sets no lifecycle condition, and the agent does: add --conditions"
             yield f"hooks.{name}.run", text
         elif not is_on and "--conditions" in run:
-            text = "tells lifecycle conditions, and the agent does not: set kubernetes.lifecycle_conditions"
+            text = "sets lifecycle conditions, and the agent does not: set kubernetes.lifecycle_conditions"
             yield f"hooks.{name}.run", text
 
 

@@ -250,7 +250,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What this machine, a node of a Kubernetes cluster, tells the cluster."""
+    """What this machine, a node of a Kubernetes cluster, reports."""
 
     node: Annotated[
         str | None,
@@ -301,7 +301,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ()
     fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together.")] = None
     kubernetes: Annotated[
-        KubernetesSettings | None, Meta(description="What this node of a Kubernetes cluster tells the cluster.")
+        KubernetesSettings | None, Meta(description="What this node of a Kubernetes cluster reports.")
     ] = None
 
     @property
@@ -317,7 +317,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def uses_kubernetes(self) -> bool:
-        """Whether the agent itself tells a Kubernetes cluster anything."""
+        """Whether the agent itself reports to a Kubernetes cluster."""
         return self.kubernetes is not None or self.has_node_events
 
 

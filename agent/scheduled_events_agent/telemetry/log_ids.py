@@ -108,8 +108,8 @@ class LogId(IntEnum):
         "error",
         "fleet.members does not match this VM: all VMs that an event names are waited for.",
     )
-    KUBERNETES_FAILS = 350, "warning", "The node's conditions cannot be told to the Kubernetes cluster."
-    KUBERNETES_WORKS = 351, "info", "The node's conditions can be told to the Kubernetes cluster again."
+    KUBERNETES_FAILS = 350, "warning", "The conditions of the Kubernetes node cannot be updated."
+    KUBERNETES_WORKS = 351, "info", "The conditions of the Kubernetes node can be updated again."
     MACHINE_PAUSED = 400, "warning", "The machine was paused; the pause was measured."
     OTHER_WARNING = 998, "warning", "Any other warning."
     OTHER_ERROR = 999, "error", "Any other error."

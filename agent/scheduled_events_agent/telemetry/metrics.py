@@ -191,7 +191,7 @@ class Metrics:
         """Metrics of a node of a Kubernetes cluster. Only agents whose policy has the section show them."""
         self.kubernetes_unavailable = self._gauge(
             "kubernetes_unavailable",
-            "1 if the node's conditions could not be told to the cluster when last tried.",
+            "1 if the node's conditions could not be updated when last tried.",
         )
 
     def set_waiting(self, waiting: Mapping[str, tuple[int, float]]) -> None:
