@@ -149,6 +149,7 @@ def finish(sim: Simulator, agent: Agent, cluster: Cluster, event: str) -> None:
     wait_until(lambda: cluster.now("MaintenanceInProgress") in (FALSE, ("", "")), "maintenance is over")
 
 
+@pytest.mark.nightly
 def test_a_reboot(sim: Simulator, started: Agent, cluster: Cluster) -> None:
     (others,) = [one for one in cluster.node["status"]["conditions"] if one["type"] == "Ready"]
     event = sim.schedule("Reboot", lasts_seconds=None)
@@ -253,7 +254,7 @@ def test_two_events(sim: Simulator, started: Agent, cluster: Cluster) -> None:
         "MaintenancePlanned": [TRUE, FALSE, TRUE, FALSE],
         "MaintenanceInProgress": [TRUE, FALSE],
         "DrainInProgress": [*DRAIN, *DRAIN],
-        "Drained": [DRAINED, NOT_DRAINED],
+        "Drained": [DRAINED, NOT_DRAINED, DRAINED, NOT_DRAINED],
     }
     cluster.check_times()
 
@@ -312,6 +313,7 @@ def test_an_agent_that_is_killed_right_after_its_patch_goes_on(
     cluster.check_times()
 
 
+@pytest.mark.nightly
 def test_while_the_metadata_service_does_not_answer_the_condition_is_unknown(
     sim: Simulator, agent: Agent, cluster: Cluster
 ) -> None:
