@@ -20,7 +20,7 @@ from kube_objects import NODES
 from kube_samples import budget, owned_by, set_of
 from receiver import wait_until
 
-from scheduled_events_agent.kubernetes.node import MARK
+from scheduled_events_agent.kubernetes.node_status import MARK
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 

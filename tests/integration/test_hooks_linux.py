@@ -379,7 +379,7 @@ def test_the_linux_hook_environment_is_exactly_the_documented_one(monkeypatch: p
         "KUBERNETES_SERVICE_PORT": "443",
         "KUBERNETES_NODE": "vm-1",
         "KUBERNETES_PORT": "tcp://10.0.0.1:443",
-        "KUBECONFIG": "/root/.kube/config",
+        "KUBECONFIG": "/somewhere/.kube/config",
         "NOTIFY_SOCKET": "/run/notify",
         "SECRET": "x",
         "PYTHONPATH": "/tmp",

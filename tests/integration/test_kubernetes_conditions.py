@@ -498,7 +498,14 @@ class FakeNode:
         self.requests.append(method)
         if self.is_away:
             raise ApiError("the API server: connection refused", kind="unavailable", is_outage=True)
-        return ObservedNode("uid", dict(self._conditions), None)
+        return ObservedNode(
+            uid="uid",
+            version="1",
+            mark=None,
+            is_unschedulable=False,
+            conditions=dict(self._conditions),
+            date=None,
+        )
 
 
 class Hours:

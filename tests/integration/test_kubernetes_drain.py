@@ -26,11 +26,11 @@ from memory_peak import wait_for_peak
 from receiver import wait_until
 
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.kubernetes import client, drain, node
+from scheduled_events_agent.kubernetes import client, drain, node, node_status
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
-MARK = node.MARK
+MARK = node_status.MARK
 AGENT = service_account("scheduled-events-agent", "scheduled-events-agent", "vm-1")
 EVENT = "602d9444-d2cd-49c7-8624-8643e7171297"
 RIGHTS: dict[str, Object] = {

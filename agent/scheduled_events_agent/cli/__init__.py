@@ -169,6 +169,16 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def duration(text: str) -> float:
+    """Seconds of an option, for argparse."""
+    from scheduled_events_agent.policy.durations import parse_duration  # noqa: PLC0415  # few commands need it
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_state_options(parser: argparse.ArgumentParser) -> None:
     """--state-dir and --config, as every command that asks the running agent has them."""
     parser.add_argument(

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.cli import duration
 from scheduled_events_agent.cli.terminal import print_json, printable
 from scheduled_events_agent.kubernetes.account import find_account, find_node
 from scheduled_events_agent.kubernetes.background import Background, InterruptedDrainError
@@ -21,7 +22,7 @@ from scheduled_events_agent.kubernetes.conditions import UNCORDONED, drain_begin
 from scheduled_events_agent.kubernetes.drain import Drain, PodReport
 from scheduled_events_agent.kubernetes.node import Cordoned, NodeClient
 from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
-from scheduled_events_agent.policy.durations import parse_duration, plural
+from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import SCHEMA_VERSION
 
 _ENDS_THE_VM = ("Preempt", "Terminate")
@@ -112,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drain.add_argument(
         "--last-resort",
         metavar="DURATION",
-        type=_duration,
+        type=duration,
         help="so long before the end, delete what budgets keep: the VM goes anyway; 0s: never (default: half of "
         "the time, at most 60s, for Preempt and Terminate; else never)",
     )
@@ -120,15 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     uncordon.set_defaults(handler=_uncordon)
 
 
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _time_limit(text: str) -> float:
-    seconds = _duration(text)
+    seconds = duration(text)
     if seconds <= 0:
         raise argparse.ArgumentTypeError("expected more than 0s")
     return seconds

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.cli import add_config_option, exit_code
+from scheduled_events_agent.cli import add_config_option, duration, exit_code
 from scheduled_events_agent.cli.config import find_config, policy_file, state_dir_of
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.daemon.policy_reader import read_policy, run_in_background
 from scheduled_events_agent.policy.checks import listen_error
-from scheduled_events_agent.policy.durations import parse_duration
 from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger, set_up
@@ -52,18 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-timeout",
         metavar="DURATION",
-        type=_duration,
+        type=duration,
         default=5.0,
         help="how long stopping may take, such as 60s (default: 5s)",
     )
     parser.set_defaults(handler=_run)
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _listen(text: str) -> str:

@@ -8,7 +8,7 @@ Nothing here decides about events.
     executor.py        one thread for each hook and each request to approve
     notifier.py        one thread for each target of notifications
     fleet.py           asks the store of the VMs that act together
-    node.py            tells a Kubernetes cluster the node's conditions
+    node.py            keeps the conditions of a Kubernetes node up to date
     policy_reader.py   reads the policy file again
     service_status.py  what the service manager hears
     status_source.py   the status, of what all these publish

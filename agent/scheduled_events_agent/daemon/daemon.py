@@ -10,7 +10,7 @@ approval or client can delay the engine's next cycle.
     approvals   one thread for each request to approve     -> inbox     (executor.py)
     hooks       one thread for each hook that runs         -> inbox
     fleet       reads and writes the fleet's store (fleet.py), if the policy has one -> inbox
-    node        tells a Kubernetes cluster the node's conditions (node.py), if the policy has the section
+    node        keeps the conditions of a Kubernetes node up to date (node.py), if the policy has the section
     notify-...  one thread for each notification target    -> inbox     (notifier.py)
     policy      reads the policy file again, when asked to -> inbox   (policy_reader.py)
     pages       opens the web server, and retries until it is open (web/endpoints.py)

@@ -4,8 +4,7 @@ import os
 import sys
 
 from scheduled_events_agent.policy import Hook
-
-OWN_NAME = "scheduled-events-agent"
+from scheduled_events_agent.policy.settings import OWN_NAME
 
 
 def command_of(hook: Hook) -> tuple[str, ...] | None:

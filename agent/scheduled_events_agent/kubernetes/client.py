@@ -20,6 +20,8 @@ from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.kubernetes.account import Account, AccountError
 
+BACKOFF_SECONDS = (1.0, 8.0)
+"""The first pause after a request that was not answered, and the longest."""
 REQUEST_SECONDS = 15.0
 """The longest time for an answer. An admission webhook may take 10 of them, by default."""
 

@@ -2,15 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.http.retry import Backoff
-from scheduled_events_agent.kubernetes.client import ApiError
-from scheduled_events_agent.kubernetes.conditions import NodeState, changes
+from scheduled_events_agent.kubernetes.client import BACKOFF_SECONDS, ApiError
+from scheduled_events_agent.kubernetes.conditions import NodeState
 from scheduled_events_agent.kubernetes.node_status import NodeStatus
-
-_BACKOFF_SECONDS = (1.0, 8.0)
 
 
 class ConditionWriter:
@@ -22,7 +19,7 @@ class ConditionWriter:
         self._on_line = on_line
         self._is_on = is_on
         self._state: NodeState | None = None
-        """What is to be written; None if it has been."""
+        """The state to write; None after it was written."""
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="conditions", daemon=True)
@@ -44,7 +41,7 @@ class ConditionWriter:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        backoff = Backoff(*_BACKOFF_SECONDS)
+        backoff = Backoff(*BACKOFF_SECONDS)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._state is not None or self._is_closing)
@@ -53,18 +50,20 @@ class ConditionWriter:
                 return
             pause = 0.0
             try:
-                if due := changes(self._node.read().conditions, state, datetime.now(UTC)):
-                    self._node.write(due)
-            except AgentError as error:
-                kind = error.kind if isinstance(error, ApiError) else ""
-                if isinstance(error, ApiError) and kind == "unavailable":
-                    pause = backoff.next_delay(error.retry_after)
-                elif kind != "not_found":  # a node that is gone has no conditions
-                    self._on_line(f"node {self._node.name}: its conditions are not set: {error}")
-            else:
+                self._node.update(state)
                 backoff.reset()
+            except ApiError as error:
+                if error.kind == "unavailable":
+                    pause = backoff.next_delay(error.retry_after)
+                elif error.kind != "not_found":  # a node that is gone has no conditions
+                    self._fail(error)
+            except AgentError as error:
+                self._fail(error)
             with self._changed:
                 if pause:
                     self._changed.wait_for(lambda state=state: self._state is not state, pause)  # type: ignore[misc]
                 elif self._state is state:
                     self._state = None
+
+    def _fail(self, error: AgentError) -> None:
+        self._on_line(f"node {self._node.name}: its conditions are not set: {error}")

@@ -18,8 +18,8 @@ import msgspec
 
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.kubernetes.background import Background
-from scheduled_events_agent.kubernetes.client import ApiError, Client
-from scheduled_events_agent.kubernetes.node import BACKOFF_SECONDS, Cordon
+from scheduled_events_agent.kubernetes.client import BACKOFF_SECONDS, ApiError, Client
+from scheduled_events_agent.kubernetes.node import Cordon
 from scheduled_events_agent.kubernetes.pods import POD_LIST, Pod, PodList, pods_of, reason_to_stay
 
 _MAX_UNDER_WAY = 5  # one that an admission webhook keeps waiting must not hold up the others

@@ -108,8 +108,9 @@ class PolicyFile:
         loaded = parse_settings(self._read(), self.name, may_change_user=self._may_change_user)
         agent = msgspec.structs.replace(loaded.settings.agent, **self._options)
         settings = msgspec.structs.replace(loaded.settings, agent=agent)
-        # Again, as some are about where the agent listens.
-        warnings = loaded.parsed.to_problems(checks.warnings(settings, loaded.parsed.lines, is_all_named=True))
+        warnings = loaded.warnings
+        if agent.listen != loaded.settings.agent.listen:  # one of them is about that
+            warnings = loaded.parsed.to_problems(checks.warnings(settings, loaded.parsed.lines, is_all_named=True))
         return msgspec.structs.replace(loaded, settings=settings, warnings=warnings)
 
 

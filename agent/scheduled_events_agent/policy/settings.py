@@ -44,7 +44,8 @@ _DEFAULT_KINDS: tuple[NotificationKind, ...] = (
 # It would open an incident at PagerDuty, and call people for nothing.
 _NOT_FOR_PAGERDUTY: NotificationKind = "seen"
 _PAGERDUTY_KINDS = tuple(kind for kind in _DEFAULT_KINDS if kind != _NOT_FOR_PAGERDUTY)
-_OWN_NAME = "scheduled-events-agent"
+OWN_NAME = "scheduled-events-agent"
+"""The name of the agent's own program, as hooks call it."""
 KUBERNETES_FORMAT = "kubernetes"
 NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty", KUBERNETES_FORMAT)
 
@@ -324,7 +325,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def is_drain_command(hook: Hook) -> bool:
     """Whether the hook is the agent's own ``kubernetes drain`` or ``uncordon``."""
     run = hook.run or ()
-    return run[1:2] == ("kubernetes",) and re.split(r"[/\\]", run[0])[-1] in (_OWN_NAME, f"{_OWN_NAME}.exe")
+    return run[1:2] == ("kubernetes",) and re.split(r"[/\\]", run[0])[-1] in (OWN_NAME, f"{OWN_NAME}.exe")
 
 
 class TableAddress(NamedTuple):

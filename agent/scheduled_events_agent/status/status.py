@@ -182,7 +182,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that needs a person."""
 
     kind: AttentionKind
-    severity: Literal["act", "fix"]  # an operator must act; or it is to be repaired today
+    severity: Literal["act", "fix"]  # act: an operator must act now; fix: someone must repair it today
     since: datetime | None
     event_id: str = ""
     workflow_id: str = ""
