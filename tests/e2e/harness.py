@@ -493,7 +493,10 @@ class Server:
                 self.connection.close()
 
             def respond(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                length = int(self.headers.get("Content-Length", "0"))
+                body = self.rfile.read(length)
+                if len(body) < length:  # the client was killed before it had sent all of it
+                    return
                 name = _common_name(self.connection)
                 answer = server.answer(Request(self.command, self.path, dict(self.headers), body, name))
                 self.send_response(answer.status)
