@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -24,6 +25,7 @@ from scheduled_events_agent import __version__
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NAME = "scheduled-events-agent"
+IMAGE = "images.agent.example.com/scheduled-events-agent"
 BASE = f"scheduled_events_agent-{__version__}"
 PACKAGES = (
     *(f"{NAME}_{__version__}-1_{machine}.deb" for machine in ("amd64", "arm64")),
@@ -187,6 +189,54 @@ def test_a_version_is_set_in_the_sources_and_in_the_changelog(tidy: Path) -> Non
     assert notes.startswith("### ")
     assert not any("version" in line for line in release(tidy, "check", "9.8.7").stderr.splitlines())
     assert release(tidy, "version", "nonsense").returncode == 1
+
+
+def publish_check(sources: Path, output: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """What release.yml runs first, for a tag."""
+    settings = {"IMAGE": IMAGE, "GITHUB_OUTPUT": str(output), **environment}
+    command = [str(sources / "packaging/publish.sh"), "check"]
+    return subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_a_tag_is_published_once_an_owner_has_filled_everything_in(tidy: Path, tmp_path: Path) -> None:
+    """What the page of packaging asks of an owner, done with made-up addresses."""
+    before = git(tidy, "rev-parse", "HEAD").strip()
+    output = tmp_path / "output"
+    for name in git(tidy, "grep", "--files-with-matches", r"\.invalid").split():
+        if name.startswith(("tests/", "packaging/release.py")):
+            continue
+        text = (tidy / name).read_text()
+        (tidy / name).write_text(text.replace("scheduled-events-agent.invalid", "agent.example.com"))
+    containerfile = tidy / "packaging/container/Containerfile"
+    base = f"\\g<0>@sha256:{hashlib.sha256().hexdigest()}"
+    containerfile.write_text(re.sub(r"^ARG BASE=.*", base, containerfile.read_text(), flags=re.MULTILINE))
+    assert release(tidy, "version", "9.8.7").returncode == 0
+    git(tidy, "commit", "--quiet", "--all", "--message=Release 9.8.7")
+
+    unpushed = publish_check(tidy, output, VERSION="v9.8.7")
+    assert (unpushed.returncode, unpushed.stderr) == (1, "publish.sh: v9.8.7 is not on main\n")
+    git(tidy, "update-ref", "refs/remotes/origin/main", "HEAD")
+    elsewhere = publish_check(tidy, output, VERSION="v9.8.7", IMAGE="images.example.com/other")
+    assert elsewhere.stderr.endswith("values.yaml to be images.example.com/other\n")
+    other = publish_check(tidy, output, VERSION="v9.8.8")
+    assert (other.returncode, "expected version 9.8.8, found 9.8.7\n" in other.stderr) == (1, True)
+    assert not output.exists()
+    ready = publish_check(tidy, output, VERSION="v9.8.7")
+    assert (ready.returncode, ready.stderr, output.read_text()) == (0, "", "prerelease=false\n")
+
+    changelog = tidy / "CHANGELOG.md"
+    changelog.write_text(
+        changelog.read_text().replace("## [Unreleased]", "## [Unreleased]\n\n### Fixed\n\n- A.", 1)
+    )
+    assert release(tidy, "version", "9.8.8rc1").returncode == 0
+    git(tidy, "commit", "--quiet", "--all", "--message=Release 9.8.8rc1")
+    git(tidy, "update-ref", "refs/remotes/origin/main", "HEAD")
+    candidate = publish_check(tidy, output, VERSION="v9.8.8rc1")
+    assert (candidate.returncode, candidate.stderr) == (0, "")
+    assert output.read_text() == "prerelease=false\nprerelease=true\n"
+    git(tidy, "reset", "--quiet", "--hard", before)
 
 
 # --- the same bytes
