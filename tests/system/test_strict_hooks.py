@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,44 @@ def test_one_that_sleeps_is_stopped_at_its_limit_with_all_its_processes(
     assert strict.machine.run("pgrep", "-f", "sleep 111", check=False).stdout == ""
 
 
+SLOW_SYSTEMCTL = """#!/bin/sh
+echo "$1" >>/tmp/commands
+[ "$1" != start ] || until [ -e /tmp/go ]; do sleep 0.05; done
+exec /usr/bin/systemctl "$@"
+"""
+
+
+def test_one_that_is_ended_before_systemd_knows_of_it_is_not_started(strict: Service) -> None:
+    machine = strict.machine
+    write_hook(strict, "drain", "touch /root/begun")
+    machine.write("/usr/local/bin/systemctl", SLOW_SYSTEMCTL, 0o755)
+
+    def commands() -> list[str]:
+        path = machine.path("/tmp/commands")
+        return path.read_text().splitlines() if path.exists() else []
+
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(machine.run, RUN_AS_ROOT, "drain", user=USER, check=False)
+        machine.wait_for(lambda: commands() == ["start"], "the start was asked for")
+        machine.run("pkill", "--exact", "run-as-root")  # it alone, as if systemctl had been started just now
+        machine.wait_for(lambda: commands() == ["start", "stop"], "it was stopped")
+        machine.write("/tmp/go", "")
+        ended.result()
+    assert is_active(strict, unit_of("drain")) == "inactive"
+    assert not machine.path("/root/begun").exists()
+
+
+def test_without_space_for_its_variables_it_is_not_started(strict: Service) -> None:
+    write_hook(strict, "drain", "touch /root/begun")
+    strict.machine.run("mount", "-t", "tmpfs", "-o", f"size=8k,mode=700,uid={USER}", "tmpfs", PLACE)
+    variable = {"SCHEDULED_EVENT_DESCRIPTION": "x" * 8192}
+    command = (RUN_AS_ROOT, "drain")
+    done = strict.machine.run(*command, user=USER, input="{}", environment=variable, check=False)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert not strict.machine.path("/root/begun").exists()
+
+
 def test_a_start_during_the_run_of_a_killed_agent_waits_for_its_end(strict: Service, sim: Simulator) -> None:
     drain(strict, "echo begins >>/root/notes; until [ -e /root/go ]; do sleep 0.1; done; echo ends >>/root/notes")
     event = sim.schedule("Reboot", notice_seconds=600)
@@ -293,7 +332,7 @@ def test_the_account_makes_no_unit_of_its_own_under_the_name_of_a_hook(strict: S
     assert not strict.machine.path("/root/taken").exists()
 
 
-@pytest.mark.parametrize("name", ["", "../x", "..", ".hidden", "a/b", "a\\x2fb", "a b", "-a", "a\nb"])
+@pytest.mark.parametrize("name", ["", "../x", "..", ".hidden", "a/b", "a\\x2fb", "a b", "-a", "a\nb", "."])
 def test_run_as_root_rejects_an_invalid_hook_name(tmp_path: Path, name: str) -> None:
     command = [str(CHECKOUT / "systemd/run-as-root"), *([name] if name else [])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, input="{}", check=False)
