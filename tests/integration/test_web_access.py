@@ -455,11 +455,11 @@ def test_a_key_that_no_other_account_can_reach_may_have_any_mode(shared_place: P
 
 @pytest.mark.skipif(sys.platform != "win32", reason="access lists are Windows'")
 @pytest.mark.parametrize(
-    ("others", "is_logged"),
+    ("others", "is_exposed"),
     [("", False), ("(A;;FR;;;BU)", True), ("(A;;FR;;;WD)", True), ("(A;;FR;;;S-1-5-21-1-2-3-1001)", False)],
 )
 def test_on_windows_the_access_list_shows_whether_every_account_can_read_the_key(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, is_logged: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, is_exposed: bool
 ) -> None:
     import win32security
 
@@ -472,7 +472,7 @@ def test_on_windows_the_access_list_shows_whether_every_account_can_read_the_key
     monkeypatch.setattr(permissions, "_descriptor", lambda _: descriptor)
     key = tmp_path / "server.key"
     fault = host.find_read_risk(key)
-    assert (fault is not None) == is_logged
+    assert (fault is not None) == is_exposed
     assert fault is None or fault.startswith(f"{key} can be read by S-1-")
 
 

@@ -325,15 +325,15 @@ def test_the_service_is_notified_of_a_reload_only_if_its_policy_is_valid(service
     service.start()
     service.write_policy(rules=[{"name": "new", "approve": "never"}])
     policy = rf"{service.folder}\policy.yaml"
-    is_logged = (0, f"{policy}: valid; the service reads it again\n")
-    assert service.command("reload") == is_logged
+    accepted = (0, f"{policy}: valid; the service reads it again\n")
+    assert service.command("reload") == accepted
     assert service.wait_log("the policy file was read again")["rules"] == ["new"]
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
     code, told = service.command("reload")
     assert code == 2
     assert told.startswith(f"{policy}:7: rules[0].approve: ")
     service.write_policy(rules=[{"name": "newer", "approve": "never"}])
-    assert service.command("reload") == is_logged
+    assert service.command("reload") == accepted
     assert service.wait_log("the policy file was read again", count=2)["rules"] == ["newer"]
     assert service.log("the policy file is rejected; the old policy stays in force") == [], "it got good ones"
     assert service.state() == State("RUNNING", 0, 0, 0)

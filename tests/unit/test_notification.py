@@ -63,7 +63,7 @@ def test_seconds_are_left_until_the_event_begins_or_is_over(event: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("on", "when", "is_logged"),
+    ("on", "when", "is_sent"),
     [
         (("seen",), When(), True),
         (("held",), When(), False),
@@ -73,13 +73,11 @@ def test_seconds_are_left_until_the_event_begins_or_is_over(event: dict[str, Any
         (("seen",), When(affects=("others",)), False),
     ],
 )
-def test_a_target_is_notified_of_its_kinds_for_its_events(
-    on: tuple[Any, ...], when: When, is_logged: bool
-) -> None:
+def test_a_target_is_notified_of_its_kinds_for_its_events(on: tuple[Any, ...], when: When, is_sent: bool) -> None:
     target = NotifyTarget(name="ops", to="https://hooks.example.com", on=on, when=when)
     step = Transition(workflow=a_workflow(), records=(Record(kind="seen", text="x"),))
     ((_, notification),) = notifications_of([step], a_status())
-    assert matches(target, step, notification, ("vm-1",)) == is_logged
+    assert matches(target, step, notification, ("vm-1",)) == is_sent
 
 
 class Told(Agent):

@@ -583,8 +583,8 @@ class World:
                 due == workflow.wait_reason, f"(12) {due} is not the reason that is shown: {workflow.wait_reason}"
             )
             is_needed = bool(REAL["why_approval_needed"](workflow, context))
-            is_logged = workflow.approval_needed_since is not None
-            self.expect(is_needed == is_logged, f"(14) an approval by an operator is needed: {is_needed}")
+            is_recorded = workflow.approval_needed_since is not None
+            self.expect(is_needed == is_recorded, f"(14) an approval by an operator is needed: {is_needed}")
 
     def _remembered(self) -> dict[str, RememberedEvent]:
         """The workflows that the store would have, by the event's key."""
