@@ -48,7 +48,7 @@ def test_the_packaged_service_passes(service: Service) -> None:
 def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: Service) -> None:
     assert examine(service)[1]["permissions"] == [["ok", FILES_ARE_SAFE, ""]]
     module = service.machine.run("find", "/usr/lib/scheduled-events-agent", "-name", "engine").stdout.strip()
-    told = "can be changed by {}, and the agent acts on what it finds there: {}"
+    risk = "can be changed by {}, and the agent acts on what it finds there: {}"
     advice = "install the agent where only root or administrators can write: who changes its code is one of them"
     for command, who, way_out in (
         (("chmod", "o+w", module), "every account", f"chmod go-w {module}"),
@@ -57,12 +57,15 @@ def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: 
         service.machine.run(*command)
         code, checks = examine(service)
         assert code == 1
-        assert checks["permissions"] == [["error", f"{module} {told.format(who, way_out)}", advice]]
+        assert checks["permissions"] == [["error", f"{module} {risk.format(who, way_out)}", advice]]
         service.machine.run("sh", "-c", f"chown root {module}; chmod go-w {module}")
-    service.machine.run("chmod", "o+w", "/usr/bin/python3.11")
-    assert examine(service)[1]["permissions"][0][1].startswith(
-        "/usr/bin/python3.11 can be changed by every account, "
-    )
+    (compiled,) = service.machine.run("find", module, "-name", "engine.*.pyc").stdout.splitlines()
+    for file in (compiled, "/usr/bin/python3.11"):
+        service.machine.run("chmod", "o+w", file)
+        told = f"{file} can be changed by every account, "
+        assert examine(service)[1]["permissions"][0][1].startswith(told)
+        service.machine.run("chmod", "o-w", file)
+    service.machine.run("chmod", "o+w", compiled)
     make_strict(service.machine)
     assert examine(service)[1]["permissions"] == [
         ["ok", "no other account can change the policy or the files that it names", ""]

@@ -469,11 +469,11 @@ def _target_errors(target: NotifyTarget, account: str | None) -> Iterator[str]:
 
 def _own_code_risk() -> str | None:
     """Which account could change the agent's code, and what to do. One is enough: there may be hundreds."""
-    code = {Path(sys.argv[0]), Path(sys.executable), *Path(scheduled_events_agent.__file__).parent.rglob("*.py")}
+    # All files and directories: byte code is code, too.
+    code = {Path(sys.argv[0]), Path(sys.executable), *Path(scheduled_events_agent.__file__).parent.rglob("*")}
     for module in tuple(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file is not None:
-            code.add(Path(file))
+        files = getattr(module, "__file__", None), getattr(module, "__cached__", None)
+        code.update(Path(file) for file in files if file is not None)
     for path in sorted(code):
         problem = host.find_write_risk(path, is_own_code=True)
         if problem is not None:
