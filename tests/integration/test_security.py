@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -297,8 +297,6 @@ def test_a_shell_line_is_not_parsed() -> None:
 
 
 # --- what is done about it
-
-Refusal = Callable[[], tuple[int, str]]
 
 
 @pytest.fixture

@@ -187,10 +187,6 @@ class FleetSimulation(Simulation[FleetTrouble]):
             self._document = body, parse_document(body)
         return self._document
 
-    def ids_of(self, name: str) -> tuple[str, ...]:
-        """All ids that the event has had."""
-        return self._azure.event(name).ids
-
     def type_of(self, name: str) -> EventType:
         return self._azure.event(name).plan.type
 

@@ -170,7 +170,6 @@ class VmSimulation(Simulation[Trouble], Machine):
         self._mail = Mail(self)
         self._inbox: Inbox | None = None
         self._is_stopping = False
-        self._has_turn = False
         self._poll_at = -1.0
         self._wake_at = -1.0
         self._metrics = new_metrics()

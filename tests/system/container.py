@@ -44,7 +44,7 @@ _RESTART = 133  # nspawn's exit code when what ran in it wants to be booted agai
 _PACKAGES = (
     *("systemd", "systemd-sysv", "libpam-systemd", "dbus", "libnss-systemd"),
     "polkitd",  # depends on a virtual package, so that libpam-systemd above has to be named
-    *("python3", "ca-certificates", "procps", "iproute2"),  # procps: /bin/kill for ExecReload
+    *("python3", "ca-certificates", "procps", "iproute2"),  # procps: pgrep and pkill
     "nginx",  # something to drain
 )
 _OLDER_PACKAGES = tuple(name if name != "polkitd" else "policykit-1" for name in _PACKAGES)

@@ -69,7 +69,7 @@ def hook_environment(
     """The SCHEDULED_EVENT_* variables of a hook.
 
     Texts are cut to 8 KiB, the list of resources after a whole name. A name may contain a comma, so a hook that
-    needs the resources should read the JSON on its standard input (``events.to_azure_json``).
+    needs the resources should read the JSON on its standard input (``to_azure_json``).
     """
     resources = ",".join(event.resources)
     if len(resources) > _MAX_VARIABLE:

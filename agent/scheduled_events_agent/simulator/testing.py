@@ -102,7 +102,7 @@ class ScheduledEvents:
         return self._others[vm]
 
     def all_agents(self) -> "tuple[ScheduledEvents, ...]":
-        """This agent, and every other one that ``of`` has returned."""
+        """This agent, and every other one that ``agent_of`` has returned."""
         return (self, *self._others.values())
 
     # Start and stop
