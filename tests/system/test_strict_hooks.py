@@ -117,8 +117,11 @@ def test_a_text_from_azure_arrives_unchanged_and_is_not_executed(strict: Service
     forged = "\nLD_PRELOAD=/tmp/x.so\nSCHEDULED_EVENT_FORGED=1\nend"
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600, description=f"{text}{forged}"))
     assert strict.machine.path("/root/said").read_text() == f"{text}{forged}".replace("\n", " ")
-    names = {line.partition("=")[0] for line in strict.machine.path("/root/variables").read_text().splitlines()}
-    assert not {"LD_PRELOAD", "SCHEDULED_EVENT_FORGED"} & names
+    lines = strict.machine.path("/root/variables").read_text().splitlines()
+    variables = dict(line.partition("=")[::2] for line in lines)
+    assert not {"LD_PRELOAD", "SCHEDULED_EVENT_FORGED"} & variables.keys()
+    account = {"HOME": "/root", "USER": "root", "LOGNAME": "root"}  # as for a hook of an agent that is root
+    assert account.items() <= variables.items()
     assert not strict.machine.path("/root/owned").exists()
 
 
