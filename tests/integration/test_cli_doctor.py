@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ports import free_port
 
 from scheduled_events_agent import __version__, cli, host
 from scheduled_events_agent.cli import doctor, operator, terminal
+from scheduled_events_agent.hooks import command
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.host.conflicts import STOP_ONE, OwnService
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
@@ -487,8 +489,19 @@ def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
         policy = HOOKS.format(f"{{run: ['{program}', drain], serialize: true}}")
+        monkeypatch.setattr(command, "_PROGRAMS_OF_ROOT", Path(directory))
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
-        assert examine(endpoint.url, policy).one("hooks").severity == "ok"
+        of_root = Path(directory, "drain")
+        for error in ("does not exist", f"is not executable: chmod +x {of_root}"):
+            found = examine(endpoint.url, policy).one("hooks")
+            assert found.message.endswith(f"hooks.drain.run: {of_root} {error}")
+            of_root.touch(0o600)
+        of_root.chmod(0o700)
+        report = examine(endpoint.url, policy)
+        assert (report.one("hooks").severity, report.one("permissions").severity) == ("ok", "ok")
+        shutil.chown(of_root, 12345)
+        message = examine(endpoint.url, policy).one("permissions").message
+        assert message.startswith(f"{of_root} can be changed by its owner, uid 12345, ")
         old = service_of("daemon")._replace(units_error="polkit 0.105 does not read polkit.rules")
         monkeypatch.setattr(processes, "own_service", lambda: old)
         assert examine(endpoint.url, policy).one("hooks").message == (

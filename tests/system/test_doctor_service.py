@@ -134,6 +134,16 @@ def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: 
     code, checks = examine(service)
     assert checks["hooks"] == [["ok", "1 hook: all programs exist and can be started", ""]]
     assert code == 0
+    machine.run("chown", "scheduled-events-agent", HOOK)
+    (exposed,) = examine(service)[1]["permissions"]
+    assert exposed[0] == "warning"
+    assert exposed[1].startswith(f"{HOOK} can be changed by its owner, uid ")
+    machine.run("rm", HOOK)
+    code, checks = examine(service)
+    lines = machine.path(POLICY).read_text().splitlines()
+    line = 1 + lines.index("    run:")
+    missing = f"{POLICY}:{line}: hooks.drain.run: {HOOK} does not exist"
+    assert (code, checks["hooks"]) == (1, [["error", missing, ADVICE]])
 
 
 def test_a_unit_of_a_hook_that_systemd_does_not_know_is_a_warning(service: Service) -> None:

@@ -53,6 +53,7 @@ from scheduled_events_agent.policy.settings import (
     files_of_target,
     is_drain_command,
     is_foreign_path,
+    is_started_as_root,
 )
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import command
@@ -318,7 +319,7 @@ def _check_hooks(
     found = {finding.key: _line_of(loaded, finding) for finding in findings if finding.subject == "hook"}
     unknown: set[str] = set()
     for name, hook in hooks.items():
-        if units_error and hook.run and Path(hook.run[0]).name == "run-as-root":
+        if units_error and is_started_as_root(hook):
             found[name] = f"hooks.{name}.run: run-as-root cannot start the hook: {units_error}"
         if any(path.startswith(f"hooks.{name}.") for path in found):
             continue

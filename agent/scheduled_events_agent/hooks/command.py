@@ -2,9 +2,13 @@
 
 import os
 import sys
+from pathlib import Path
 
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.policy.settings import OWN_NAME
+from scheduled_events_agent.policy.settings import OWN_NAME, is_started_as_root
+
+# Where scheduled-events-agent-hook@.service has its programs.
+_PROGRAMS_OF_ROOT = Path("/etc/scheduled-events-agent/hooks")
 
 
 def command_of(hook: Hook) -> tuple[str, ...] | None:
@@ -15,6 +19,13 @@ def command_of(hook: Hook) -> tuple[str, ...] | None:
     if not hook.run or hook.run[0] != OWN_NAME:
         return hook.run
     return (*_OWN_COMMAND, *hook.run[1:])
+
+
+def program_of_root(hook: Hook) -> Path | None:
+    """The program that systemd runs for a hook that is ``run-as-root``; None for another hook."""
+    if not hook.run or len(hook.run) != 2 or not is_started_as_root(hook):
+        return None
+    return _PROGRAMS_OF_ROOT / hook.run[1]
 
 
 def _own_command() -> tuple[str, ...]:

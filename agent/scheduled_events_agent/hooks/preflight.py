@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from scheduled_events_agent import host
-from scheduled_events_agent.hooks.command import command_of
+from scheduled_events_agent.hooks.command import command_of, program_of_root
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook, is_secret_name, web_config
 from scheduled_events_agent.policy.load import BUILT_IN_NAME, LoadedPolicy
@@ -165,8 +165,9 @@ def _exposed_secrets(loaded: LoadedPolicy) -> Iterator[Finding]:
 def find_hook_write_risk(hook: Hook) -> str | None:
     """Which other account could change what the hook runs, and what to do; None if none is known.
 
-    The program, the interpreter in its first line, and arguments that are programs or scripts are checked if their
-    paths are absolute. Programs that a shell line names, or that a program starts, are not checked.
+    The program, the one that ``run-as-root`` starts, the interpreters in their first lines, and arguments that are
+    programs or scripts are checked if their paths are absolute. Programs that a shell line names, or that another
+    program starts, are not checked.
     """
     for file in _code_files(hook):
         risk = host.find_write_risk(file, hook.user)
@@ -275,7 +276,22 @@ def _program_error(hook: Hook, run: Sequence[str]) -> str | None:
         return f"{file} is not a regular file"
     if not os.access(file, os.X_OK):
         return f"{file} is not executable: chmod +x {file}"
+    if (of_root := program_of_root(hook)) and (error := _error_of_root(of_root)):
+        return error
     return processes.find_command_error(run, None, hook.cwd, hook.env)
+
+
+def _error_of_root(program: Path) -> str | None:
+    """Why root cannot execute the file, as far as this account may see it."""
+    try:
+        mode = program.stat().st_mode
+    except PermissionError:
+        return None
+    except OSError:
+        return f"{program} does not exist"
+    if not stat.S_ISREG(mode):
+        return f"{program} is not a regular file"
+    return None if mode & 0o111 else f"{program} is not executable: chmod +x {program}"
 
 
 def _command_line_error(name: str, hook: Hook) -> str:
@@ -295,12 +311,13 @@ def _code_files(hook: Hook) -> Iterator[Path]:
     program = processes.find_program(run[0], hook.cwd, hook.env)
     if program is None:
         return
-    yield program
-    with suppress(OSError):
-        if program.is_file():  # to open a named pipe would block
-            with program.open("rb") as file:
-                if match := _SHEBANG.match(file.read(256)):
-                    yield Path(os.fsdecode(match[1]))
+    for code in filter(None, (program, program_of_root(hook))):
+        yield code
+        with suppress(OSError):
+            if code.is_file():  # to open a named pipe would block
+                with code.open("rb") as file:
+                    if match := _SHEBANG.match(file.read(256)):
+                        yield Path(os.fsdecode(match[1]))
     takes_any = _INTERPRETERS.fullmatch(program.name) is not None
     for argument in run[1:]:
         path = Path(argument)

@@ -3,7 +3,6 @@
 import re
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import PurePosixPath
 
 import msgspec
 
@@ -15,6 +14,7 @@ from scheduled_events_agent.policy.rules import DEFAULT_EXPIRE_SECONDS, Hook, Ru
 from scheduled_events_agent.policy.settings import (
     KUBERNETES_FORMAT,
     NOTIFICATION_FORMATS,
+    ROOT_STARTER,
     FleetCredential,
     FleetSettings,
     NotifyTarget,
@@ -23,6 +23,7 @@ from scheduled_events_agent.policy.settings import (
     is_absolute_path,
     is_drain_command,
     is_open,
+    is_started_as_root,
     parse_table,
 )
 from scheduled_events_agent.policy.typed_yaml import Parsed, nearest, without_value
@@ -52,9 +53,6 @@ _BRACKETS = re.compile(r"\[!?+\]?+[^\]]*\]")
 _SHELL_OPERATORS = ("&&", "||", "|", ">", ">>", "<", ";", "&")
 # The next item of such an option is a command, for a shell or for find.
 _COMMAND_OPTIONS = ("-c", "-ec", "-lc", "/c", "-command", "-exec", "-execdir", "-ok")
-
-# The program by which hooks of the strict set-up run as root.
-_ROOT_STARTER = "run-as-root"
 
 # Each rule is compared with so many of those above it, first those with the fewest conditions: they cover most.
 _MAX_COMPARED = 32
@@ -364,8 +362,8 @@ def warnings(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool
         yield from _glob_warnings(f"{path}.when.resource", rule.when.resource, lines)
         yield from _time_warnings(path, rule, settings)
     for name, hook in settings.hooks.items():
-        if hook.run and PurePosixPath(hook.run[0]).name == _ROOT_STARTER and not hook.serialize:
-            text = f"{_ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
+        if is_started_as_root(hook) and not hook.serialize:
+            text = f"{ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
             yield f"hooks.{name}.run", text
         if sign := _shell_sign(hook.run or ()):
             yield f"hooks.{name}.run", f'run starts no shell: "{sign}" is passed as an argument; use shell'

@@ -46,6 +46,8 @@ _NOT_FOR_PAGERDUTY: NotificationKind = "seen"
 _PAGERDUTY_KINDS = tuple(kind for kind in _DEFAULT_KINDS if kind != _NOT_FOR_PAGERDUTY)
 OWN_NAME = "scheduled-events-agent"
 """The name of the agent's own program, as hooks call it."""
+ROOT_STARTER = "run-as-root"
+"""The name of the program by which hooks of the strict set-up run as root."""
 KUBERNETES_FORMAT = "kubernetes"
 NOTIFICATION_FORMATS = ("cloudevents", "slack", "teams", "pagerduty", KUBERNETES_FORMAT)
 
@@ -326,6 +328,12 @@ def is_drain_command(hook: Hook) -> bool:
     """Whether the hook is the agent's own ``kubernetes drain`` or ``uncordon``."""
     run = hook.run or ()
     return run[1:2] == ("kubernetes",) and re.split(r"[/\\]", run[0])[-1] in (OWN_NAME, f"{OWN_NAME}.exe")
+
+
+def is_started_as_root(hook: Hook) -> bool:
+    """Whether the hook is ``run-as-root``, by which systemd runs a program as root."""
+    run = hook.run or ("",)
+    return PurePosixPath(run[0]).name == ROOT_STARTER
 
 
 class TableAddress(NamedTuple):
