@@ -328,7 +328,7 @@ def test_a_setting_that_is_probably_a_mistake_is_a_warning(rule: str, warning: s
 
 
 @pytest.mark.parametrize(
-    ("hook", "is_history_unknown"),
+    ("hook", "is_warned_of"),
     [
         ("{run: [/usr/share/scheduled-events-agent/systemd/run-as-root, drain]}", True),
         ("{run: [run-as-root, drain]}", True),
@@ -337,10 +337,10 @@ def test_a_setting_that_is_probably_a_mistake_is_a_warning(rule: str, warning: s
         ("{shell: run-as-root drain}", False),
     ],
 )
-def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_history_unknown: bool) -> None:
+def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_warned_of: bool) -> None:
     text = f"rules: [{{name: a, prepare: [drain], recover: [], approve: when-prepared}}]\nhooks: {{drain: {hook}}}"
     told = "run-as-root starts a unit, and two starts of one unit are one run: write serialize: true"
-    assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_history_unknown else [])
+    assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_warned_of else [])
 
 
 NEVER_BACK = "rules[0].prepare: nothing puts this VM back in service: write recover: [] if that is meant"
