@@ -340,9 +340,9 @@ def test_retry_pauses_grow_and_follow_retry_after() -> None:
     pauses = [backoff.next_delay() for _ in range(10_000)]
     for failures, longest in ((1, 1), (2, 2), (5, 16), (9, 256), (10, 300), (10_000, 300)):
         assert longest / 2 <= pauses[failures - 1] <= longest
-    assert 600.0 <= new_backoff().next_delay(600.0) <= 900.0
+    assert 600.0 <= new_backoff().next_delay(600.0) <= 660.0
     assert new_backoff().next_delay(600.0) != new_backoff().next_delay(600.0)  # machines do not come back together
-    assert 3600.0 <= new_backoff().next_delay(1e9) <= 5400.0
+    assert new_backoff().next_delay(1e9) == 3600.0
 
 
 def test_ten_thousand_notifications_for_a_dead_target_keep_the_latest_thousand(store: Store) -> None:

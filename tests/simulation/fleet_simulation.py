@@ -424,7 +424,7 @@ class Network:
             return
         if simulation.has("refused") and chance.random() < 0.06:
             retry_after = chance.choice((0.0, 0.0, 5.0, 60.0, 300.0))
-            vm.disturb(1.5 * retry_after + 35.0)
+            vm.disturb(1.1 * retry_after + 35.0)
             self._fail(vm, number, there + back, "throttled", retry_after)
             return
         if simulation.has("lost") and chance.random() < 0.06:

@@ -25,5 +25,9 @@ def test_jitter_makes_pauses_shorter_and_those_asked_for_longer() -> None:
     for seed in range(100):
         backoff = Backoff(8.0, 8.0, Random(seed))
         assert 4.0 <= backoff.next_delay() <= 8.0
-        assert 100.0 <= backoff.next_delay(100.0) <= 150.0
-    assert Backoff(8.0, 8.0, Random(1)).next_delay() != Backoff(8.0, 8.0, Random(2)).next_delay()
+        assert 100.0 <= backoff.next_delay(100.0) <= 110.0
+        assert 290.0 <= backoff.next_delay(290.0) <= 300.0
+        assert backoff.next_delay(1e9) == 300.0
+    for asked in (None, 100.0):
+        one, other = Backoff(8.0, 8.0, Random(1)), Backoff(8.0, 8.0, Random(2))
+        assert one.next_delay(asked) != other.next_delay(asked)

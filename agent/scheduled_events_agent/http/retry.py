@@ -19,7 +19,8 @@ class Backoff:
     ) -> None:
         """``jitter`` makes pauses shorter by up to half, so that not all machines come back together.
 
-        ``longest_retry_after``: seconds that a service may ask for at most; with jitter up to half more.
+        A pause that the service asks for is never shorter, and with ``jitter`` up to a tenth longer.
+        ``longest_retry_after``: the longest of these, in seconds, whatever the service asks for.
         """
         self._first_seconds = first_seconds
         self._longest_seconds = longest_seconds
@@ -31,11 +32,11 @@ class Backoff:
         """Seconds to wait after one more failure. ``retry_after``: what the service asks for, if it does."""
         delay = self._delay
         self._delay = min(2 * delay, self._longest_seconds)
-        asked = min(retry_after or 0.0, self._longest_retry_after)
+        asked = retry_after or 0.0
         if self._jitter is not None:
             delay *= self._jitter.uniform(0.5, 1.0)
-            asked *= self._jitter.uniform(1.0, 1.5)
-        return max(delay, asked)
+            asked *= self._jitter.uniform(1.0, 1.1)
+        return max(delay, min(asked, self._longest_retry_after))
 
     def reset(self) -> None:
         """A request has succeeded."""
