@@ -359,17 +359,72 @@ def test_a_drain_that_was_killed_before_the_agent_started_is_cleared(cluster: Cl
         wait_until(lambda: cluster.told()["DrainInProgress"] == ("False", "DrainEnded"), "it is cleared")
 
 
-def test_conditions_stay_when_the_policy_no_longer_has_the_section_or_the_agent_stops(cluster: Cluster) -> None:
+def test_conditions_stay_when_the_agent_stops(cluster: Cluster) -> None:
     with telling(cluster.settings()) as agent:
         agent.publish(an_event(), "current")
         wait_until(lambda: cluster.told() == PLANNED, "it is told")
+    assert cluster.told() == PLANNED
+
+
+OFF = {"condition": False, "lifecycle_conditions": False}
+NONE_PLANNED = {
+    "ScheduledEvent": ("False", "NoScheduledEvent"),
+    "MaintenancePlanned": ("False", "NoScheduledEvent"),
+}
+
+
+@pytest.mark.parametrize("has_section", [False, True])
+def test_what_a_reload_takes_away_is_false_once_and_then_the_thread_is_idle(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, *, has_section: bool
+) -> None:
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_BACKOFF_SECONDS", (0.05, 0.1))
+    with telling(cluster.settings(lifecycle_conditions=True)) as agent:
+        agent.publish(an_event(), "current")
+        wait_until(lambda: len(cluster.told()) == 2, "it is told")
+        cluster.api.stop()
+        agent.thread.reconfigure(cluster.settings(**OFF) if has_section else None)
+        wait_until(agent.unavailable, "it has failed")
+        cluster.api.start()
+        wait_until(lambda: cluster.told() == NONE_PLANNED, "it is withdrawn")
+        wait_until(lambda: not agent.unavailable(), "it works")
+        requests = cluster.requests()
+        agent.publish(an_event(event_id="B"), "current")
+        time.sleep(0.5)
+        assert cluster.requests() == requests
+        agent.thread.reconfigure(cluster.settings(lifecycle_conditions=True))
+        wait_until(lambda: cluster.told().get("MaintenancePlanned") == ("True", "ScheduledEvent"), "it is back")
+
+
+def test_the_condition_alone_can_be_switched_off(cluster: Cluster) -> None:
+    with telling(cluster.settings(lifecycle_conditions=True)) as agent:
+        agent.publish(an_event(), "current")
+        wait_until(lambda: len(cluster.told()) == 2, "it is told")
+        agent.thread.reconfigure(cluster.settings(condition=False, lifecycle_conditions=True))
+        off = {**NONE_PLANNED, "MaintenancePlanned": ("True", "ScheduledEvent")}
+        wait_until(lambda: cluster.told() == off, "it has ended")
+
+
+def test_nothing_is_withdrawn_that_was_never_reported(cluster: Cluster) -> None:
+    cluster.set_condition("ScheduledEvent", "True", "RebootScheduled")
+    with telling(cluster.settings(**OFF)) as agent:
+        agent.publish(an_event(), "current")
         agent.thread.reconfigure(None)
-        agent.publish({}, "current")
         time.sleep(0.3)
-        assert cluster.told() == PLANNED
-        agent.thread.reconfigure(cluster.settings())
-        wait_until(lambda: cluster.told() != PLANNED, "it is told again")
-    assert cluster.told() == {"ScheduledEvent": ("False", "NoScheduledEvent")}
+    assert cluster.requests() == []
+
+
+def test_of_a_node_that_is_gone_nothing_is_withdrawn(cluster: Cluster) -> None:
+    with telling(cluster.settings()) as agent:
+        agent.publish(an_event(), "current")
+        wait_until(lambda: cluster.told() == PLANNED, "it is told")
+        cluster.remove_node()
+        agent.thread.reconfigure(None)
+        wait_until(lambda: cluster.requests()[-1] == ("get", "nodes", 404), "it has asked")
+        requests = cluster.requests()
+        time.sleep(1.5)
+        assert cluster.requests() == requests
+    assert agent.logged() == []
 
 
 # When it cannot tell.
@@ -519,6 +574,12 @@ class Hours:
         node: Any = self.node
         self.thread = NodeThread(Metrics(list), settings, lambda _: node)
 
+    def is_woken(self, workflows: dict[str, Workflow]) -> bool:
+        """Whether a decision of the engine ends the thread's sleep."""
+        self.thread._changed.clear()
+        self.thread.publish(workflows, "current")
+        return self.thread._changed.is_set()
+
     def live(self, seconds: float) -> int:
         """How often it wakes up in this time."""
         end_at = self.now + seconds
@@ -539,6 +600,20 @@ def test_with_nothing_to_tell_it_asks_once_in_ten_minutes(monkeypatch: pytest.Mo
     assert hours.node.requests[2:] == ["GET"] * wake_ups
     assert day / 720 <= wake_ups <= day / 480 + 1
     assert abs(wake_ups - day / 600) < 10
+
+
+def test_only_what_the_node_reports_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = Hours(monkeypatch)
+    assert hours.is_woken(NOTHING)
+    assert not hours.is_woken({})
+    assert hours.is_woken(an_event())
+    assert not hours.is_woken(an_event(approval_needed_since=NOW)), "a decision of which the node reports nothing"
+    assert hours.is_woken(an_event(phase="preparing"))
+    hours.thread.reconfigure(KubernetesSettings(condition=False, lifecycle_conditions=True))
+    assert not hours.is_woken(an_event(phase="prepared")), "the phase is in the condition alone"
+    hours.thread._changed.clear()
+    hours.thread.reconfigure(KubernetesSettings(condition=False, lifecycle_conditions=True))
+    assert not hours.thread._changed.is_set()
 
 
 def test_an_api_server_that_is_away_for_ten_minutes_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

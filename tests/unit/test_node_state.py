@@ -18,6 +18,7 @@ from scheduled_events_agent.kubernetes.conditions import (
     drain_begins,
     drain_ended,
     node_state,
+    withdrawn,
     without_killed_drain,
 )
 from scheduled_events_agent.policy import Decision
@@ -229,6 +230,20 @@ def test_a_lifecycle_condition_of_another_is_left_alone(
     conditions = {} if old is None else found((type_, *old))
     assert bool(written(conditions, wanted(type_, "True", own))) == when_true
     assert bool(written(conditions, wanted(type_, "False", "Over"))) == when_false
+
+
+def test_what_is_withdrawn_ends_only_what_is_there_and_ours() -> None:
+    state = withdrawn(has_condition=False, has_lifecycle=False)
+    assert written({}, state) == {}
+    there = found(
+        ("ScheduledEvent", "Unknown", "MetadataServiceUnavailable"),
+        ("MaintenancePlanned", "True", "ScheduledEvent"),
+        ("MaintenanceInProgress", "True", "KubectlDrain"),
+    )
+    assert written(there, state) == {key: NOTHING[key] for key in ("ScheduledEvent", "MaintenancePlanned")}
+    over = {one.type: one for one in changes(there, state, LATER)}
+    assert changes(over, state, LATER) == ()
+    assert withdrawn(has_condition=True, has_lifecycle=True) == NodeState()
 
 
 def test_a_drain_and_its_end() -> None:

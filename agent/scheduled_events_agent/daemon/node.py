@@ -1,7 +1,7 @@
 """The thread that keeps the conditions of this Kubernetes node up to date, so that nothing else waits for it.
 
-It is idle until something has changed; once in about ten minutes it looks whether the node still has that.
-Invariant: what it wants is computed from the newest snapshot each time, so nothing is sent late.
+It is idle until what it reports has changed; once in about ten minutes it looks whether the node still has that.
+Invariant: what it writes is what is wanted then, so nothing is sent late.
 """
 
 import threading
@@ -12,12 +12,12 @@ from random import Random
 from typing import NamedTuple
 
 import psutil
+from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.kubernetes.client import ApiError
 from scheduled_events_agent.kubernetes.conditions import (
-    NO_LONGER_WANTED,
     Condition,
     Conditions,
     NodeState,
@@ -25,6 +25,7 @@ from scheduled_events_agent.kubernetes.conditions import (
     changes,
     is_lifecycle,
     node_state,
+    withdrawn,
     without_killed_drain,
 )
 from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
@@ -45,11 +46,10 @@ Connect = Callable[[KubernetesSettings], NodeStatus]
 
 
 class _Input(NamedTuple):
-    """What the engine has published. Replaced as a whole, so that the thread never reads half of it."""
+    """What to do. Replaced as a whole, so that the thread never reads half of it."""
 
     settings: KubernetesSettings | None
-    workflows: Workflows
-    polls: Polls
+    wanted: NodeState
 
 
 class NodeThread:
@@ -63,11 +63,15 @@ class NodeThread:
         self._random = Random()  # noqa: S311
         self._backoff = Backoff(*_BACKOFF_SECONDS, self._random)
         self._log = ChangeLogger("updating the node's conditions", LogId.KUBERNETES_FAILS, LogId.KUBERNETES_WORKS)
-        self._input = _Input(settings, {}, "none_yet")
+        self._workflows: Workflows = {}
+        self._polls: Polls = "none_yet"
+        self._input = _Input(settings, NodeState())
         self._changed = threading.Event()
         self._is_stopping = False
         self._settings: KubernetesSettings | None = None
         """Those with which ``_node`` was found."""
+        self._reported: KubernetesSettings | None = None
+        """Those with which conditions may have been set that are not withdrawn yet."""
         self._node: NodeStatus | None = None
         self._conditions: Conditions | None = None
         """Those of the node, as far as it is known; None if it has to be read."""
@@ -78,17 +82,29 @@ class NodeThread:
         metrics.add_kubernetes()
 
     def reconfigure(self, settings: KubernetesSettings | None) -> None:
-        """Use another policy. If it has no such section, the conditions stay as they are."""
-        self._set(self._input._replace(settings=settings))
+        """Use another policy. What it no longer reports is withdrawn."""
+        self._set(settings)
 
     def publish(self, workflows: Workflows, polls: Polls) -> None:
         """Report these open workflows. ``workflows``: a mapping that is never changed."""
-        if workflows is not self._input.workflows or polls != self._input.polls:
-            self._set(self._input._replace(workflows=workflows, polls=polls))
+        if workflows is not self._workflows or polls != self._polls:
+            self._workflows = workflows
+            self._polls = polls
+            self._set(self._input.settings)
 
-    def _set(self, current: _Input) -> None:
-        self._input = current
-        self._changed.set()
+    def _set(self, settings: KubernetesSettings | None) -> None:
+        """Wake the thread, if there is something else to do."""
+        wanted = NodeState()
+        if settings is not None:
+            wanted = node_state(
+                self._workflows.values(),
+                self._polls,
+                has_condition=settings.condition,
+                has_lifecycle=settings.lifecycle_conditions,
+            )
+        if (settings, wanted) != self._input:
+            self._input = _Input(settings, wanted)
+            self._changed.set()
 
     def stop(self) -> None:
         """End soon; a request that is under way ends by itself. The conditions stay."""
@@ -105,21 +121,23 @@ class NodeThread:
 
     def _step(self, current: _Input) -> float | None:
         """Write what has changed. Returns after how many seconds to do so again; None: not before a change."""
-        settings = current.settings
+        settings = self._settings_for(current.settings)
         if settings != self._settings:
             self._settings = settings
             self._node = self._conditions = None
             self._not_before = 0.0
             self._backoff.reset()
-        if settings is None or not (settings.condition or settings.lifecycle_conditions):
+        if settings is None:
             self._metrics.kubernetes_unavailable.set(0)
             return None
         if (pause := self._not_before - time.monotonic()) > 0:
             return pause
         try:
-            self._update(settings, current)
+            self._update(settings, current.wanted)
         except AgentError as error:
-            return self._on_failure(error)
+            is_gone = error.kind == "not_found"  # a node, and with it its conditions
+            if _has_any(settings) or not is_gone:
+                return self._on_failure(error)
         except Exception as error:  # noqa: BLE001 - a thread that ends would never write anything again
             get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
             return self._on_failure(AgentError(f"a bug in the agent: {error!r}", kind="bug"))
@@ -127,23 +145,30 @@ class NodeThread:
         self._failing_since = None
         self._log.succeeded(time.monotonic())
         self._metrics.kubernetes_unavailable.set(0)
+        if not _has_any(settings):
+            self._reported = None
+            return None
         return max(0.0, self._check_at - time.monotonic())
 
-    def _update(self, settings: KubernetesSettings, current: _Input) -> None:
+    def _settings_for(self, wanted: KubernetesSettings | None) -> KubernetesSettings | None:
+        """Those to work with: what was reported before is withdrawn as it was reported. None: nothing to do."""
+        if wanted is not None and _has_any(wanted):
+            return wanted
+        if self._reported is None:
+            return None
+        return replace(self._reported, condition=False, lifecycle_conditions=False)
+
+    def _update(self, settings: KubernetesSettings, wanted: NodeState) -> None:
         if self._node is None:
             self._node = self._connect(settings)
         node = self._node
-        wanted = node_state(
-            current.workflows.values(),
-            current.polls,
-            has_condition=settings.condition,
-            has_lifecycle=settings.lifecycle_conditions,
-        )
-        if not settings.lifecycle_conditions:
-            wanted = NodeState((*wanted.conditions, *NO_LONGER_WANTED))
+        ended = withdrawn(has_condition=settings.condition, has_lifecycle=settings.lifecycle_conditions)
+        wanted = NodeState((*wanted.conditions, *ended.conditions))
         is_fresh = self._conditions is None or time.monotonic() >= self._check_at
         if is_fresh:
             self._read(node)
+            if _has_any(settings):
+                self._reported = settings
         due = self._due(wanted, settings)
         # Others may have written these since: whose they are is decided on what the node has now.
         if any(map(is_lifecycle, due)) and not is_fresh:
@@ -179,3 +204,8 @@ class NodeThread:
         if retry_after:
             self._not_before = now + pause
         return pause
+
+
+def _has_any(settings: KubernetesSettings) -> bool:
+    """Whether the node shall have conditions."""
+    return settings.condition or settings.lifecycle_conditions

@@ -59,6 +59,8 @@ class WantedCondition(NamedTuple):
     message: str
     is_renewed: bool = False
     """Whether it is written also if the node has it, with the time of now."""
+    is_withdrawn: bool = False
+    """Whether it only ends one that the node has."""
 
 
 class NodeState(NamedTuple):
@@ -112,11 +114,15 @@ UNCORDONED = NodeState(
 """The node's state after ``uncordon``."""
 
 
-NO_LONGER_WANTED = (
-    WantedCondition("MaintenancePlanned", "False", "NoScheduledEvent", "it is no longer reported"),
-    WantedCondition("MaintenanceInProgress", "False", "NoScheduledEvent", "it is no longer reported"),
-)
-"""For a node on which lifecycle conditions were set before, and are no longer wanted."""
+def withdrawn(*, has_condition: bool, has_lifecycle: bool) -> NodeState:
+    """The end of conditions that were set before, and are no longer wanted. ``has_...``: which ones are."""
+    types = () if has_condition else (SCHEDULED_EVENT,)
+    if not has_lifecycle:
+        types = (*types, "MaintenancePlanned", "MaintenanceInProgress")
+    text = "it is no longer reported"
+    return NodeState(
+        tuple(WantedCondition(type_, "False", "NoScheduledEvent", text, is_withdrawn=True) for type_ in types)
+    )
 
 
 def without_killed_drain(state: NodeState, found: Conditions, started_at: datetime) -> NodeState:
@@ -144,6 +150,8 @@ def _changes(found: Conditions, wanted: NodeState, at: datetime) -> Iterator[Con
     for one in wanted.conditions:
         old = found.get(one.type)
         if one.type in _REASON_OF_TRUE and not _may_write(old, one):
+            continue
+        if one.is_withdrawn and (old is None or old.status == "False"):
             continue
         is_same = old is not None and (old.status, old.reason, old.message) == one[1:4]
         if is_same and not one.is_renewed:
