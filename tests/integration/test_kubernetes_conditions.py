@@ -30,10 +30,12 @@ from scheduled_events_agent.cli import main
 from scheduled_events_agent.daemon import node as module
 from scheduled_events_agent.daemon.node import NodeThread
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.kubernetes import drain
+from scheduled_events_agent.kubernetes import condition_writer, drain
 from scheduled_events_agent.kubernetes.client import ApiError
-from scheduled_events_agent.kubernetes.conditions import Condition
+from scheduled_events_agent.kubernetes.condition_writer import ConditionWriter
+from scheduled_events_agent.kubernetes.conditions import Condition, drain_begins, drain_ended
 from scheduled_events_agent.kubernetes.node_status import ObservedNode
+from scheduled_events_agent.kubernetes.own_node import find_own_node
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.settings import KubernetesSettings
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -352,7 +354,7 @@ def test_an_agent_that_was_killed_after_its_patch_finds_it_done(cluster: Cluster
     assert cluster.conditions() == before
 
 
-def test_a_drain_that_was_killed_before_the_agent_started_is_cleared(cluster: Cluster) -> None:
+def test_a_drain_that_was_killed_is_cleared(cluster: Cluster) -> None:
     times = {"lastHeartbeatTime": "2026-11-24T11:00:00Z", "lastTransitionTime": "2026-11-24T11:00:00Z"}
     cluster.set_condition("DrainInProgress", "True", "ScheduledEvent", **times)
     with telling(cluster.settings(lifecycle_conditions=True)):
@@ -666,14 +668,46 @@ def history(cluster: Cluster) -> list[str]:
     ]
 
 
-def test_a_drain_that_runs_when_the_policy_gets_the_section_is_left_alone(cluster: Cluster) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    cluster.set_condition("DrainInProgress", "True", "ScheduledEvent", lastHeartbeatTime=now)
-    time.sleep(1.1)  # times are whole seconds
-    with telling(cluster.settings(lifecycle_conditions=True)) as agent:
-        agent.publish({}, "current")
-        wait_until(lambda: cluster.told().get("ScheduledEvent"), "the condition is told")
-    assert cluster.told()["DrainInProgress"] == ("True", "ScheduledEvent")
+def test_a_drain_that_runs_when_an_agent_starts_is_left_alone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second agent, as in an upgrade; or the policy gets the section."""
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.2)
+    renewed_at = (datetime.now(UTC) - timedelta(minutes=4)).isoformat(timespec="seconds").replace("+00:00", "Z")
+    cluster.set_condition("DrainInProgress", "True", "ScheduledEvent", lastHeartbeatTime=renewed_at)
+    with telling(cluster.settings(lifecycle_conditions=True)):
+        wait_until(lambda: len(cluster.requests()) >= 3, "it has looked again")
+    assert cluster.told() == {"DrainInProgress": ("True", "ScheduledEvent")}
+
+
+def test_a_drain_says_every_minute_that_it_runs_until_it_ends(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(condition_writer, "RENEWAL_SECONDS", 0.1)
+    monkeypatch.setattr(condition_writer, "BACKOFF_SECONDS", (0.05, 0.1))
+    lines: list[str] = []
+    node = find_own_node(cluster.settings())
+    writer = ConditionWriter(node, lines.append, is_on=True)
+    writer.write(drain_begins("E1"))
+    wait_until(lambda: cluster.patches() >= 3, "it is renewed")
+    cluster.api.stop()
+    time.sleep(0.3)
+    cluster.api.start()
+    patches = cluster.patches()
+    wait_until(lambda: cluster.patches() >= patches + 2, "it is renewed again")
+    writer.write(drain_ended(is_drained=True, event_id="E1"))
+    writer.close(60)
+    assert cluster.told() == DRAINED
+    assert set(history(cluster)[:-2]) == {"DrainInProgress=True"}
+    cluster.set_rules()
+    writer = ConditionWriter(node, lines.append, is_on=True)
+    writer.write(drain_begins("E2"))
+    wait_until(lambda: lines, "it is denied")
+    requests = cluster.requests()
+    time.sleep(0.5)
+    assert cluster.requests() == requests, "what is denied is not renewed"
+    writer.close(60)
+    assert len(lines) == 1
 
 
 def test_lifecycle_conditions_that_are_switched_off_end(cluster: Cluster) -> None:

@@ -260,15 +260,18 @@ def test_a_drain_and_its_end() -> None:
     assert written({}, UNCORDONED) == {}
 
 
-def test_a_killed_drain_is_cleared_and_one_that_has_begun_since_is_not() -> None:
-    nothing = NodeState()
-    killed = found(("DrainInProgress", "True", "ScheduledEvent"))  # written an hour before NOW
-    cleared = without_killed_drain(nothing, killed, NOW)
-    assert written(killed, cleared) == {"DrainInProgress": ("False", "DrainEnded")}
-    assert without_killed_drain(nothing, killed, NOW - timedelta(hours=1)) == nothing
-    assert (
-        without_killed_drain(nothing, killed, NOW - timedelta(minutes=59, seconds=60, microseconds=-5)) == nothing
-    )
-    assert without_killed_drain(nothing, {}, NOW) == nothing
-    other = found(("DrainInProgress", "True", "KubectlDrain"))
-    assert written(other, without_killed_drain(nothing, other, NOW)) == {}
+@pytest.mark.parametrize(
+    ("minutes", "is_cleared"), [(0, False), (4.9, False), (5, True), (600, True), (-4.9, False), (-5, True)]
+)
+def test_a_drain_that_was_not_renewed_for_five_minutes_was_killed(minutes: float, *, is_cleared: bool) -> None:
+    for reason, is_ours in (("ScheduledEvent", True), ("KubectlDrain", False)):
+        drain = found(("DrainInProgress", "True", reason))  # written an hour before NOW
+        state = without_killed_drain(NodeState(), drain, NOW + timedelta(minutes=minutes - 60))
+        expected = {"DrainInProgress": ("False", "DrainEnded")} if is_cleared and is_ours else {}
+        assert written(drain, state) == expected
+
+
+def test_no_drain_was_killed_where_there_is_none() -> None:
+    assert without_killed_drain(NodeState(), {}, NOW) == NodeState()
+    ended = found(("DrainInProgress", "False", "DrainEnded"))
+    assert written(ended, without_killed_drain(NodeState(), ended, NOW)) == {}

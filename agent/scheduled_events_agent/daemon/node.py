@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from random import Random
 from typing import NamedTuple
 
-import psutil
 from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
@@ -58,8 +57,6 @@ class NodeThread:
     def __init__(self, metrics: Metrics, settings: KubernetesSettings, connect: Connect = find_own_node) -> None:
         self._metrics = metrics
         self._connect = connect
-        self._started_at = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
-        self._has_looked_for_killed_drain = False
         self._random = Random()  # noqa: S311
         self._backoff = Backoff(*_BACKOFF_SECONDS, self._random)
         self._log = ChangeLogger("updating the node's conditions", LogId.KUBERNETES_FAILS, LogId.KUBERNETES_WORKS)
@@ -177,7 +174,6 @@ class NodeThread:
         if due:
             self._conditions = None  # not known, if no answer comes
             self._conditions = node.write(due).conditions
-        self._has_looked_for_killed_drain = True
 
     def _read(self, node: NodeStatus) -> None:
         self._conditions = None
@@ -187,9 +183,10 @@ class NodeThread:
 
     def _due(self, wanted: NodeState, settings: KubernetesSettings) -> tuple[Condition, ...]:
         found = self._conditions or {}
-        if settings.lifecycle_conditions and not self._has_looked_for_killed_drain:
-            wanted = without_killed_drain(wanted, found, self._started_at)
-        return changes(found, wanted, datetime.now(UTC))
+        now = datetime.now(UTC)
+        if settings.lifecycle_conditions:
+            wanted = without_killed_drain(wanted, found, now)
+        return changes(found, wanted, now)
 
     def _on_failure(self, error: AgentError) -> float:
         now = time.monotonic()

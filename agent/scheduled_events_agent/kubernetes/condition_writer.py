@@ -6,12 +6,15 @@ from collections.abc import Callable
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.kubernetes.client import BACKOFF_SECONDS, ApiError
-from scheduled_events_agent.kubernetes.conditions import NodeState
+from scheduled_events_agent.kubernetes.conditions import RENEWAL_SECONDS, NodeState
 from scheduled_events_agent.kubernetes.node_status import NodeStatus
 
 
 class ConditionWriter:
-    """Writes the newest state on a thread of its own, again until it is answered. What fails is a line."""
+    """Writes the newest state on a thread of its own, again until it is answered, and renews it.
+
+    What fails is a line.
+    """
 
     def __init__(self, node: NodeStatus, on_line: Callable[[str], None], *, is_on: bool) -> None:
         """``is_on`` False: nothing is written."""
@@ -42,22 +45,29 @@ class ConditionWriter:
 
     def _run(self) -> None:
         backoff = Backoff(*BACKOFF_SECONDS)
+        written: NodeState | None = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._state is not None or self._is_closing)
+                if not self._changed.wait_for(self._has_to_act, RENEWAL_SECONDS):
+                    self._state = written
                 state = self._state
-            if state is None:
-                return
+                if state is None:
+                    if self._is_closing:
+                        return
+                    continue
             pause = 0.0
             try:
                 self._node.update(state)
+                written = state
                 backoff.reset()
             except ApiError as error:
                 if error.kind == "unavailable":
                     pause = backoff.next_delay(error.retry_after)
-                elif error.kind != "not_found":  # a node that is gone has no conditions
+                else:
+                    written = None
                     self._fail(error)
             except AgentError as error:
+                written = None
                 self._fail(error)
             with self._changed:
                 if pause:
@@ -65,5 +75,10 @@ class ConditionWriter:
                 elif self._state is state:
                     self._state = None
 
+    def _has_to_act(self) -> bool:
+        return self._state is not None or self._is_closing
+
     def _fail(self, error: AgentError) -> None:
+        if error.kind == "not_found":  # a node that is gone has no conditions
+            return
         self._on_line(f"node {self._node.name}: its conditions are not set: {error}")

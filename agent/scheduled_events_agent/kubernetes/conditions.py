@@ -6,7 +6,7 @@ is left alone, and one that the node does not have is never written as False.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -26,6 +26,9 @@ _REASON_OF_TRUE = {
     "Drained": "DrainCompleted",
 }
 """The lifecycle conditions, and the reason with which each is the agent's own."""
+RENEWAL_SECONDS = 60.0
+"""A drain that runs says so this often."""
+_KILLED_AFTER = timedelta(minutes=5)
 _MAX_MESSAGE = 1024
 
 Polls = Literal["none_yet", "current", "overdue"]
@@ -125,12 +128,15 @@ def withdrawn(*, has_condition: bool, has_lifecycle: bool) -> NodeState:
     )
 
 
-def without_killed_drain(state: NodeState, found: Conditions, started_at: datetime) -> NodeState:
-    """The state, and that no drain is in progress if one was killed before the agent has started."""
+def without_killed_drain(state: NodeState, found: Conditions, now: datetime) -> NodeState:
+    """The state, and that no drain is in progress if none has said so lately: it was killed.
+
+    A drain that does run, and whose clock was set, says it again.
+    """
     drain = found.get(DRAIN_IN_PROGRESS)
     if drain is None or drain.last_heartbeat_time is None:
         return state
-    if drain.last_heartbeat_time >= started_at.replace(microsecond=0):
+    if abs(now - drain.last_heartbeat_time) < _KILLED_AFTER:
         return state
     return NodeState((*state.conditions, _drain("False", "the drain was killed")))
 
