@@ -440,8 +440,8 @@ def test_the_policy_of_the_readme_is_rendered_and_accepted(
             "policy replaces the whole policy, and so that of aks: true; give one of the two",
         ),
         ({"node": {"lifecycleConditions": True}}, "lifecycleConditions"),
-        ({"node": {"events": None}}, "events"),
-        ({"node": None}, "node"),
+        ({"policy": {"notify": [None]}}, "'/policy/notify/0': got null, want object"),
+        ({"policy": {"agent": None}}, "'/policy/agent': got null, want object"),
         ({"fleet": {"leases": "web"}}, "leases"),
         ({"fleet": {"group": "a b"}}, "group"),
         ({"fleet": {"maxEvents": 0}}, "maxEvents"),
@@ -454,6 +454,37 @@ def test_the_policy_of_the_readme_is_rendered_and_accepted(
     ],
 )
 def test_wrong_values_are_refused(helm: Helm, archive: Path, values: Values, words: str) -> None:
+    with pytest.raises(ChartError) as refused:
+        helm.render(archive, values)
+    assert words in str(refused.value)
+
+
+# Helm leaves out what is null in the values.
+NULL_IS_NONE = {
+    "imagePullSecrets", "secret", "hooks", "resources", "nodeSelector", "tolerations", "affinity", "nameOverride",
+    "fullnameOverride", "image.tag", "image.pullPolicy", "fleet.group", "fleet.maxEvents", "serviceAccount.name",
+    "resources.requests", "resources.limits", "nodeSelector.kubernetes.io/os", "affinity.nodeAffinity",
+}  # fmt: skip
+
+
+def nulls() -> dict[str, tuple[Values, str]]:
+    """Each value as null: the values, and where Helm finds that it is missing."""
+    found: dict[str, tuple[Values, str]] = {}
+    for key, value in yaml.safe_load((SOURCES / "values.yaml").read_text("utf-8")).items():
+        found[key] = {key: None}, f"at '': missing property '{key}'"
+        for name in value if isinstance(value, dict) else ():
+            found[f"{key}.{name}"] = {key: {name: None}}, f"at '/{key}': missing property '{name}'"
+    return found
+
+
+@pytest.mark.parametrize(("name", "case"), nulls().items(), ids=nulls())
+def test_null_is_none_or_refused_with_the_name_of_the_value(
+    helm: Helm, archive: Path, name: str, case: tuple[Values, str]
+) -> None:
+    values, words = case
+    if name in NULL_IS_NONE:
+        assert helm.problems(helm.render(archive, values)[0]) == []
+        return
     with pytest.raises(ChartError) as refused:
         helm.render(archive, values)
     assert words in str(refused.value)
