@@ -123,6 +123,7 @@ def reason_to_stay(
 
     ``cordoned_at`` and the pod's own time are the API server's, so no clock of this machine counts. ``is_later``:
     an earlier list did not have the pod. Evicted pods that tolerate the cordon come back at once, again and again.
+    Of the first list all have to go: API servers' clocks differ.
     """
     if pod.is_mirror:
         return "static pod"
@@ -130,8 +131,8 @@ def reason_to_stay(
         return "of a DaemonSet"
     if pod.is_finished:
         return "finished"
-    if cordoned_at and pod.created_at:
-        is_back = is_later and pod.tolerates_cordon and pod.created_at >= cordoned_at
+    if is_later and cordoned_at and pod.created_at:
+        is_back = pod.tolerates_cordon and pod.created_at >= cordoned_at
         if is_back or pod.created_at > cordoned_at + _LATE_AFTER:
             return "tolerates the cordon: created after it"
     if not pod.controller and not pod.is_deleting and not evicts_bare_pods:
