@@ -742,7 +742,8 @@ def test_a_drain_that_fails_tells_no_more_than_that_it_has_ended(cluster: Cluste
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_request_that_fails_is_sent_again(cluster: Cluster) -> None:
+@pytest.mark.parametrize("status", [409, 503])
+def test_a_request_that_fails_is_sent_again(cluster: Cluster, status: int) -> None:
     cluster.api.add_pod("one", "vm-1", ownerReferences=owned_by("ReplicaSet"))
     told = 0
 
@@ -751,7 +752,7 @@ def test_a_request_that_fails_is_sent_again(cluster: Cluster) -> None:
         if call_.path == "nodes/status":
             told += 1
             if told == 2:
-                raise kube_status.ApiError(503, "busy", reason="ServiceUnavailable")
+                raise kube_status.ApiError(status, "busy")
 
     cluster.api.before = fail_at_the_end
     assert call(cluster, "drain") == 0

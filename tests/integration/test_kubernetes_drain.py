@@ -4,16 +4,19 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kube_objects
+import kube_status
 import pytest
 from helm_chart import recorded_access
 from kube_access import ADMIN, Call, User, kubelet, service_account
@@ -26,7 +29,7 @@ from memory_peak import wait_for_peak
 from receiver import wait_until
 
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.kubernetes import client, drain, node, node_status
+from scheduled_events_agent.kubernetes import client, drain, node, node_status, pods
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
@@ -472,6 +475,38 @@ def test_without_a_list_that_shows_it_nothing_counts_as_drained(cluster: Cluster
     )
 
 
+@pytest.mark.parametrize("status", [410, 429, 500])
+def test_a_list_that_breaks_off_between_pages_begins_anew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(drain, "_PAGE", "2")
+    for number in range(5):
+        cluster.api.add_pod(f"pod-{number}", "vm-1", ownerReferences=owned_by("Job"))
+    failures = 0
+
+    def fail(call: Call) -> None:
+        nonlocal failures
+        if "continue" in call.query and failures < 1:
+            failures += 1
+            raise kube_status.ApiError(status, "not now", retry_after_seconds=1 if status == 429 else None)
+
+    cluster.api.before = fail
+    done = cluster.drain("--timeout", "60s")
+    assert (done.code, len(done.result["evicted"]), cluster.api.pod_names("vm-1")) == (0, 5, [])
+    pages = ["continue" in one.call.query for one in cluster.api.seen("list", "pods") if "limit" in one.call.query]
+    assert pages[:5] == [False, True, False, True, True]
+
+
+def test_a_pod_that_is_newer_than_the_cordon_by_another_clock_goes(cluster: Cluster) -> None:
+    """An API server has created it whose clock is ahead of that of the one that answers."""
+    cluster.api.add_pod("one", "vm-1", ownerReferences=owned_by("Job"))
+    pod = cluster.api.store.get(PODS, "default", "one")
+    ahead = kube_objects.write_time(kube_objects.now() + timedelta(seconds=30))
+    cluster.api.store.update(PODS, {**pod, "metadata": {**pod["metadata"], "creationTimestamp": ahead}})
+    done = cluster.drain("--timeout", "60s")
+    assert (done.code, done.names("evicted"), cluster.api.pod_names()) == (0, ["one"], [])
+
+
 def test_a_list_that_is_old_makes_no_pod_gone(cluster: Cluster) -> None:
     cluster.add_sets(web=2)
     cluster.api.add(budget("web", minAvailable=2))
@@ -725,6 +760,72 @@ def test_a_node_that_was_uncordoned_meanwhile_is_cordoned_for_the_next_event(
     assert (cluster.is_cordoned(), cluster.mark) == (True, "another")
     again = cluster.call("drain")
     assert again.out.startswith("node vm-1: cordoned already, for event another\n")
+
+
+def test_a_node_that_others_uncordon_meanwhile_is_not_drained(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods, "_LATE_AFTER", timedelta(seconds=0))
+    cluster.add_sets(web=2)
+    begun_at = time.time()
+
+    def uncordon(call: Call) -> None:
+        if is_eviction(call):
+            cluster.api.before = lambda _: None
+            while int(time.time()) <= int(begun_at) + 1:  # the API server's times are whole seconds
+                time.sleep(0.1)
+            _set_cordon(cluster, is_on=False)
+
+    cluster.api.before = uncordon
+    done = cluster.drain("--timeout", "60s")
+    assert done.code == 1
+    assert done.err == ("scheduled-events-agent: node vm-1 is not drained: others have uncordoned it meanwhile\n")
+    assert len(cluster.api.pod_names("vm-1")) == 2
+    again = cluster.drain("--timeout", "60s")
+    assert (again.code, cluster.is_cordoned(), cluster.api.pod_names("vm-1")) == (0, True, [])
+
+
+def test_a_cordon_that_is_under_way_at_a_signal_is_undone_by_the_uncordon_after_it(cluster: Cluster) -> None:
+    asked = threading.Event()
+    go_on = threading.Event()
+
+    def hold(call: Call) -> None:
+        if (call.verb, call.path) == ("patch", "nodes") and not asked.is_set():
+            asked.set()
+            go_on.wait(60)
+
+    cluster.api.before = hold
+    process = cluster.start("drain", "--timeout", "60s")
+    assert asked.wait(60)
+    process.terminate()
+    later(0.5, go_on.set)
+    code, _, err = _end_of(process)
+    assert (code, "is not drained: ended by a signal" in err) == (1, True)
+    assert cluster.call("uncordon").out == "node vm-1: uncordoned\n"
+    assert (cluster.is_cordoned(), cluster.mark) == (False, None)
+
+
+@pytest.mark.parametrize("action", ["drain", "uncordon"])
+def test_a_name_that_takes_long_to_look_up_does_not_move_the_deadline(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    config = json.loads(cluster.kubeconfig.read_text())
+    server = config["clusters"][0]["cluster"]
+    server |= {"server": server["server"].replace("127.0.0.1", "localhost"), "tls-server-name": "127.0.0.1"}
+    cluster.kubeconfig.write_text(json.dumps(config))
+    may_answer = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def wait_for_name(*given: Any, **named: Any) -> Any:
+        may_answer.wait(60)
+        return look_up(*given, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait_for_name)
+    begun_at = time.monotonic()
+    done = cluster.call(action, "--timeout", "1s")
+    may_answer.set()
+    assert (done.code, "no whole answer in time" in done.err) == (1, True)
+    assert time.monotonic() - begun_at < 30
 
 
 def test_a_node_that_changes_meanwhile_is_read_again(cluster: Cluster) -> None:

@@ -154,6 +154,9 @@ def _drain(arguments: argparse.Namespace) -> int:
         cordon = node.cordon_node(event_id)
         conditions.write(drain_begins(event_id))
         is_drained = drain.run(cordon)
+        if is_drained and not node.is_cordoned():
+            is_drained = False
+            failure = "others have uncordoned it meanwhile"
     except OtherMachineError as error:
         raise AgentError(str(error), kind="usage") from None
     except ApiError as error:

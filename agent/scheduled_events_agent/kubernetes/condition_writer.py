@@ -61,7 +61,7 @@ class ConditionWriter:
                 written = state
                 backoff.reset()
             except ApiError as error:
-                if error.kind == "unavailable":
+                if error.kind in ("unavailable", "conflict"):
                     pause = backoff.next_delay(error.retry_after)
                 else:
                     written = None

@@ -6,12 +6,14 @@ there is never one without the other, and a change that another makes meanwhile 
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
+from queue import Empty
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.imds.text import clean_text
-from scheduled_events_agent.kubernetes.background import Background
+from scheduled_events_agent.kubernetes.background import Background, InterruptedDrainError
 from scheduled_events_agent.kubernetes.client import BACKOFF_SECONDS, ApiError, Client
 from scheduled_events_agent.kubernetes.conditions import NodeState
 from scheduled_events_agent.kubernetes.node_status import (
@@ -26,6 +28,8 @@ from scheduled_events_agent.kubernetes.node_status import (
 _CONFLICTS = 5
 _OTHER_MACHINE_SECONDS = 30.0
 _LOOK_AGAIN_SECONDS = 2.0
+_LEAST_SECONDS = 0.1  # for an answer, also at the deadline
+_ANSWER_AFTER_SIGNAL_SECONDS = 3.0  # the agent kills a hook 5 s after the signal
 
 T = TypeVar("T")
 Cordoned = Literal["ours", "others", "gone"]
@@ -106,6 +110,15 @@ class NodeClient:
             self._on_line(f"node {self.name}: the cluster has none: nothing to do")
             return False
 
+    def is_cordoned(self) -> bool:
+        """Whether new pods are kept away. No pod comes to a node that is gone."""
+        try:
+            return self._read().is_unschedulable
+        except ApiError as error:
+            if error.kind != "not_found":
+                raise
+            return True
+
     def set_conditions(self, state: NodeState) -> None:
         """Write what the node's conditions lack of the state, if the account may. A node that is gone has none."""
         try:
@@ -150,11 +163,9 @@ class NodeClient:
         backoff = Backoff(*BACKOFF_SECONDS)
         said = ""
         while True:
-            self._background.start(None, lambda: request(self._deadline - time.monotonic()))
-            _, result = self._background.wait()
+            result = self._ask_once(request)
             if not isinstance(result, ApiError):
-                answered: T = result
-                return answered
+                return result
             pause = backoff.next_delay(result.retry_after)
             if result.kind != "unavailable" or time.monotonic() + pause >= self._deadline:
                 raise result
@@ -162,3 +173,19 @@ class NodeClient:
                 said = str(result)
                 self._on_line(f"node {self.name}: {said}; trying again")
             self._background.sleep(pause)
+
+    def _ask_once(self, request: Callable[[float], T]) -> T | ApiError:
+        """The answer to one request, or its error; at the deadline also if a name is still being looked up."""
+        seconds = max(self._deadline - time.monotonic(), _LEAST_SECONDS)
+        self._background.start(None, lambda: request(seconds))
+        try:
+            _, result = self._background.wait(seconds)
+        except Empty:
+            return ApiError("the API server: no whole answer in time", kind="unavailable", failure="timeout")
+        except InterruptedDrainError:
+            # A cordon that is made after this command would outlast the uncordon that comes next.
+            with suppress(Empty):
+                self._background.wait(_ANSWER_AFTER_SIGNAL_SECONDS)
+            raise
+        answered: T | ApiError = result
+        return answered
