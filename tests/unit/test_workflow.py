@@ -604,6 +604,14 @@ def test_a_clock_set_forward_leaves_the_hooks_their_share_of_the_time() -> None:
     assert next_wake_at(agent.workflows, agent.context) == agent.context.now + timedelta(seconds=99.5)
 
 
+@pytest.mark.parametrize("is_acting", [True, False])
+def test_a_not_before_at_the_beginning_of_the_calendar_breaks_nothing(*, is_acting: bool) -> None:
+    agent = Agent(a_rule(prepare=(), recover=(), approve="never"), is_acting=is_acting)
+    agent.document(an_event(not_before=datetime.min.replace(tzinfo=UTC)))
+    assert agent.phase == "waiting"
+    assert next_wake_at(agent.workflows, agent.context) is None
+
+
 def test_a_hook_in_flight_gets_a_new_deadline_when_not_before_moves() -> None:
     agent = Agent(a_rule())
     agent.document(an_event())

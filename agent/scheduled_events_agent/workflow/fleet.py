@@ -230,9 +230,10 @@ def latest_begin(workflow: Workflow, context: Context) -> datetime | None:
     starts_at = workflow.event.starts_at
     if starts_at is None:
         return None
-    return starts_at - timedelta(
-        seconds=max(_MIN_LATEST_BEGIN_SECONDS, needed_seconds(workflow.decision, context))
-    )
+    seconds = max(_MIN_LATEST_BEGIN_SECONDS, needed_seconds(workflow.decision, context))
+    if (starts_at - context.now).total_seconds() <= seconds:
+        return context.now  # a NotBefore may be the first moment of a datetime
+    return starts_at - timedelta(seconds=seconds)
 
 
 def begins_alone_at(context: Context) -> datetime | None:
