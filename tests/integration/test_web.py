@@ -284,6 +284,21 @@ def test_a_foreign_address_is_reported_with_a_hint() -> None:
     )
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit for descriptors")
+def test_a_socket_that_the_system_refuses_is_reported_as_well() -> None:
+    """As where the kernel has no IPv6 and the address is [::1]."""
+    if sys.platform != "win32":
+        import resource
+
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(WebError, match=r"^cannot listen on 127\.0\.0\.1:0: Too many open files; "):
+                WebServer("127.0.0.1:0", {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_close_is_prompt_and_leaves_neither_a_thread_nor_the_port() -> None:
     before = set(threading.enumerate())
     server = WebServer("127.0.0.1:0", {"/x": lambda: Response(HTTPStatus.OK, b"x\n")})

@@ -68,6 +68,12 @@ class WebError(AgentError):
     """The server cannot listen."""
 
 
+def _listen_error(listen: str, error: Exception) -> WebError:
+    reason = getattr(error, "strerror", None) or error
+    hint = "set agent.listen to a free ADDRESS:PORT, or to off"
+    return WebError(f"cannot listen on {listen}: {reason}; {hint}", kind="listen")
+
+
 # Not HTTPServer: that asks the name service for this host's name, which may hang.
 class WebServer(ThreadingTCPServer):
     """Serves ``pages`` on ADDRESS:PORT from threads of its own until ``close``."""
@@ -91,7 +97,10 @@ class WebServer(ThreadingTCPServer):
         self._clients_lock = threading.Lock()
         self._free_threads = threading.Semaphore(_MAX_THREADS)
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__((address, int(port)), _Handler, bind_and_activate=False)
+        try:
+            super().__init__((address, int(port)), _Handler, bind_and_activate=False)
+        except OSError as error:  # no free descriptor, or a kernel without IPv6
+            raise _listen_error(listen, error) from error
         try:
             host.claim_port(self.socket)
             self.server_bind()
@@ -103,9 +112,7 @@ class WebServer(ThreadingTCPServer):
             self._thread.start()
         except (OSError, OverflowError, RuntimeError) as error:  # RuntimeError: no memory for a thread
             self.server_close()
-            reason = getattr(error, "strerror", None) or error
-            hint = "set agent.listen to a free ADDRESS:PORT, or to off"
-            raise WebError(f"cannot listen on {listen}: {reason}; {hint}", kind="listen") from error
+            raise _listen_error(listen, error) from error
 
     @property
     def port(self) -> int:
