@@ -128,17 +128,21 @@ def test_an_on_clear_hook_that_does_not_want_to_end_ends_with_the_agent(agent: A
     assert not is_alive(agent.records("start")[0]["pid"])
 
 
-def test_an_event_ends_on_clear_and_its_own_hooks_wait_for_that(sim: Simulator, agent: Agent) -> None:
+def test_on_clear_gives_way_to_an_event_and_goes_on_after_it(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[DRAIN],
-        hooks={**agent.hooks("drain", "resume", "greet"), "uncordon": agent.hook("uncordon", until="never")},
+        hooks={**agent.hooks("drain", "resume", "greet"), "uncordon": agent.hook("uncordon", until="done")},
         on_clear=["uncordon", "greet"],
     )
     agent.start()
     agent.wait_hook("uncordon", "start")
     event = sim.schedule("Reboot", lasts_seconds=0.5)
     agent.wait_log("closed", event_id=event)
-    assert [note["hook"] for note in agent.records("start")] == ["uncordon", "drain", "resume"]
+    agent.wait_hook("uncordon", "start", count=2)
+    agent.let_go("done")
+    agent.wait_hook("greet", "end")
+    started_hooks = [note["hook"] for note in agent.records("start")]
+    assert started_hooks == ["uncordon", "drain", "resume", "uncordon", "greet"]
     ended, started = agent.wait_log("on_clear hook ended"), agent.wait_log("hook output", hook="drain")
     assert ended["outcome"] == "canceled"
     assert ended["time"] < started["time"]

@@ -485,7 +485,7 @@ class Engine:
             self._store.set_meta({"state_lost": ""})
             self._is_state_lost = False
         has_missing_event = any(workflow.is_missing for workflow in self.workflows.values())
-        if not self._hook_runs.is_on_clear_decided and not has_missing_event:
+        if self._hook_runs.awaits_clear and not has_missing_event:
             # A rule may also prepare for an event of another VM, or run a hook for it.
             has_hook = any(stage.current for workflow in self.workflows.values() for stage in workflow.stages)
             are_others = all(workflow.decision.affects == "others" for workflow in self.workflows.values())
@@ -495,7 +495,7 @@ class Engine:
 
     def _end_on_clear_hook(self, result: HookResult) -> None:
         now = self._machine.now()
-        self._hook_runs.report_on_clear(result, now)
+        self._hook_runs.end_on_clear(result, now)
         if not self._is_stopping:
             self._hook_runs.run_delayed(self.workflows, self.settings, self.name(), now)
             self._hook_runs.run_on_clear(self.settings, self.name())

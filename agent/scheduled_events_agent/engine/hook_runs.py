@@ -49,9 +49,11 @@ class HookRuns:
         self._machine = machine
         self._reporter = reporter
         self._log = get_logger()
-        self.is_on_clear_decided = False
+        self._is_on_clear_decided = False
         """Whether it is known if anything was pending at the start."""
         self._on_clear: list[str] = []
+        self._is_on_clear_interrupted = False
+        """Whether a hook of an event has ended those of on_clear, which go on when nothing is pending any more."""
         self._delayed: list[RunHook] = []
         """Hooks that wait for the end of an on_clear hook, because it might undo their work."""
         self.cut_short: list[RunHook] = []
@@ -65,7 +67,7 @@ class HookRuns:
 
     def run(self, workflow: Workflow, effect: RunHook, settings: Settings, vm: str, now: datetime) -> None:
         if self._executor.is_running(ON_CLEAR):
-            self._on_clear = []
+            self._is_on_clear_interrupted = True
             self._executor.cancel_hook(ON_CLEAR, is_urgent=workflow.event.type == "Preempt")
             self._delayed.append(effect)
             return
@@ -158,22 +160,38 @@ class HookRuns:
             tail=result.tail,
         )
 
+    @property
+    def awaits_clear(self) -> bool:
+        """Whether ``decide_on_clear`` is due."""
+        is_ended = self._is_on_clear_interrupted and not self._executor.is_running(ON_CLEAR)
+        return is_ended or not self._is_on_clear_decided
+
     def decide_on_clear(self, settings: Settings, vm: str, now: datetime, *, is_clear: bool) -> None:
-        """Begin the hooks of on_clear if nothing is pending; otherwise they never run."""
-        self.is_on_clear_decided = True
-        if is_clear and settings.on_clear:
-            self._on_clear = list(settings.on_clear)
+        """Begin the hooks of on_clear if nothing is pending; otherwise they never run.
+
+        If a hook of an event has ended them, go on with them as soon as nothing is pending.
+        """
+        if not self._is_on_clear_decided:
+            self._is_on_clear_decided = True
+            self._on_clear = list(settings.on_clear) if is_clear else []
+        elif is_clear:
+            self._on_clear = [hook for hook in self._on_clear if hook in settings.on_clear]
+            self._is_on_clear_interrupted = False
+        if is_clear and self._on_clear:
             self._reporter.record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
             self.run_on_clear(settings, vm)
 
     def run_on_clear(self, settings: Settings, vm: str) -> None:
-        """Start the next hook of on_clear."""
-        if self._on_clear:
+        """Start the next hook of on_clear, unless a hook of an event has ended the one before it."""
+        if self._on_clear and not self._is_on_clear_interrupted:
             hook = self._on_clear.pop(0)
             environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
             self._executor.start_hook(RunOnClear(hook), settings.hooks.get(hook), environment=environment)
 
-    def report_on_clear(self, result: HookResult, now: datetime) -> None:
+    def end_on_clear(self, result: HookResult, now: datetime) -> None:
+        """Note that a hook of on_clear has ended."""
+        if self._is_on_clear_interrupted and result.outcome == "canceled":
+            self._on_clear.insert(0, result.hook)
         log_id = LogId.HOOK_SUCCEEDED if result.outcome == "succeeded" else LogId.HOOK_FAILED
         write_log = getattr(self._log, log_id.level)
         write_log(
