@@ -415,7 +415,7 @@ def test_the_stagger_of_the_second_vm_survives_restarts_and_clock_changes() -> N
     assert agent.send(ClockChanged(3600)) == []
     assert agent.restart("boot 1", shared_event()) == []
     agent.wait(-7200)
-    assert agent.tick() == ["A: approve A"]
+    assert agent.document(shared_event()) == ["A: approve A"]
 
 
 def test_an_event_that_other_vms_must_approve_is_prepared_as_late_as_hooks_allow() -> None:
@@ -577,7 +577,8 @@ def test_a_clock_set_back_neither_prolongs_a_drain_nor_delays_an_approval() -> N
     agent = Agent(a_rule(drain_for=30.0, prepare=()))
     agent.document(an_event())
     agent.wait(-7200)
-    assert agent.tick() == ["A: approve A"]
+    assert agent.tick() == []  # how old the document is, is not known
+    assert agent.document(an_event()) == ["A: approve A"]
     agent.answer("server")
     agent.wait(-7200)
     assert agent.document(an_event()) == ["A: approve A alone"]

@@ -385,7 +385,11 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_stale(self) -> bool:
         """Whether the last document was read too long ago: an event in it may have been canceled since."""
-        return self.document_at is not None and (self.now - self.document_at).total_seconds() > self.stale_after
+        if self.document_at is None:
+            return False
+        age_seconds = (self.now - self.document_at).total_seconds()
+        is_unknown = age_seconds < 0.0  # the clock was set back
+        return is_unknown or age_seconds > self.stale_after
 
 
 Workflows = Mapping[str, Workflow]
