@@ -935,6 +935,31 @@ def test_an_additional_hook_of_a_new_rule_runs_after_preparation() -> None:
     assert agent.ends("save") == ["A: approve A"]
 
 
+def test_the_drain_of_a_new_rule_comes_before_its_hooks_and_the_approval() -> None:
+    agent = Agent(
+        a_rule(name="freeze", when=When(type=("Freeze",)), prepare=("drain",)),
+        a_rule(prepare=("drain", "save"), drain_for=60.0),
+    )
+    agent.document(an_event(type="Freeze"))
+    assert agent.ends("drain", after=10) == ["A: approve A"]
+    agent.answer("timeout")
+    assert agent.document(an_event()) == []
+    assert agent.tick(48) == []  # not ready for 59 seconds
+    assert agent.tick() == ["A: prepare save"]
+    assert agent.ends("save") == ["A: approve A alone"]
+
+
+def test_a_longer_drain_of_a_new_policy_delays_the_approval() -> None:
+    agent = Agent(a_rule(prepare=(), drain_for=30.0, approve="manual", lead=900.0))
+    agent.document(an_event())
+    agent.tick(30)
+    assert agent.phase == "prepared"
+    assert agent.reload(a_rule(prepare=(), drain_for=60.0)) == []
+    assert agent.journal[-1] == "preparing: preparation goes on: not ready for longer"
+    assert agent.tick(29) == []
+    assert agent.tick() == ["A: approve A"]
+
+
 def test_an_approved_event_that_gets_worse_is_prepared_for_not_approved_again() -> None:
     short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
     agent = Agent(short, a_rule(prepare=("drain",), lead=60.0))

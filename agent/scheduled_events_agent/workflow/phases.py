@@ -230,7 +230,8 @@ def _prepare_more(workflow: Workflow, context: Context) -> Transition | WaitReas
     if workflow.prepare.state == "idle":
         return _begin_when_due(workflow, context)
     hooks = ", ".join(hook for hook in workflow.decision.prepare if hook not in workflow.prepare.done)
-    return _enter(workflow, "preparing", Record(kind="preparing", text=f"preparation goes on: {hooks}"))
+    more = hooks or "not ready for longer"
+    return _enter(workflow, "preparing", Record(kind="preparing", text=f"preparation goes on: {more}"))
 
 
 def _approve(workflow: Workflow, context: Context) -> Transition | WaitReason | None:

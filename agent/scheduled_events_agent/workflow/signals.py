@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy import MatchContext, decide, names_recommendations
+from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import apply_approval_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
@@ -200,8 +200,8 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
     lost: tuple[str, ...] = ()
     if has_begun or (workflow.event.is_started and old.rule is not None):
-        # The rule that began it also ends it. Further hooks of the new rule are added: the event must not be
-        # approved without them. A hook that is no longer in the policy is left out: its failure would stop the
+        # The rule that began it also ends it. Further hooks and a longer drain of the new rule are added: the event
+        # must not be approved without them. A hook that is no longer in the policy is left out: its failure would stop the
         # hooks after it.
         by_whom = f"rule {old.rule}" if old.rule else "no rule"
         more = tuple(hook for hook in new.prepare if hook not in old.prepare)
@@ -215,13 +215,17 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
         else:
             more = ()
             more_recover = ()
+        drain_for = old.drain_for
+        if new.drain_for > old.drain_for and _may_prepare_more(workflow):
+            drain_for = new.drain_for
+            workflow = _drained_longer(workflow, replace(new, prepare=kept + more), context)
         new = replace(
             new,
             rule=old.rule,
             reason=new.reason if new.rule == old.rule else f"{by_whom} began it; now {new.reason}",
             prepare=kept + more,
             recover=old.recover + more_recover,
-            drain_for=old.drain_for,
+            drain_for=drain_for,
             on_start=old.on_start,
             on_early_start=old.on_early_start,
             expire_after=new.expire_after if new.rule else old.expire_after,
@@ -236,6 +240,17 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     if is_news and wait_reason is not None and wait_reason.kind in ("would_begin", "would_run_on_start"):
         wait_reason = None  # its text contains the decision, so it is noted again
     return Transition(workflow=replace(workflow, decision=new, wait_reason=wait_reason), records=records)
+
+
+def _drained_longer(workflow: Workflow, decision: Decision, context: Context) -> Workflow:
+    """The workflow with the drain of ``decision``. The VM is not ready since its preparation began: that counts."""
+    since = workflow.handling_since or context.now
+    until = min(
+        since + timedelta(seconds=decision.drain_for), drain_deadline(decision, workflow.event, context)
+    )
+    if until <= context.now:
+        return workflow
+    return replace(workflow, prepare=replace(workflow.prepare, state="running"), drain_until=until)
 
 
 def _lost_hooks(workflow: Workflow, context: Context) -> tuple[str, ...]:
