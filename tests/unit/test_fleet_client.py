@@ -93,11 +93,11 @@ class Vm:
         self._options: dict[str, Any] = {"vm_id": vm_id or f"id-{name}", "max_events": max_events}
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, seed: str = "") -> None:
         self.way = Way(self.group.store)
         self.client = FleetClient(
             self.way,
-            random=Random(self.name),
+            random=Random(seed or self.name),
             monotonic=lambda: self.group.now,
             on_wait_ended=lambda what, seconds: self.waited.append((what, seconds)),
             **self._options,
@@ -306,6 +306,44 @@ def test_of_two_claims_at_one_moment_one_begins() -> None:
     assert not vms[0].want("requested", "a").may_begin
     group.run(2.0, vms[1])
     assert vms[1].client.statuses["b"].may_begin
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_a_long_outage_no_vm_takes_a_slot_before_its_owner_has_renewed_it(seed: int) -> None:
+    group = Group()
+    owner, waiting = vms = [Vm(group, name) for name in BOTH]
+    for number, vm in enumerate(vms):
+        vm.restart(f"{seed} {number}")
+        vm.started()
+    in_two_days = START + timedelta(days=2)
+    owner.want("not_ready", "a", not_before=in_two_days)
+    waiting.want("requested", "b", not_before=in_two_days)
+    for vm in vms:
+        vm.way.faults = ["unavailable"] * 1000
+    group.run(2400.0, *vms)
+    assert waiting.client.error is not None
+    for vm in vms:
+        vm.way.faults = []
+    for _ in range(120):
+        group.run(1.0, *vms)
+        assert not waiting.client.statuses["b"].may_begin
+    owner.end("a")
+    group.run(10.0, waiting)
+    assert waiting.client.statuses["b"].may_begin
+
+
+def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_a_minute_more() -> None:
+    group = Group()
+    dead, waiting = (Vm(group, name).started() for name in BOTH)
+    dead.want("not_ready", "a")
+    waiting.want("requested", "b")
+    waiting.way.faults = ["unavailable"] * 1000
+    group.run(2400.0, waiting)
+    waiting.way.faults = []
+    group.run(60.0, waiting)
+    assert not waiting.client.statuses["b"].may_begin
+    group.run(35.0, waiting)
+    assert waiting.client.statuses["b"].may_begin
 
 
 # --- statuses

@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
-from scheduled_events_agent.fleet.plan import Plan, Write, plan, record_key, waits_for_text
+from scheduled_events_agent.fleet.plan import SLOT_SECONDS, Plan, Write, plan, record_key, waits_for_text
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
 
@@ -28,6 +28,10 @@ _GRANTED_SECONDS = 60.0
 """Time that the engine may take to store that an event begins, counted from the list that allowed it."""
 _BACKOFF_SECONDS = (1.0, 30.0)
 """The first pause after failures, and the longest."""
+_LONG_OUTAGE_SECONDS = SLOT_SECONDS / 2
+"""If the store was unavailable for longer, records may have lapsed whose VMs still have begun."""
+_RENEWAL_SECONDS = 60.0
+"""By then after an outage, the pauses of all VMs are over, and each has renewed its records."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class FleetClient:
         """Why the store cannot be used; None if it can."""
         self.unavailable_from: float | None = None
         """Since when the store is unavailable, monotonic; None if it is available."""
+        self._renewed_at = float("-inf")
+        """When the records of all VMs are renewed after a long outage, monotonic."""
 
     def sync(self, requests: Iterable[FleetRequest]) -> None:
         """Do the writes and lists that are due. Never raises BackendError; sets ``error`` instead."""
@@ -151,7 +157,11 @@ class FleetClient:
                 self._relist_at = None
             self._listed = len(records)
             found = self._plan(records, requests, sent_at)
+            if self.unavailable_from is not None and sent_at - self.unavailable_from >= _LONG_OUTAGE_SECONDS:
+                self._renewed_at = sent_at + _RENEWAL_SECONDS
             self.statuses = found.statuses
+            if sent_at < self._renewed_at:
+                self.statuses = {key: replace(one, may_begin=False) for key, one in found.statuses.items()}
             self._remember_granted(sent_at)
             self.listed_at = sent_at
             self._must_list = False
