@@ -106,6 +106,24 @@ def test_a_failure_shows_what_the_agent_wrote_and_leaves_nothing_running(directo
     assert running_in(directory) == []
 
 
+def test_a_hook_of_a_killed_agent_ends_with_the_test(tmp_path: Path) -> None:
+    path = write_policy(
+        tmp_path, "rules: [{name: all, prepare: [one], lead: 1d}]\nhooks: {one: {run: ['replaced']}}\n"
+    )
+    hook = tmp_path / "hang.py"
+    hook.write_text("import time\nprint('hangs', flush=True)\ntime.sleep(600)\n", encoding="utf-8")
+    with Simulator(vms=("mine",), rate_limit=None) as azure:
+        events = ScheduledEvents(tmp_path, azure)
+        try:
+            events.run(path, hooks={"one": [sys.executable, hook]})
+            azure.schedule("Reboot", vms=["mine"])
+            azure.wait_until(lambda: '"line":"hangs"' in events.log, "it hung", 60)
+            events.kill()
+        finally:
+            events.stop()
+    assert running_in(tmp_path) == []
+
+
 def test_the_page_documents_everything_in_the_fixture_and_the_hook_result() -> None:
     _, _, rest = PAGE.partition("## The fixture")
     told = set(re.findall(r"`(\w+)", rest.partition("## What is different")[0]))

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 import scheduled_events_agent
+from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.policy.schema import plain
@@ -136,8 +137,12 @@ class ScheduledEvents:
         self._wait_until(lambda: self.azure.polls(self.vm) > polls, "the agent had polled", TIMEOUT_SECONDS)
 
     def stop(self) -> None:
-        """Ask the agent to stop, and wait for its end (on Windows it is killed)."""
+        """Ask the agent to stop, and wait for its end (on Windows it is killed).
+
+        Hooks that still run are ended too: those of an agent that was killed, and has not run again.
+        """
         self._end(subprocess.Popen.terminate)
+        processes.kill_leftovers(f"{(self._state_dir / 'state.db').resolve()}:")
 
     def kill(self) -> None:
         """End the agent at once, as a power cut would; ``run`` starts it again with the state that it had."""
