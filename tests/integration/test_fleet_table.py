@@ -218,6 +218,14 @@ def test_only_string_fields_of_a_record_are_read(server: Server, table: TableBac
     ]
 
 
+@pytest.mark.parametrize("fields", [{"vm": "x" * 5000}, {f"field_{number}": "" for number in range(600)}])
+def test_contents_that_no_agent_writes_are_not_kept(
+    server: Server, table: TableBackend, fields: dict[str, str]
+) -> None:
+    server.answer = listed(entity("a", state="ready", **fields), entity("b", state="ready", vm="x" * 80))
+    assert [set(record.fields) for record in table.list()] == [set(), {"state", "vm"}]
+
+
 @pytest.mark.parametrize(
     ("timestamp", "date", "age"),
     [
@@ -298,6 +306,23 @@ def test_a_group_has_at_most_two_thousand_records(
         assert len(table.list()) == count
 
 
+def test_ten_thousand_records_of_vms_that_are_gone_keep_no_group_from_going_on(
+    server: Server, table: TableBackend
+) -> None:
+    written = "2026-03-02T12:00:00Z"
+    pages = [
+        [entity(f"{page}-{number}", Timestamp=written, state="not_ready") for number in range(1000)]
+        for page in range(10)
+    ]
+    date = "Date: Tue, 03 Mar 2026 12:00:01 GMT"
+    server.answers = [listed(*page, headers=f"{date}\r\n{MORE}") for page in pages]
+    server.answer = listed(entity("young", Timestamp="2026-03-03T12:00:00Z"), headers=date)
+    records = table.list()
+    assert [record.key for record in records if not record.is_old] == ["young"]
+    assert len(records) == 2001
+    assert len(server.requests) == 11
+
+
 def test_a_record_is_created_replaced_and_deleted_as_the_service_wants_it(
     server: Server, table: TableBackend
 ) -> None:
@@ -316,6 +341,12 @@ def test_a_record_is_created_replaced_and_deleted_as_the_service_wants_it(
     assert json.loads(update[-1]) == {"a": "b"}
     for lines in (create, update, delete):
         assert {"x-ms-version: 2020-12-06", "Accept: application/json;odata=minimalmetadata"} <= set(lines)
+
+
+def test_a_quote_in_a_key_of_another_program_is_doubled(server: Server, table: TableBackend) -> None:
+    server.answer = answer("204 No Content")
+    assert table.delete("o'brien", "1") is True
+    assert b",RowKey='o%27%27brien')" in server.requests[0]
 
 
 def test_a_write_distinguishes_a_changed_record_from_a_missing_one(server: Server, table: TableBackend) -> None:

@@ -234,6 +234,17 @@ def test_vms_do_not_ask_all_at_once() -> None:
     assert len(seconds) > 40
 
 
+def test_old_records_make_no_pause_longer() -> None:
+    group = Group()
+    for number in range(500):
+        group.store.put(f"{number}|gone", {"vm_id": "gone"}, "")
+    group.now += 90_000.0
+    vm = Vm(group).started()
+    vm.want("ready", names=BOTH)
+    client: Any = vm.client
+    assert client.next_sync_at - group.now <= 20.0
+
+
 def test_a_slow_list_counts_from_when_it_was_sent() -> None:
     group = Group()
     vm = Vm(group).started()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
+from scheduled_events_agent.fleet import backend as backend_module
 from scheduled_events_agent.fleet import plan as module
 from scheduled_events_agent.fleet.backend import Record, plain_key
 from scheduled_events_agent.fleet.plan import Plan, Write, plan, record_key, waits_for_text
@@ -849,7 +850,7 @@ PLANTS: dict[str, tuple[Any, str, Any, str]] = {
         lambda one, seen: one.state == "ready" and (one.record.age is None or REAL_READY(one, seen)),
         "without ages more",
     ),
-    "deletes records of an hour": (module, "_DAY_SECONDS", 3600.0, "a record is deleted"),
+    "deletes records of an hour": (backend_module, "_OLD_SECONDS", 3600.0, "a record is deleted"),
     "writes over another VM of its name": (
         Group,
         "_other_of_the_name",

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 from scheduled_events_agent import AgentError
 
 MAX_RECORDS = 2000
-"""Most records of a group. There is one for each VM and event under way."""
+"""Most records of a group, besides old ones. There is one for each VM and event under way."""
+_OLD_SECONDS = 86_400.0
 
 ErrorKind = Literal["unreachable", "timeout", "throttled", "denied", "not_found", "bad_response", "setup"]
 """not_found: there is no such store. setup: something is wrong on this machine."""
@@ -38,6 +39,11 @@ class Record(NamedTuple):
     fields: Mapping[str, str]
     """The contents, below 1 KiB in all."""
 
+    @property
+    def is_old(self) -> bool:
+        """Whether it counts for nothing, and any VM may delete it."""
+        return self.age is not None and self.age > _OLD_SECONDS
+
 
 class Backend(Protocol):
     """The store of one group, for one thread. Each call ends within 70 seconds, and may raise BackendError.
@@ -46,7 +52,10 @@ class Backend(Protocol):
     """
 
     def list(self) -> list[Record]:
-        """All records of the group, with every write that was answered before the list was sent."""
+        """All records of the group, with every write that was answered before the list was sent.
+
+        Of old ones, some may be missing.
+        """
 
     def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
         """Write a record: create it if ``etag`` is "", else replace the one that has this ETag.

@@ -74,7 +74,7 @@ class FleetClient:
         self._events: dict[str, str] = {}
         """The requested events by the keys of their own records."""
         self._listed = 0
-        """How many records the last list had."""
+        """How many records the last list had, without old ones."""
         self._must_list = True
         """Whether the store's records of this VM are not known."""
         self._granted_at: dict[str, float] = {}
@@ -155,7 +155,7 @@ class FleetClient:
             records = self._backend.list()
             if self._is_late_due(sent_at):
                 self._relist_at = None
-            self._listed = len(records)
+            self._listed = sum(not record.is_old for record in records)
             found = self._plan(records, requests, sent_at)
             if self.unavailable_from is not None and sent_at - self.unavailable_from >= _LONG_OUTAGE_SECONDS:
                 self._renewed_at = sent_at + _RENEWAL_SECONDS

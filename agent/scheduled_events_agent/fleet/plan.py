@@ -27,7 +27,6 @@ SLOT_SECONDS = 1800.0
 _FRESH_INTERVALS = 3.0
 _RENEW_SECONDS = (20.0, 600.0)
 _RENEW_AT = 0.8
-_DAY_SECONDS = 86_400.0
 _MAX_OLD_DELETES = 20
 _MAX_VM_NAME = 80
 _UNKNOWN_TIME = "~"  # sorts after all times
@@ -171,8 +170,8 @@ def plan(
     ``confirmed``: for this VM's records, by key, the ETag of the last write of this process that was answered.
     ``granted``: keys of this VM's claims that a list has lately allowed to begin. The engine may be about to, so
     these claims stay. ``listed_at``: when the list was requested, on the clock of ``FleetRequest.seen_at``.
-    ``listed``: number of records of the group. If ``records`` has only this VM's records, only the writes of
-    requests with stage not_ready or ready count.
+    ``listed``: number of records of the group, without old ones. If ``records`` has only this VM's records, only
+    the writes of requests with stage not_ready or ready count.
     """
     group = _Group(
         records={record.key: read_record(record) for record in records},
@@ -376,7 +375,7 @@ class _Group:
         unrequested = [one for one in self.records.values() if one.record.key not in requested]
         mine = [one.record for one in unrequested if one.vm_id == self.vm_id]
         others = [one.record for one in unrequested if one.vm_id != self.vm_id]
-        old = [record for record in others if record.age is not None and record.age > _DAY_SECONDS]
+        old = [record for record in others if record.is_old]
         return [Write(record.key, record.etag, None) for record in (*mine, *old[:_MAX_OLD_DELETES])]
 
 

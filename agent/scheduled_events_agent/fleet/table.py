@@ -36,6 +36,7 @@ _EXCHANGE_SECONDS = 10.0
 _LIST_SECONDS = 30.0
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024  # the service gives 4 MiB at a time
 _RECORDS_PER_PAGE = 1000  # the service gives no more
+_MAX_RECORD_CHARACTERS = 4096  # an agent writes a quarter of that; the service allows a MiB
 _MAX_RETRY_AFTER_SECONDS = 300.0
 # The URLs of Azure's clouds: https://ACCOUNT.table.core.windows.net, .usgovcloudapi.net, .chinacloudapi.cn.
 _AUDIENCE = "https://storage.azure.com"
@@ -142,6 +143,7 @@ class TableBackend:
     def list(self) -> list[Record]:
         deadline = monotonic() + _LIST_SECONDS
         records: list[Record] = []
+        old: list[Record] = []
         query = {"$filter": f"PartitionKey eq '{self._partition}'", "$top": str(_RECORDS_PER_PAGE)}
         next_page: dict[str, str] = {}
         while True:
@@ -150,12 +152,14 @@ class TableBackend:
             if page is None:
                 text = f"{self._account_url}: the answer does not come from a table"
                 raise BackendError(text, kind="bad_response")
-            records += page
+            records += [record for record in page if not record.is_old]
+            old += [record for record in page if record.is_old]
+            del old[MAX_RECORDS:]  # however many VMs have gone, the group can be listed, and old ones be deleted
             if len(records) > MAX_RECORDS:
                 raise BackendError(f"more than {MAX_RECORDS:,} records: {self._partition}", kind="bad_response")
             next_page = _parse_continuation(answer.headers)
             if not next_page:
-                return records
+                return [*records, *old]
             if monotonic() > deadline:
                 raise BackendError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
 
@@ -181,7 +185,8 @@ class TableBackend:
         return True
 
     def _entity(self, key: str) -> str:
-        return f"(PartitionKey='{quote(self._partition)}',RowKey='{quote(key)}')"
+        row = quote(key.replace("'", "''"))  # another program may have written it
+        return f"(PartitionKey='{quote(self._partition)}',RowKey='{row}')"
 
     def _call(
         self, method: str, place: str, fields: Mapping[str, str] | None = None, etag: str = ""
@@ -318,6 +323,8 @@ def _parse_record(entity: Mapping[str, Any], date: datetime | None) -> Record | 
         and "odata." not in name
         and f"{name}@odata.type" not in entity  # a number or a time, written as text
     }
+    if sum(map(len, [*fields, *fields.values()])) > _MAX_RECORD_CHARACTERS:
+        fields = {}
     return Record(key, etag, _age(entity.get("Timestamp"), date), fields)
 
 
