@@ -604,6 +604,10 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
     ("template", "fault"),
     [
         ('{"a": "${titel}"}', "1: there is no field ${titel}; known are: id, kind, title"),
+        (
+            "[" * 20_000 + "1" + "]" * 20_000,
+            "1: not JSON once its placeholders are filled in: maximum recursion depth",
+        ),
         ('{\n"a": ${title}}', "2: not JSON once its placeholders are filled in: Expecting value"),
         ('{"a": "${vm.__class__}"}', "1: there is no field ${vm.__class__}"),
     ],

@@ -166,7 +166,7 @@ def _from_template(path: Path, notification: Notification) -> bytes:
     text = _PLACEHOLDER.sub(lambda match: fields[match[1]], template)
     try:
         json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         # No value has a line break in it, so the line is that of the template.
         line = getattr(error, "lineno", 1)
         reason = getattr(error, "msg", str(error))
