@@ -144,6 +144,23 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(
     assert len(azure.approvals(shared)) == 1
 
 
+def test_a_clock_that_is_ahead_makes_an_event_begin_without_its_slot(
+    azure: Simulator, machines: list[Host], table: str, library: Path
+) -> None:
+    """As docs/fleet.md says: to this VM, NotBefore is over already."""
+    holder, wrong = machines[:2]
+    clock = Clock(wrong.directory, library)
+    clock.set(HOUR)
+    wrong.environment |= clock.environment
+    for machine in (holder, wrong):
+        machine.start_in(table)
+    first = schedule(azure, holder.directory.name)
+    holder.wait_phase(first, "preparing")
+    second = schedule(azure, wrong.directory.name, notice_seconds=900)
+    wrong.wait_phase(second, "preparing")
+    assert wrong.metric("fleet_begun_without_slot_total", reason="late") == 1
+
+
 def test_a_ready_that_arrives_late_does_not_undo_a_hold(
     azure: Simulator, machines: list[Host], table: str, azurite: Azurite
 ) -> None:
