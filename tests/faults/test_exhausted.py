@@ -5,6 +5,7 @@ Nothing of that ends the agent. It reports what it cannot do, counts it as faile
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,20 @@ def test_without_descriptors_the_agent_survives_and_recovers(sim: Simulator, age
     agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy again")
     see_through(sim, agent, second)
     assert agent.ran() == ["drain", "resume"] * 2
+
+
+def test_an_agent_whose_port_is_taken_survives_without_descriptors(sim: Simulator, agent: Agent) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        agent.write_policy(agent={"listen": address}, rules=[AT_ONCE])
+        agent.start(is_awaited=False)
+        sim.wait_approved(sim.schedule("Freeze"))  # it has started, and works
+        with limited(agent, "nofile", NOTHING):
+            hint = "set agent.listen to a free ADDRESS:PORT, or to off"
+            reason = f"cannot listen on {address}: Too many open files; {hint}"
+            agent.wait_log("the web server cannot be opened; this is tried again", reason=reason)
+    agent.wait_log("the web server is listening", listen=address)
+    assert agent.is_alive()
 
 
 def test_a_hook_without_descriptors_has_failed_and_its_event_is_held(sim: Simulator, agent: Agent) -> None:
