@@ -283,7 +283,7 @@ def test_without_an_agent_an_open_failed_recovery_is_shown_below(state_dir: Path
     first, second, *_ = out.split("\n\n")
     assert first.startswith("ACT  No agent runs. ")
     assert f"scheduled-events-agent run --state-dir {state_dir}" in first
-    assert second.startswith("ACT  Recovery from the Redeploy of web-1 failed: hook resume: no. ")
+    assert second.startswith("ACT  Recovery from the Redeploy of web-1 failed: hook resume: no.\n")
     assert (
         json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["attention"][1]["severity"] == "act"
     )
@@ -346,7 +346,7 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
         "     runbook unhealthy\n"
         "\n"
         "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. "
-        "The policy that was read at 20:12:00 UTC is in force.\n"
+        "The one read at 20:12:00 UTC is in force until the agent stops; with this file it does not start again.\n"
         "     scheduled-events-agent check  show all that is wrong with it\n"
         "     runbook policy_rejected\n"
         "\n"

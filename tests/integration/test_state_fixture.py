@@ -210,7 +210,11 @@ APPROVAL_SENT = Workflow(
     phase_since=MIDWAY,
     prepare=DONE,
     approval=Approval(
-        state="requested", failures=1, failing_since=MIDWAY, failed_at=MIDWAY + timedelta(seconds=1)
+        state="requested",
+        failures=1,
+        failing_since=MIDWAY,
+        failure="the connection was reset",
+        failed_at=MIDWAY + timedelta(seconds=1),
     ),
     handling_since=MIDWAY,
 )

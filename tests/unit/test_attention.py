@@ -55,6 +55,7 @@ def target(**fields: Any) -> NotifiedTarget:
     return NotifiedTarget(**{"name": "ops", "waiting": 0, "oldest_at": None, "failure": None, **fields})
 
 
+FAILING = Approval(failures=3, failing_since=NOW, failure="POST: 500")
 LOST_HOOK = {"wait_reason": WaitReason(kind="lost_hook", detail="resume")}
 MANUAL = a_workflow(decision={"approve": "manual"}, phase="prepared", approval_needed_since=NOW)
 UNRECOVERED = recovering(
@@ -95,10 +96,10 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "scheduled-events-agent check",
     ),
     "approval_failing": (
-        of_event(a_workflow(phase="prepared", approval=Approval(failures=3, failing_since=NOW))),
+        of_event(a_workflow(phase="prepared", approval=FAILING)),
         "act",
-        "Azure does not accept the approval of the Reboot of web-1: 3 tries failed.",
-        "scheduled-events-agent doctor",
+        "Azure does not accept the approval of the Reboot of web-1: 3 tries failed, the last one: POST: 500.",
+        "scheduled-events-agent history --event 602D9444",
     ),
     "unhealthy": (
         a_status(health=("the engine has run no cycle for 20s",)),
@@ -239,7 +240,7 @@ def test_a_recommendation_needs_attention_only_for_repairs() -> None:
     assert exit_code(with_summaries(of_event(over))) == 3
 
 
-def test_the_worst_comes_first_and_a_missing_agent_before_all() -> None:
+def test_the_worst_comes_first_and_an_agent_that_may_carry_out_no_command_before_all() -> None:
     later = held(event={"id": "later", "not_before": NOW + timedelta(days=1)})
     status = a_status(
         pending=(MANUAL, later, held(), UNRECOVERED),
@@ -247,14 +248,14 @@ def test_the_worst_comes_first_and_a_missing_agent_before_all() -> None:
         health=("no poll has succeeded since 22:10:59 UTC",),
     )
     assert [one.kind for one in attention(status)] == [
-        "recovery_failed", "prepare_failed", "prepare_failed", "approval_needed", "unhealthy", "policy_rejected",
+        "unhealthy", "recovery_failed", "prepare_failed", "prepare_failed", "approval_needed", "policy_rejected",
     ]  # fmt: skip
-    assert [one.event_id for one in attention(status)[1:3]] == ["602D9444", "later"]
+    assert [one.event_id for one in attention(status)[2:4]] == ["602D9444", "later"]
     absent = replace(status, source="state_file", mode=None, health=("no agent runs",), supervisor_commands=(LOG,))
     assert "is prepared for" in attention(absent)[0].consequence
     first, *rest = attention(absent)
     assert (first.message, first.commands) == ("No agent runs.", (LOG,))
-    assert rest[0].kind == "recovery_failed"
+    assert (rest[0].kind, rest[0].consequence) == ("recovery_failed", "")  # nothing answers at /readyz
     assert exit_code(with_summaries(absent)) == 3
 
 
@@ -276,6 +277,10 @@ def test_the_consequence_says_what_happens_if_no_person_acts() -> None:
     assert one_of(of_event(soon)).consequence == "Azure starts it at any moment, prepared or not."
     unready = "/readyz answers 503 since 22:12:00 UTC: no traffic until this is settled."
     assert one_of(of_event(UNRECOVERED)).consequence == unready
+    rejected = (
+        "The one read at 21:12:00 UTC is in force until the agent stops; with this file it does not start again."
+    )
+    assert one_of(NEEDED["policy_rejected"][0]).consequence == rejected
 
 
 def test_the_commands_say_what_they_do() -> None:
@@ -291,9 +296,22 @@ def test_the_commands_say_what_they_do() -> None:
         ("resolve", "only when you have done manually what resume does"),
     ]
     assert effects(of_event(recovering(**LOST_HOOK))) == [
-        ("check", "put hook resume back and reload: recovery goes on by itself"),
+        ("check", "when hook resume is in the policy again; then reload, and recovery goes on by itself"),
         ("resolve", "only when you have done manually what resume does"),
     ]
+    event = {"resources": ("web-1", "web-2", "web-3")}
+    shared = a_workflow(
+        event=event, decision={"approve": "manual", "affects": "shared"}, phase="held", approval_needed_since=NOW
+    )
+    assert effects(of_event(shared)) == [
+        ("approve", "let Azure start it when it is prepared, on all 3 VMs that it names"),
+        ("hold", "do not approve it"),
+    ]
+
+
+def test_doctor_comes_before_the_errors_of_approvals_if_polls_fail_too() -> None:
+    status = of_event(a_workflow(phase="prepared", approval=FAILING), poll_failure="timeout")
+    assert one_of(status).commands[0].command == "scheduled-events-agent doctor"
 
 
 def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> None:

@@ -78,10 +78,14 @@ def effect_of(action: OperatorAction, workflow: Workflow) -> str:
         stage_status = workflow.recover if workflow.is_over else workflow.prepare
         return f"run {stage_status.failed_hook or 'the hook'} again, then the rest"
     if action == "approve":
+        where = ""
+        if workflow.decision.affects == "shared":
+            where = f", on all {len(workflow.event.resources)} VMs that it names"
         if workflow.prepare.state in ("failed", "canceled"):
-            return "let Azure start it as it is"
+            return f"let Azure start it as it is{where}"
         is_ready = workflow.prepare.state == "succeeded" or not workflow.decision.has_preparation
-        return "let Azure start it now" if is_ready else "let Azure start it when it is prepared"
+        when = "now" if is_ready else "when it is prepared"
+        return f"let Azure start it {when}{where}"
     if action == "resolve" and not workflow.is_over:
         return "end it, and recover what was prepared"
     if action == "resolve":

@@ -37,7 +37,7 @@ _MESSAGES: dict[AttentionKind, str] = {
     "prepare_failed": "{The_event} is held: {why}.",
     "approval_needed": "{The_event} needs an operator's approval.",
     "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
-    "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries failed.",
+    "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries failed{last_error}.",
 }
 NO_AGENT = "no agent runs"
 """Why ``Status.health`` is not ok, if that is so."""
@@ -54,13 +54,12 @@ _CONSEQUENCES: dict[AttentionKind, str] = {
 
 
 def attention(status: Status) -> tuple[Attention, ...]:
-    """All that needs a person, the worst first. If no agent runs, that comes before all else."""
+    """All that needs a person, the worst first."""
     found = [*of_events(status), *_of_agent(status), *_of_setup(status)]
 
-    def rank(one: Attention) -> tuple[bool, bool, int, float]:
-        is_absence = one.kind == "unhealthy" and status.source == "state_file"
+    def rank(one: Attention) -> tuple[bool, int, float]:
         deadline = one.deadline.timestamp() if one.deadline else 0.0
-        return (not is_absence, one.severity != "act", ATTENTION_KINDS.index(one.kind), deadline)
+        return (one.severity != "act", ATTENTION_KINDS.index(one.kind), deadline)
 
     return tuple(sorted(found, key=rank))
 
@@ -88,10 +87,17 @@ def of_events(status: Status) -> Iterator[Attention]:
             event_id=event.id,
             workflow_id=workflow.id,
             message=_MESSAGES[kind].format(**facts),
-            consequence="" if is_warning else _CONSEQUENCES[kind].format(**facts),
+            consequence="" if is_warning else _consequence(kind, status, facts),
             deadline=event.not_before if kind in WITH_DEADLINE and not is_warning else None,
             commands=tuple(_event_commands(kind, status, workflow, short[event.id])),
         )
+
+
+def _consequence(kind: AttentionKind, status: Status, facts: dict[str, str]) -> str:
+    text = _CONSEQUENCES[kind]
+    if text == _UNREADY and status.source == "state_file":
+        return ""  # no agent answers at /readyz
+    return text.format(**facts)
 
 
 def _kind_of(status: Status, workflow: WorkflowView) -> AttentionKind | None:
@@ -134,6 +140,7 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
         "why": stage_status.failure or f"it was {stage_status.state}",
         "hook": workflow.wait_reason.detail if workflow.wait_reason else "",
         "failures": str(workflow.approval.failures),
+        "last_error": f", the last one: {workflow.approval.failure}" if workflow.approval.failure else "",
         "when": f"at {utc(event.not_before, status.at)}" if event.not_before and is_ahead else "at any moment",
         "unready_since": utc(unready_since, status.at),
     }
@@ -143,11 +150,15 @@ def _event_commands(
     kind: AttentionKind, status: Status, workflow: WorkflowView, short_id: str
 ) -> Iterator[SuggestedCommand]:
     if kind == "hook_missing" and workflow.wait_reason:
-        yield _check(status, f"put hook {workflow.wait_reason.detail} back and reload: recovery goes on by itself")
+        back = f"when hook {workflow.wait_reason.detail} is in the policy again"
+        yield _check(status, f"{back}; then reload, and recovery goes on by itself")
     if kind == "not_acting":
-        yield _check(status, "set agent.mode to act and reload, or start it without --observe")
-    if kind == "approval_failing":
+        yield _check(status, "when agent.mode is act; then reload, or restart it without --observe")
+    if kind == "approval_failing" and status.poll_failure:
         yield _doctor(status)
+    elif kind == "approval_failing":
+        line = command(status.command_options, "history", "--event", quoted(short_id))
+        yield SuggestedCommand(command=line, effect="show each try and its error")
     for action in offered_actions(status, workflow):
         line = command(status.command_options, action, quoted(short_id))
         yield SuggestedCommand(command=line, effect=effect_of(action, workflow))
@@ -183,7 +194,8 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             severity="fix",
             since=policy.refused_at,
             message=f"The policy file is rejected: {_first_line(policy.refused)}.",
-            consequence=f"The policy that was read at {utc(policy.read_at, status.at)} is in force.",
+            consequence=f"The one read at {utc(policy.read_at, status.at)} is in force until the agent stops; "
+            "with this file it does not start again.",
             commands=(_check(status, "show all that is wrong with it"),),
         )
     if rejected := status.web_config_rejected:

@@ -164,11 +164,11 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AttentionKind = Literal[
-    "recovery_failed", "hook_missing", "prepare_failed", "approval_needed", "not_acting", "approval_failing",
-    "unhealthy", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown", "fleet_unavailable",
-    "notifications_failing",
+    "unhealthy", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed", "not_acting",
+    "approval_failing", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown",
+    "fleet_unavailable", "notifications_failing",
 ]  # fmt: skip
-"""The reasons why a person may be needed, the worst first."""
+"""The reasons why a person may be needed, the worst first. An unhealthy agent may carry out no command."""
 
 
 class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -105,7 +105,9 @@ def apply_approval_answer(workflow: Workflow, signal: ApprovalAnswered, context:
     delay = min(_MAX_RETRY_SECONDS, 2.0 ** min(exponent, 10))
     retry_at = context.now + timedelta(seconds=delay)
     since = workflow.approval.failing_since or context.now
-    approval = Approval(failures=failures, failing_since=since, retry_at=retry_at, failed_at=context.now)
+    approval = Approval(
+        failures=failures, failing_since=since, failure=signal.detail, retry_at=retry_at, failed_at=context.now
+    )
     text = f"approval failed ({signal.error_kind}), next try in {delay:g}s: {signal.detail}"
     record = Record(kind="approval_failed", text=text)
     return Transition(workflow=replace(workflow, approval=approval), records=(record,))

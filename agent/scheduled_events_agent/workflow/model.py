@@ -99,6 +99,8 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     failures: int = 0
     """Number in a row."""
     failing_since: datetime | None = None
+    failure: str = ""
+    """The error of the last try, if it failed."""
     retry_at: datetime | None = None
     failed_at: datetime | None = None  # the next try also waits for a later document: the event may be over
 
