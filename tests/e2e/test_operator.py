@@ -376,7 +376,7 @@ def test_explain_shows_the_agents_plan_for_each_event_of_the_document(
         "  names    this VM and 99 others: vm-100, vm-99, vm-98, vm-97, vm-96, vm-95, vm-94, vm-93 and 92 more\n"
         "  rule     rule by-hand matches it: affects shared\n"
         "  agent    waits: an operator must approve it; first seen THEN\n"
-        "  approve  when an operator says so: scheduled-events-agent approve AAAA1111-0000 "
+        "  approve  when an operator approves it: scheduled-events-agent approve AAAA1111-0000 "
         f"--state-dir {agent.state_dir}\n"
         "\n"
         "Reboot BBBB2222-0000: has started\n"
@@ -455,6 +455,28 @@ def test_explain_goes_on_from_where_the_agent_is(sim: Simulator, agent: Agent) -
     assert "  prepare " not in shown
 
 
+def test_explain_shows_what_is_over_and_not_recovered(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("drain"), "resume": agent.hook("resume", exit_code=1)})
+    agent.start()
+    event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=0.3)
+    agent.wait_phase(event, "recovery_failed")
+    _, *shown = ask(agent, "explain").stdout.splitlines()
+    doing = "recovery failed, an operator must retry or resolve it: hook resume: exit code 1"
+    assert shown == ["The document lists no event.", f"Reboot {event} is over; the agent: {doing}"]
+
+
+def test_explain_does_not_guess_the_name_that_its_agent_does_not_know(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    sim.fault("vm-1", "status", on="instance", status=404)
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.start()
+    agent.wait_log("decided", event_id=event)
+    shown = ask(agent, "explain").stdout
+    assert shown.startswith("This VM: not known. ")
+    assert f"  rule     not {DRAIN['name']}: nothing says whether it names this VM\n" in shown
+    assert "  approve  not approved: nothing says whether it names this VM\n" in shown
+
+
 def test_explain_needs_only_one_of_agent_and_endpoint(endpoint_agent: tuple[Endpoint, Agent]) -> None:
     endpoint, agent = endpoint_agent
     agent.write_policy(rules=[BY_HAND])
@@ -473,7 +495,7 @@ def test_explain_needs_only_one_of_agent_and_endpoint(endpoint_agent: tuple[Endp
     assert shown.returncode == 0
     assert first.startswith("the metadata service gives no document: GET ")
     assert first.endswith("; these are the events that the agent knows")
-    assert approve.startswith("  approve  when an operator says so: ")
+    assert approve.startswith("  approve  when an operator approves it: ")
     told = json.loads(ask(agent, "explain", "--json").stdout)
     assert (told["source"], [one["workflow"]["phase"] for one in told["events"]]) == ("agent", ["prepared"])
     assert told["received_at"] is not None

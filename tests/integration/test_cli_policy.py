@@ -477,6 +477,8 @@ def test_a_file_of_unreasonable_size_is_rejected(tmp_path: Path) -> None:
 
 # --- explain
 
+WITH = ("--config", "p.yaml")
+
 
 def explain(run: Run, policy: str, payload: str, *arguments: str) -> str:
     file = str(PAYLOADS / payload)
@@ -610,6 +612,16 @@ def test_explain_shows_the_shortened_drain_and_the_time_for_hooks(
     assert f"  approve  as soon as hook drain has succeeded, at {approval} at the earliest; " in out
 
 
+def test_explain_says_that_an_event_needs_a_slot_of_its_fleet(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "fleet: {group: web, table: 'https://a.table.core.windows.net/events', max_events: 1}\n"
+        "rules: [{name: all, prepare: [drain], recover: [], approve: when-prepared}]\n"
+        "hooks: {drain: {run: [/bin/true]}}\n"
+    )
+    assert "  begins   now, once the fleet has a slot for it\n" in run("explain", "platform-reboot", *WITH)[1]
+    assert "  begins   now\n" in run("explain", "spot-eviction", *WITH)[1]  # too urgent for that
+
+
 def test_explain_as_json_has_the_content_of_the_text(run: Run, policy: str) -> None:
     report = json.loads(explain(run, policy, "15-preempt-spot-vm.json", "--json"))
     (event,) = report.pop("events")
@@ -671,7 +683,7 @@ def test_explain_reads_standard_input(run: Run, policy: str, monkeypatch: pytest
     assert out == (
         "rehearsal: no agent was asked\n"
         "This VM: a. Time: 2022-04-11 22:10:00Z. Document: 1.\n"
-        "No event is pending.\n"
+        "The document lists no event.\n"
     )
 
 
@@ -682,7 +694,7 @@ def test_explain_says_when_the_agent_only_observes(run: Run, tmp_path: Path) -> 
         "rehearsal: no agent was asked\n"
         "This VM: a, also known as b. Time: 2022-04-11 22:10:00Z. Document: 1.\n"
         "The agent's mode is observe: nothing of what follows would be done.\n"
-        "No event is pending.\n"
+        "The document lists no event.\n"
     )
 
 
@@ -892,7 +904,8 @@ def test_explain_of_a_scenario_is_the_same_on_every_machine(run: Run, tmp_path: 
     code, out, err = run("explain", "spot-eviction", "--config", str(policy), *AT)
     assert (code, err) == (0, "")
     assert out.endswith(
-        "approve  when an operator says so: scheduled-events-agent approve 00000000-0000-0000-0000-000000000001\n"
+        "approve  when an operator approves it: "
+        "scheduled-events-agent approve 00000000-0000-0000-0000-000000000001\n"
     )
 
 
@@ -954,7 +967,7 @@ def test_the_pipeline_of_the_reference_fails_on_plans_that_are_not_those_of_the_
     code, out = sh(pipeline)
     assert code == 1
     assert "-  approve  as soon as its 2 hooks have succeeded, " in out
-    assert "+  approve  when an operator says so: " in out
+    assert "+  approve  when an operator approves it: " in out
     (tmp_path / "policy.yaml").write_text(POLICY.replace("when-prepared", "x"))
     assert sh(pipeline)[0] == 2
 

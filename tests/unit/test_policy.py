@@ -131,7 +131,12 @@ def test_without_a_name_for_this_vm_nothing_is_approved() -> None:
         Rule(name="a", when=When(affects=("self", "shared", "others")), approve="manual"), facts=facts
     )
     assert (decision.rule, decision.approve) == (None, "never")
-    assert decision.reason == "this VM's name is not known, or the event names no VM: observe"
+    assert decision.reason == "this VM's name is not known: observe"
+
+
+def test_an_event_that_names_no_vm_is_only_observed() -> None:
+    decision = decided(Rule(name="a", approve="immediately"), resources=())
+    assert (decision.affects, decision.reason) == ("unknown", "the event names no VM: observe")
 
 
 def test_an_unknown_type_is_never_approved() -> None:

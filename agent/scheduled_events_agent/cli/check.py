@@ -263,7 +263,7 @@ def _plan_of(rule: Rule, settings: Settings) -> Plan:
     approve = {
         "immediately": "at once",
         "when-prepared": "when prepared" if is_prepared else "at once",
-        "manual": "when an operator says so",
+        "manual": "when an operator approves it",
         "never": "never",
     }[rule.approve]
     if rule.prepare and rule.approve == "when-prepared":

@@ -21,7 +21,7 @@ from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.config import find_config, load_policy, state_dir_of
 from scheduled_events_agent.cli.operator import find_agent, options_of
 from scheduled_events_agent.cli.plan import Plan, plan_rows
-from scheduled_events_agent.cli.status import event_rows, head, load_status
+from scheduled_events_agent.cli.status import event_rows, head, load_status, title
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, warn_if_slow
 from scheduled_events_agent.hooks.durations import KnownTimes, decode, estimate_seconds
 from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
@@ -194,6 +194,8 @@ class _Forecast:
         self.workflow = known if known is not None else _not_followed(event, context)
         self.context = context
         self.begins_at = known.handling_since if known is not None else None
+        self.needs_slot = False
+        """Whether it must have a slot to begin."""
         self.approved_at: datetime | None = None
         self.drain_seconds = 0.0
         self.prepare: list[str] = []
@@ -228,6 +230,7 @@ class _Forecast:
         now = self.context.now
         if self.begins_at is None and workflow.phase in ("preparing", "prepared"):
             self.begins_at = now
+            self.needs_slot = needs_slot(workflow, self.context)
         until = workflow.drain_until
         if until is not None and until != self.workflow.drain_until and not self.drain_seconds:
             self.drain_seconds = (until - now).total_seconds()
@@ -284,7 +287,7 @@ def _explain(event: ScheduledEvent, known: WorkflowView | None, assumed: _Assume
         rejected_rules=tuple([RejectedRule(rule=rule, reason=reason) for rule, reason in above]),
         begins_at=forecast.begins_at,
         begins_reason=start.reason if forecast.begins_at is not None and not has_begun else "",
-        needs_slot=not has_begun and needs_slot(forecast.workflow, forecast.context),
+        needs_slot=forecast.needs_slot,
         drain_seconds=forecast.drain_seconds,
         prepare=tuple(forecast.prepare),
         hooks_until=forecast.hooks_until,
@@ -369,7 +372,7 @@ def _approval(forecast: _Forecast, assumed: _Assumed) -> ExpectedApproval:
     result = evaluate_approval_gates(workflow, forecast.context)
     if result.verdict == "wait" and decision.approve == "manual":
         line = command(assumed.options, "approve", quoted(event.id))
-        return ExpectedApproval(verdict="manual", at=None, text=f"when an operator says so: {line}")
+        return ExpectedApproval(verdict="manual", at=None, text=f"when an operator approves it: {line}")
     text = f"not approved: {wait_message(workflow, result.wait_reason)}"
     return ExpectedApproval(verdict="deny", at=None, text=text)
 
@@ -512,7 +515,8 @@ def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found
         body, client = fetch_document(settings, is_first=absence == NO_AGENT)
         document = parse_document(body)
         received_at = datetime.now(UTC)
-        name = name or client.fetch_identity().name
+        if not name and absence:  # an agent that runs asks for it itself, and acts on no event until it knows it
+            name = client.fetch_identity().name
     except AgentError as error:
         if absence or status is None:
             raise AgentError(f"{error}; and {absence}", kind=error.kind) from error
@@ -574,6 +578,9 @@ def _show(
     terminal = Terminal.of(sys.stdout)
     for line in (*found.lines, *_headings(found, assumed, mode)):
         print(*terminal.line(line), sep="\n")
+    if status is not None and found.source == "endpoint":
+        for line in _past_events(status, found.at):
+            print(*terminal.line(line, indent=2), sep="\n")
     for explanation in explanations:
         event = explanation.event
         is_over = explanation.workflow is not None and explanation.workflow.is_over
@@ -595,7 +602,7 @@ def _assume(
     has_agent = status is not None and status.source == "agent"
     is_same_policy = True
     if status is not None and has_agent:
-        names = status.vm.names or names
+        names = status.vm.names  # also if it does not know any: then it acts on no event
         options = status.command_options
         is_same_policy = status.policy is None or status.policy.hash == loaded.hash
     return _Assumed(
@@ -646,7 +653,15 @@ def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
     if not assumed.is_same_policy:
         yield "The agent has another policy in force than this file says now: what it has decided counts."
     if not found.events:
-        yield "No event is pending."
+        yield "The document lists no event."
+
+
+def _past_events(status: Status, now: datetime) -> Iterator[str]:
+    """The agent's work on events that are over, which the document does not list."""
+    for workflow in status.pending:
+        if workflow.is_over:
+            doing = activity(workflow, status.running_for(workflow.id), now)
+            yield f"{title(workflow.event, workflow.event.id)} is over; the agent: {doing}"
 
 
 def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:

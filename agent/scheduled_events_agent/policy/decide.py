@@ -164,8 +164,9 @@ def decide(
     for rule in rules:
         if why_not_matched(rule, event, facts) is None:
             return _decision_of(rule, windows, event, affects, facts)
+    unknown = "the event names no VM" if facts.names else "this VM's name is not known"
     reasons = {
-        "unknown": "this VM's name is not known, or the event names no VM: observe",
+        "unknown": f"{unknown}: observe",
         "others": "it does not name this VM and no rule matches it: observe",
     }
     return Decision(rule=None, reason=reasons.get(affects, "no rule matches it: observe"), affects=affects)
@@ -196,6 +197,8 @@ def why_conditions_fail(when: When, event: ScheduledEvent, facts: MatchContext) 
         return f"source is {event.source or 'not known'}, not {_either(when.source)}"
     if when.status and event.status not in when.status:
         return f"status is {event.status or 'missing'}, not {_either(when.status)}"
+    if affects == "unknown":
+        return "nothing says whether it names this VM"
     if affects not in when.affects and not (affects == "shared" and "self" in when.affects):
         return f"it affects {affects}, not {_either(when.affects)}"
     if when.resource and not any(matches_glob(name, when.resource) for name in event.resources):
