@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 # Where the environment forbids bytecode, each worker and each agent would compile everything again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Commands that are printed begin with sudo if it started the process.
+os.environ.pop("SUDO_USER", None)
 
 pytest_plugins = ["leak_checks", "agents"]
 

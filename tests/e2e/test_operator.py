@@ -28,12 +28,15 @@ AS_NOBODY = """\
 import os, sys
 import difflib, pwd, yaml
 from scheduled_events_agent import cli, host, status, store
-from scheduled_events_agent.cli import config
+from scheduled_events_agent.cli import check, config
 cli.build_parser()
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 sys.exit(cli.main(sys.argv[1:]))
 """
 
+needs_root = pytest.mark.skipif(
+    sys.platform == "win32" or host.account_name() != "root", reason="only root can become nobody"
+)
 needs_terminal = pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals as POSIX has them")
 
 
@@ -600,7 +603,7 @@ def test_in_a_terminal_no_line_is_wider_than_it(sim: Simulator, agent: Agent, co
         assert max(map(len, lines)) <= columns
 
 
-@pytest.mark.skipif(sys.platform == "win32" or host.account_name() != "root", reason="only root can become nobody")
+@needs_root
 @pytest.mark.parametrize("command", [("status",), ("history",), ("approve", "aaaa")])
 def test_an_account_that_may_not_read_the_state_learns_which_account_may(
     agent: Agent, command: tuple[str, ...]
@@ -617,6 +620,21 @@ def test_an_account_that_may_not_read_the_state_learns_which_account_may(
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        f"scheduled-events-agent: cannot open {agent.state_dir / 'state.db'}: Permission denied: the state is for "
-        "the agent's account alone; run this as that or as root (sudo), on Windows in an elevated prompt\n"
+        f"scheduled-events-agent: cannot open {agent.state_dir / 'state.db'}: Permission denied: "
+        "only root and the agent's account may; use sudo, or on Windows an elevated prompt\n"
     )
+
+
+@needs_root
+def test_an_account_that_may_not_read_the_policy_learns_what_to_do(agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND])
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, "check", str(agent.config)],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    reason = "cannot be read: Permission denied: use sudo"
+    assert (done.returncode, done.stdout) == (2, f"{agent.config}: {reason}\nnot valid: 1 error\n")

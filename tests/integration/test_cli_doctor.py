@@ -789,7 +789,9 @@ def test_an_agent_that_does_not_answer_is_a_warning(
     with contextlib.closing(host.acquire_lock(state / "lock")):
         report = examine(endpoint.url)
     assert report.one("agent") == Check(
-        "warning", f"the agent (pid {os.getpid()}) does not answer", "see its log; if it stays, restart it"
+        "warning",
+        f"the agent (pid {os.getpid()}) does not answer",
+        "see the checks state and disk, and its log; if it stays, restart it",
     )
 
 

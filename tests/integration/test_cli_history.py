@@ -53,7 +53,7 @@ def state_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "state"
     host.create_private_dir(directory)
     store = Store.open(directory, BEGAN)
-    store.record("agent_started", "version 0.1.0, mode act", BEGAN - timedelta(hours=1))
+    store.record("agent_started", "version 0.1.0, mode act", BEGAN - timedelta(hours=1), detail="the boot's id")
     commit(
         store,
         REBOOT,
@@ -68,7 +68,10 @@ def state_dir(tmp_path: Path) -> Path:
     commit(store, REBOOT, 61, "held", failed, note("held", "held, Azure starts it at 10:20:00 UTC"))
     store.record("machine_paused", "was paused for 6.2s", BEGAN + timedelta(seconds=70))
     commit(store, REBOOT, 3700, "closed", note("closed", "is over: completed"))
+    store.record("reload_rejected", "p.yaml:1: one\np.yaml:2: two", BEGAN + timedelta(seconds=80))
+    store.record("agent_started", "version 0.1.0, mode act", BEGAN + timedelta(seconds=90), detail="the boot's id")
     store.record("reloaded", "rules: impactful", BEGAN + timedelta(hours=2))
+    store.record("reload_rejected", "p.yaml:1: one\np.yaml:2: two", BEGAN + timedelta(hours=3))
     commit(store, FREEZE, 0, "held", note("seen", "Freeze Scheduled"))
     store.close()
     return directory
@@ -96,14 +99,17 @@ def test_history_shows_an_event_from_first_sight_to_end_with_hook_output(run: Ru
     assert out == (
         "Reboot 602D9444-AAAA is over: completed\n"
         f"  rule impactful; seen from {DAY} 10:00:00Z until 11:01:40Z, for 1h 1m\n"
-        "  10:00:00Z      +0s  seen            Reboot Scheduled\n"
-        "  10:00:00Z      +0s  decided         rule impactful matches it\n"
-        "  10:01:01Z   +1m 1s  hook finished   hook drain: exit code 3\n"
-        "                                      | one\n"
-        "                                      | \\x1b[2J\\x1b]0;two\\x07\n"
-        "  10:01:01Z   +1m 1s  held            held, Azure starts it at 10:20:00 UTC\n"
-        "  10:01:10Z  +1m 10s  machine paused  was paused for 6.2s\n"
-        "  11:01:40Z   +1h 1m  closed          is over: completed\n"
+        "  10:00:00Z      +0s  seen             Reboot Scheduled\n"
+        "  10:00:00Z      +0s  decided          rule impactful matches it\n"
+        "  10:01:01Z   +1m 1s  hook finished    hook drain: exit code 3\n"
+        "                                       | one\n"
+        "                                       | \\x1b[2J\\x1b]0;two\\x07\n"
+        "  10:01:01Z   +1m 1s  held             held, Azure starts it at 10:20:00 UTC\n"
+        "  10:01:10Z  +1m 10s  machine paused   was paused for 6.2s\n"
+        "  10:01:20Z  +1m 20s  reload rejected  p.yaml:1: one\n"
+        "                                       p.yaml:2: two\n"
+        "  10:01:30Z  +1m 30s  agent started    version 0.1.0, mode act\n"
+        "  11:01:40Z   +1h 1m  closed           is over: completed\n"
     )
 
 
@@ -114,8 +120,10 @@ def test_history_interleaves_agent_records_by_time(run: Run) -> None:
         f"{DAY} 09:00:00Z  agent started: version 0.1.0, mode act",
         "Reboot 602D9444-AAAA is over: completed",
         f"{DAY} 12:00:00Z  reloaded: rules: impactful",
+        f"{DAY} 13:00:00Z  reload rejected: p.yaml:1: one",
         "Freeze 602D9444-BBBB is pending: held",
     ]
+    assert lines[lines.index(heads[3]) + 1] == "    p.yaml:2: two"
     assert sum("was paused for" in line for line in lines) == 1
 
 

@@ -168,6 +168,19 @@ def test_status_of_an_idle_healthy_agent_has_five_lines(state_dir: Path, run: Ru
     )
 
 
+def test_a_command_to_copy_begins_with_sudo_if_that_was_needed_here(
+    state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUDO_USER", "kim")
+    prefix = host.supervisor_commands().prefix
+    stale = msgspec.structs.replace(POLICY, refused="policy.yaml:3: bad", refused_at=NOW)
+    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=stale, pending=(PREPARING,)), run)
+    assert f"\n     {prefix}scheduled-events-agent check  show all" in out
+    assert f"\n  overrule  {prefix}scheduled-events-agent hold 602D9444\n" in out
+    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=stale), run, "--json")
+    assert '"command": "scheduled-events-agent check"' in out  # with command_prefix beside it
+
+
 @pytest.mark.parametrize(
     ("fleet", "expected"),
     [

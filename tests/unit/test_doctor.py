@@ -289,6 +289,7 @@ def test_without_a_date_the_clock_cannot_be_checked(says: str) -> None:
 
 ELSEWHERE = "name a directory on the system's or a data disk with agent.state_dir"
 ROOM = "make room: the agent does nothing that it cannot store first"
+FULL = "make room: an agent that cannot write acts on no event"
 MIB = 1024**2
 
 
@@ -314,6 +315,7 @@ MIB = 1024**2
                 "mount a volume there: after a restart the agent must know what it had prepared",
             ),
         ),
+        (None, "ext4", 0, failure("disk", "/s is full: 0 MiB free", FULL)),
         (None, "ext4", 100, warning("disk", "/s: 100 MiB free", ROOM)),
         (None, "overlay", 15, warning("disk", "/s: 15 MiB free", ROOM)),
     ],
@@ -438,9 +440,11 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     ill = msgspec.structs.replace(STATUS, health=("no poll has succeeded for 60s", "its disk is full"))
     found = check_running_agent("17", ill, None)
-    told = "and is not healthy: no poll has succeeded for 60s; its disk is full"
-    assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__} {told}")
+    told = ", and is not healthy: no poll has succeeded for 60s; its disk is full"
+    assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
     assert found.hint.endswith("; runbook unhealthy")
     assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(
-        "agent", "the agent (pid 17) does not answer", "see its log; if it stays, restart it"
+        "agent",
+        "the agent (pid 17) does not answer",
+        "see the checks state and disk, and its log; if it stays, restart it",
     )

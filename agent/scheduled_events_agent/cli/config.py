@@ -85,4 +85,7 @@ def _read(path: Path | None) -> bytes:
         if isinstance(error.__cause__, FileNotFoundError):
             hint = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
             raise ConfigError((f"{path}: there is no such file; {hint}",)) from None
-        raise ConfigError((str(error),)) from error.__cause__
+        # On Windows, which has no prefix, a folder is denied too.
+        prefix = host.supervisor_commands().prefix if isinstance(error.__cause__, PermissionError) else ""
+        hint = f": use {prefix.strip()}" if prefix else ""
+        raise ConfigError((f"{error}{hint}",)) from error.__cause__

@@ -33,7 +33,7 @@ from scheduled_events_agent.cli.doctor_checks import (
     waiting,
     warning,
 )
-from scheduled_events_agent.cli.operator import options_in_force
+from scheduled_events_agent.cli.operator import as_typed, options_in_force
 from scheduled_events_agent.cli.status import ask_status, start_command
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, warn_if_slow
 from scheduled_events_agent.hooks import preflight
@@ -151,11 +151,11 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 
     yield from _check_imds(settings)
     if policy_error is not None:
-        is_hidden = isinstance(policy_error.__cause__, PermissionError)
-        for problem in policy_error.problems:
-            if is_hidden:
-                yield warning("policy", problem, _AS_AGENT)
-            else:
+        denied = policy_error.__cause__
+        if isinstance(denied, PermissionError):
+            yield warning("policy", f"{denied.filename}: cannot be read: {denied.strerror}", _AS_AGENT)
+        else:
+            for problem in policy_error.problems:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
     options = agent.options(options_in_force(state_option, path, state_dir))
     if loaded is None:
@@ -602,13 +602,13 @@ def _check_absent_agent(state_dir: Path, service: OwnService | None, options: Co
 def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | None) -> Finding:
     """Whether the agent that runs is well, and does what the policy file says."""
     if isinstance(status, str):
-        return warning("agent", status, "see its log; if it stays, restart it")
+        return warning("agent", status, "see the checks state and disk, and its log; if it stays, restart it")
     runs = f"runs (pid {pid}), version {status.version}"
-    look = f"see {command(status.command_options, 'status')}"
+    look = f"see {as_typed(command(status.command_options, 'status'))}"
     if status.health != "ok":
         problems = "; ".join(status.health)
         return failure(
-            "agent", f"{runs} and is not healthy: {problems}", f"{look}, and its log; runbook unhealthy"
+            "agent", f"{runs}, and is not healthy: {problems}", f"{look}, and its log; runbook unhealthy"
         )
     if needs := [one for one in status.attention if one.severity == "act"]:
         return warning("agent", f"{runs}: {needs[0].message}", f"{look}; runbook {needs[0].kind}")

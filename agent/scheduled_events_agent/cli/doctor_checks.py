@@ -33,6 +33,7 @@ _OF_PROXIES = ("via", "x-cache", "x-squid-error", "proxy-agent", "proxy-connecti
 _SKEW_WARNING_SECONDS = 2.0
 _SKEW_FAILURE_SECONDS = 30.0
 _LEAST_FREE_BYTES = 200 * 1024**2
+_NO_BYTES = 1024**2
 _MOST_SHOWN = 5
 
 _AWAY = (
@@ -313,6 +314,10 @@ def check_disk(place: str, temporary: str | None, kind: str | None, free_bytes: 
     if kind in ("tmpfs", "ramfs", "devtmpfs"):
         return failure("disk", f"{place} is in memory ({kind}), and gone after a reboot", elsewhere)
     free = f"{free_bytes / 1024**2:,.0f} MiB free"
+    if free_bytes < _NO_BYTES:
+        return failure(
+            "disk", f"{place} is full: {free}", "make room: an agent that cannot write acts on no event"
+        )
     if free_bytes < _LEAST_FREE_BYTES:
         return warning("disk", f"{place}: {free}", "make room: the agent does nothing that it cannot store first")
     if kind == "overlay":

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.config import find_config, load_policy, state_dir_of
-from scheduled_events_agent.cli.operator import find_agent, options_of
+from scheduled_events_agent.cli.operator import as_typed, find_agent, options_of
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.status import event_rows, head, load_status, title
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, warn_if_slow
@@ -371,7 +371,7 @@ def _approval(forecast: _Forecast, assumed: _Assumed) -> ExpectedApproval:
         return ExpectedApproval(verdict="deny", at=None, text="not approved: it is over")
     result = evaluate_approval_gates(workflow, forecast.context)
     if result.verdict == "wait" and decision.approve == "manual":
-        line = command(assumed.options, "approve", quoted(event.id))
+        line = as_typed(command(assumed.options, "approve", quoted(event.id)))
         return ExpectedApproval(verdict="manual", at=None, text=f"when an operator approves it: {line}")
     text = f"not approved: {wait_message(workflow, result.wait_reason)}"
     return ExpectedApproval(verdict="deny", at=None, text=text)

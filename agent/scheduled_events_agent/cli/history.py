@@ -149,8 +149,10 @@ def _format_journal(shown: _Shown, now: datetime, terminal: Terminal) -> Iterato
             yield from _timeline(item, agent_records, now, terminal)
         else:
             style = _STYLES.get(item.kind, "dim")
-            text = f"{format_clock(item.at, now)}  {item.kind.replace('_', ' ')}: {item.text}"
-            yield from terminal.line(text, style, indent=4)
+            first, *more = _lines(item)
+            text = f"{format_clock(item.at, now)}  {item.kind.replace('_', ' ')}: {first}"
+            for line in (text, *[f"    {line}" for line in more]):
+                yield from terminal.line(line, style, indent=4)
 
 
 def _timeline(
@@ -175,16 +177,25 @@ def _timeline(
     yield from terminal.table(rows, indent=2, right=(1,))
 
 
+def _lines(record: JournalRecord) -> list[str]:
+    """The text of a record. About an event it is one line: a description from Azure must not look like more."""
+    return [record.text] if record.event_id else record.text.splitlines() or [""]
+
+
 def _record_rows(record: JournalRecord, began: datetime) -> Iterator[tuple[Cell, ...]]:
     style = _HOOK_STYLES.get(record.outcome, "") or _STYLES.get(record.kind, "" if record.event_id else "dim")
+    first, *more = _lines(record)
     texts = (
         format_clock(record.at, began),
         f"+{format_elapsed(began, record.at)}",
         record.kind.replace("_", " "),
-        record.text,
+        first,
     )
     yield tuple([Cell(text, style) for text in texts])
-    for line in record.detail.splitlines():
+    for line in more:
+        yield Cell(""), Cell(""), Cell(""), Cell(line, style)
+    # The detail of a start is the id of the boot.
+    for line in record.detail.splitlines() if record.kind != "agent_started" else ():
         yield Cell(""), Cell(""), Cell(""), Cell(f"| {line}", "dim", indent=2)
 
 

@@ -68,7 +68,7 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
         directory = host.default_state_dir()
         if error.state_dir is not None:
             directory = Path(error.state_dir) if error.state_dir else directory
-            line = command(options_in_force(None, path, directory), "check")
+            line = as_typed(command(options_in_force(None, path, directory), "check"))
             report(printable(f"{path} is rejected: {line} says why"))
             return directory
         problems, *more = error.problems
@@ -149,6 +149,12 @@ def user_name() -> str:
     """The account of this process, and the account that used sudo to become it."""
     before = os.environ.get("SUDO_USER", "")
     return f"{host.account_name()} (sudo: {before})" if before and before.isprintable() else host.account_name()
+
+
+def as_typed(line: str) -> str:
+    """The command line as its reader has to type it: with sudo again, if this process was started with it."""
+    prefix = host.supervisor_commands().prefix if os.environ.get("SUDO_USER") else ""
+    return line if line.startswith(prefix) else f"{prefix}{line}"
 
 
 def _find(prefix: str, action: OperatorAction, workflows: Sequence[Workflow]) -> Workflow:
@@ -232,7 +238,7 @@ def _ask(arguments: argparse.Namespace) -> _RequestResult:
     if is_held:
         raise AgentError(UNSETTLED_HOLD)
     if answer is None:
-        look = command(options_of(arguments, state_dir), "status")
+        look = as_typed(command(options_of(arguments, state_dir), "status"))
         raise AgentError(
             f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
             f"withdrawn: is it stopped, or its disk slow? See {look}"

@@ -18,7 +18,7 @@ import msgspec.inspect
 
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
-from scheduled_events_agent.cli.operator import find_agent, find_state_dir, options_of, wait_for_answer
+from scheduled_events_agent.cli.operator import as_typed, find_agent, find_state_dir, options_of, wait_for_answer
 from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, warn_if_slow
 from scheduled_events_agent.imds.document import Affects, ScheduledEvent
 from scheduled_events_agent.policy.durations import plural
@@ -212,14 +212,14 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
     yield from terminal.line(f"{text}{left}", "red" if one.severity == "act" else "yellow", indent=len(_INDENT))
     for line in lines:
         yield from terminal.line(f"{_INDENT}| {line}", "dim", indent=len(_INDENT) + 2)
-    rows = [(Cell(suggested.command, "bold"), Cell(suggested.effect, "bold")) for suggested in one.commands]
+    rows = [(Cell(as_typed(each.command), "bold"), Cell(each.effect, "bold")) for each in one.commands]
     table = [*terminal.table(rows, indent=len(_INDENT))]
     if len(table) == len(rows):
         yield from table
     else:  # it is too wide for the window: each command in a line of its own
         for suggested in one.commands:
             yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
-            yield from terminal.line(f"{_INDENT}  {suggested.command}", "bold", indent=len(_INDENT) + 4)
+            yield from terminal.line(f"{_INDENT}  {as_typed(suggested.command)}", "bold", indent=len(_INDENT) + 4)
     yield from terminal.line(f"{_INDENT}runbook {one.kind}", "dim", indent=len(_INDENT))
 
 
@@ -302,7 +302,7 @@ def _format_event(workflow: WorkflowView, status: Status, output: Sequence[str],
     for action in offered_actions(status, workflow):
         line = command(status.command_options, action, quoted(short_id))
         if line not in shown:
-            yield Row(label, line)
+            yield Row(label, as_typed(line))
             label = ""
 
 

@@ -332,8 +332,7 @@ def _check_reachable(path: Path, access: int) -> None:
         ) from error
     except OSError as error:
         hint = (
-            ": the state is for the agent's account alone; run this as that or as root (sudo), "
-            "on Windows in an elevated prompt"
+            ": only root and the agent's account may; use sudo, or on Windows an elevated prompt"
             if isinstance(error, PermissionError)
             else ""
         )
