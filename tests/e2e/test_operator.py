@@ -129,10 +129,10 @@ def test_an_operator_action_takes_effect_within_two_seconds_with_the_name(sim: S
     assert sorted(seconds)[2] < 2.0, f"from the request to the journal: {seconds}"
     assert agent.say("approve", event[:8].lower()).returncode == 0
     said = agent.journal("kind", "text")
-    assert ("operator", "kim says: held") in said
-    assert ("operator", "kim says: released") in said
+    assert ("operator", "held by kim") in said
+    assert ("operator", "released by kim") in said
     spoken = [text for kind, text in said if kind == "operator"][-1]
-    assert re.fullmatch(rf"{re.escape(host.account_name())}( \(sudo: .+\))? says: approved", spoken)
+    assert re.fullmatch(rf"approved by {re.escape(host.account_name())}( \(sudo: .+\))?", spoken)
     sim.wait_approved(event)
 
 
@@ -190,7 +190,7 @@ def test_an_event_that_azure_has_accepted_is_not_reported_as_held(sim: Simulator
     sim.start_event(event)
     agent.wait_phase(event, "started")
     assert agent.say("hold", event).stdout == "rejected: the event has started\n"
-    assert agent.journal_times(kind="operator", text=f"{host.account_name()} says: held") == []
+    assert agent.journal_times(kind="operator", text=f"held by {host.account_name()}") == []
 
 
 def test_a_hold_of_an_event_that_has_vanished_can_be_released(sim: Simulator, agent: Agent) -> None:
@@ -262,7 +262,7 @@ def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, 
     agent.wait_phase(event, "held")
     held = ask(agent, "status").stdout
     assert held.splitlines()[0] == "Reboot is held: an operator holds it"
-    assert re.search("^  now       held, Azure starts it at .* UTC: an operator holds it$", held, re.MULTILINE)
+    assert re.search("^  now       held: an operator holds it; Azure starts it at .* UTC$", held, re.MULTILINE)
     assert f"  overrule  scheduled-events-agent release {event[:8]} {place}\n" in held
     assert json.loads(ask(agent, "status", "--json").stdout)["pending"] == list(agent.pending().values())
     agent.kill()

@@ -503,7 +503,7 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:
            rule impactful matches it: affects shared, type Freeze
   begins   at 22:11:58Z (lead 15m)
   prepare  not ready for 5s, then run drain, checkpoint, until 22:26:53Z at the latest
-  approve  not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold
+  approve  not approved: it names several VMs (WestNO_0, WestNO_1) and shared is hold
   recover  once it is over: run resume
 """
     )
@@ -736,7 +736,7 @@ Freeze A: not before 20m 0s from now (14:20:00Z)
            rule impactful matches it: affects shared, type Freeze
   begins   at 14:05:00Z (lead 15m)
   prepare  not ready for 5s, then run drain, checkpoint, until 14:19:55Z at the latest
-  approve  not approved: it names other VMs too (web_0, web_1) and shared is hold
+  approve  not approved: it names several VMs (web_0, web_1) and shared is hold
   recover  once it is over: run resume
 """
     assert run("explain", str(path), "--config", policy, *AT) == (0, expected, "")

@@ -333,7 +333,7 @@ def test_shortened_ids_stay_distinct_and_long_name_lists_are_cut(state_dir: Path
         "scheduled-events-agent hold 602D9444-1",
         "scheduled-events-agent approve 602d9444-9",
     ]
-    assert "now       held, Azure starts it at 23:12:00 UTC: hook drain: exit code 3\n" in out
+    assert "now       held: hook drain: exit code 3; Azure starts it at 23:12:00 UTC\n" in out
     assert "this VM and 99 others: web-1, web-2, web-3, web-4, web-5, web-6, web-7, web-8 and 92 more\n" in out
 
 

@@ -183,7 +183,7 @@ def test_an_operator_action_withdrawn_during_the_decision_is_void(
     assert executor.sent == []
     assert operator.load_answer(patient) == RequestAnswer(succeeded=True, message="hold: set; the event is held")
     said = [entry.text for entry in operator.load_journal() if entry.kind == "operator"]
-    assert said == ["lee says: held"]
+    assert said == ["held by lee"]
 
 
 def test_an_answered_request_is_applied_even_if_the_disk_fails(
@@ -507,7 +507,7 @@ def test_journal_log_and_notification_have_the_same_text_of_a_record(tmp_path: P
     assert set(notified) == {"seen", "approval_needed", "held"}
     assert notified == {kind: journal[kind] for kind in notified}
     assert journal["approval_needed"].startswith("an operator must approve it: ")
-    assert journal["held"] == "held, Azure may start it at any moment: an operator holds it"
+    assert journal["held"] == "held: an operator holds it; Azure may start it at any moment"
 
 
 def events_of(*vms: str) -> Document:

@@ -100,7 +100,7 @@ def test_an_operator_ends_one_that_is_prepared(agent: Agent) -> None:
     agent.read()
     agent.read(WARNING)
     agent.end("drain")
-    assert (agent.ask("resolve") or "").startswith("resolve: the event is recovering, hook resume runs")
+    assert (agent.ask("resolve") or "").startswith("resolved: the event is recovering, hook resume runs")
     agent.end("resume")
     assert agent.engine.workflows == {}
     agent.read(WARNING)

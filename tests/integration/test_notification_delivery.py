@@ -425,8 +425,8 @@ def test_an_event_without_an_id_is_no_subject() -> None:
 
 ASKED: dict[str, Any] = {
     "kind": "held",
-    "reason": "held, Azure starts it at NotBefore: preparation failed",
-    "addition": "Azure starts it at NotBefore: preparation failed",
+    "reason": "held: preparation failed; Azure starts it at NotBefore",
+    "addition": "preparation failed; Azure starts it at NotBefore",
     "deadline": SAMPLE.event.not_before,
     "commands": (
         SuggestedCommand(
@@ -445,7 +445,7 @@ def test_operator_commands_are_in_every_format(tmp_path: Path) -> None:
         f"`{retry}`: run drain again, then the rest",
         f"`{approve}`: let Azure start it as it is",
     ]
-    assert {"VM: vm-1", "Act before: 2026-01-01 12:15:00 UTC"} < {*lines}
+    assert {"VM: vm-1", "Act before: 2026-01-01 12:15:00 UTC", "Time left: 15m"} < {*lines}
     facts = body_of("teams", **ASKED)["attachments"][0]["content"]["body"][2]["facts"]
     assert facts[-2:] == [
         {"title": "run drain again, then the rest", "value": retry},

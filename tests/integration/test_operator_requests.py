@@ -118,21 +118,21 @@ def failed(agent: Agent) -> Agent:
 
 
 def test_a_failed_recovery_is_retried_and_an_optional_hook_may_fail(failed: Agent) -> None:
-    assert failed.say("retry") == "retry: the event is recovering, hook load runs"
+    assert failed.say("retry") == "retried: the event is recovering, hook load runs"
     failed.end("load")
     failed.end("resume")
     failed.end("tell", "failed")
     assert failed.engine.workflows == {}
-    assert "kim says: retry" in failed.told()
+    assert "retried by kim" in failed.told()
     assert "hook tell: exit code 3 (failed), and it is not required" in failed.told()
 
 
 def test_a_failed_recovery_is_resolved_and_the_journal_says_by_whom(failed: Agent) -> None:
-    assert failed.say("resolve") == "resolve: the event is closed"
+    assert failed.say("resolve") == "resolved: the event is closed"
     assert failed.engine.workflows == {}
     assert failed.told()[-2:] == [
-        "kim says: resolve",
-        "is over: unknown, an operator has repaired its recovery manually",
+        "resolved by kim",
+        "is over: unknown, its recovery was done manually",
     ]
 
 
@@ -166,7 +166,7 @@ def test_a_recovery_that_waits_for_a_missing_hook_can_be_resolved(agent: Agent, 
     assert second.phase == "recovering"
     (workflow,) = second.engine.workflows.values()
     assert available_actions(workflow) == ("resolve",)
-    assert second.say("resolve") == "resolve: the event is closed"
+    assert second.say("resolve") == "resolved: the event is closed"
     second.store.close()
 
 
@@ -175,7 +175,7 @@ def test_a_failed_preparation_is_retried(agent: Agent) -> None:
     assert agent.say("resolve") == "rejected: the event is not over; resolve is for a recovery that failed"
     agent.end("drain", "failed")
     assert agent.phase == "held"
-    assert agent.say("retry") == "retry: the event is preparing, hook drain runs"
+    assert agent.say("retry") == "retried: the event is preparing, hook drain runs"
     agent.end("drain")
     agent.end("save")
     assert agent.phase == "prepared"
@@ -190,7 +190,7 @@ def test_a_failed_preparation_is_not_retried_under_a_hold(agent: Agent) -> None:
 def test_an_agent_that_only_observes_retries_nothing(failed: Agent) -> None:
     failed.engine.settings = Settings(rules=(RULE,), hooks=HOOKS, agent=AgentSettings(mode="observe"))
     assert failed.say("retry") == "rejected: the agent only observes (agent.mode, --observe)"
-    assert failed.say("resolve") == "resolve: the event is closed"
+    assert failed.say("resolve") == "resolved: the event is closed"
 
 
 def test_a_hold_names_the_hook_that_may_finish(agent: Agent) -> None:
@@ -214,7 +214,7 @@ def test_a_release_without_an_operator_action_does_nothing_and_is_not_recorded(a
     assert agent.told() == before
     agent.say("hold")
     assert (agent.say("release") or "").startswith("released: ")
-    assert agent.told().count("kim says: released") == 1
+    assert agent.told().count("released by kim") == 1
     assert agent.say("release") == "nothing to release"
 
 
@@ -228,4 +228,4 @@ def test_a_release_cancels_the_hold_requested_just_before_it(agent: Agent, tmp_p
     assert [(answer.succeeded, answer.message.partition(":")[0]) for answer in answers] == [
         (False, "rejected"), (True, "released"), (True, "nothing to release"),
     ]  # fmt: skip
-    assert [text for text in agent.told() if "kim" in text] == ["kim says: held", "kim says: released"]
+    assert [text for text in agent.told() if "kim" in text] == ["held by kim", "released by kim"]

@@ -63,7 +63,7 @@ def test_a_retry_runs_the_hook_that_failed_and_then_the_rest() -> None:
     assert agent.ends("load") == ["A: recover resume"]
     agent.ends("resume")
     assert agent.workflows == {}
-    assert "operator: kim says: retry" in agent.journal
+    assert "operator: retried by kim" in agent.journal
     assert agent.journal[-1] == "closed: is over: unknown"
 
 
@@ -90,8 +90,8 @@ def test_a_resolved_recovery_is_over_and_the_journal_names_the_operator() -> Non
     assert agent.operator("resolve") == []
     assert agent.workflows == {}
     assert agent.journal[-2:] == [
-        "operator: kim says: resolve",
-        "closed: is over: unknown, an operator has repaired its recovery manually",
+        "operator: resolved by kim",
+        "closed: is over: unknown, its recovery was done manually",
     ]
 
 
@@ -369,4 +369,4 @@ def test_an_event_of_days_ahead_is_held_at_once() -> None:
     agent.document(an_event(not_before=START + 200 * NOTICE))
     agent.send(OperatorCommand(workflow_id=agent.of().id, action="hold", user=""))
     assert agent.phase == "held"
-    assert "operator: an operator says: held" in agent.journal
+    assert "operator: held by an operator" in agent.journal

@@ -114,14 +114,14 @@ def test_the_same_id_twice_is_one_event() -> None:
             ),
             "waits: begins at 22:15:50 UTC (in 3m 50s) (lead 15m)",
         ),
-        (a_workflow(phase="held", wait_message="it failed"), "held, Azure starts it at 22:26:12 UTC: it failed"),
+        (a_workflow(phase="held", wait_message="it failed"), "held: it failed; Azure starts it at 22:26:12 UTC"),
         (
             a_workflow({"not_before": NOW + timedelta(hours=3)}, phase="held", wait_message="it failed"),
-            "held, Azure starts it at 2026-04-12 01:12:00 UTC: it failed",
+            "held: it failed; Azure starts it at 2026-04-12 01:12:00 UTC",
         ),
         (
             a_workflow({"not_before": None}, phase="held", wait_message="it failed"),
-            "held, Azure may start it at any moment: it failed",
+            "held: it failed; Azure may start it at any moment",
         ),
         (
             a_workflow(phase="preparing", drain_until=NOW + timedelta(seconds=30)),
@@ -212,7 +212,7 @@ LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "dur
         (
             a_workflow(LONG, prepare=StageStatus(state="failed", failure="hook drain: exit code 3")),
             Record(kind="held", wait_reason=WaitReason(kind="prepare_failed")),
-            "Reboot 602D9444: held, Azure starts it at 22:26:12 UTC: hook drain: exit code 3",
+            "Reboot 602D9444: held: hook drain: exit code 3; Azure starts it at 22:26:12 UTC",
         ),
         (
             a_workflow(LONG),

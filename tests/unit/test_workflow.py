@@ -299,7 +299,7 @@ def test_a_rule_that_never_approves_prepares_and_leaves_the_rest_to_not_before()
     assert agent.ends("drain") == []
     assert agent.phase == "held"
     assert agent.journal[-1] == (
-        "held: held, Azure starts it at 12:15:00 UTC: approve is never (rule impactful matches it: affects self)"
+        "held: held: approve is never (rule impactful matches it: affects self); Azure starts it at 12:15:00 UTC"
     )
     assert agent.document() == ["A: recover resume"]
 
@@ -339,7 +339,7 @@ def test_a_held_event_says_which_hook_failed_and_how() -> None:
     agent.ends("drain", "failed")
     assert agent.journal[-2:] == [
         "hook_finished: hook drain: exit code 1 (failed)",
-        "held: held, Azure starts it at 12:15:00 UTC: hook drain: exit code 1",
+        "held: held: hook drain: exit code 1; Azure starts it at 12:15:00 UTC",
     ]
 
 
@@ -373,7 +373,7 @@ def test_a_shared_event_is_prepared_for_and_held_by_default() -> None:
     assert agent.ends("drain") == []
     assert (agent.phase, agent.wait_message()) == (
         "held",
-        "it names other VMs too (vm_0, vm_1) and shared is hold",
+        "it names several VMs (vm_0, vm_1) and shared is hold",
     )
 
 
@@ -1343,7 +1343,7 @@ def test_an_operator_approves_an_event_without_a_matching_rule() -> None:
     agent = Agent()
     agent.document(an_event())
     assert agent.operator("approve") == ["A: approve A"]
-    assert "operator: kim says: approved" in agent.journal
+    assert "operator: approved by kim" in agent.journal
 
 
 def test_an_operator_approval_during_preparation_lets_it_finish_first() -> None:

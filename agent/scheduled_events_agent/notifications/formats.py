@@ -11,6 +11,7 @@ import msgspec
 from scheduled_events_agent import host
 from scheduled_events_agent.imds.document import to_azure_json
 from scheduled_events_agent.notifications.notification import Notification
+from scheduled_events_agent.policy.durations import format_duration
 from scheduled_events_agent.status.messages import notification_title, utc
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
@@ -88,7 +89,7 @@ def _facts(notification: Notification) -> dict[str, str]:
         "Event": event.id,
         "VM": notification.vm,
         "Act before" if notification.deadline else "Not before": not_before,
-        "Time left": f"{left} s" if left is not None else "",
+        "Time left": format_duration(left) if left is not None else "",
         "Rule": notification.rule or "none: only observed",
         "Source": event.source,
         "Description": event.description,

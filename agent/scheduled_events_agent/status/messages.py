@@ -38,7 +38,7 @@ _WAIT_MESSAGES = {
     "manual": "an operator must approve it",
     "stale": "the metadata service has not answered since {at}",
     "too_early": "its time has not come",
-    "shared": "it names other VMs too ({names}) and shared is {decision.shared}",
+    "shared": "it names several VMs ({names}) and shared is {decision.shared}",
     "staggered": "VMs listed before this one may approve it until {at}",
     "all_ready": "waits for {detail}",
     "state_lost": "the state file was lost, and what was done before is not known",
@@ -137,7 +137,7 @@ def record_message(workflow: Workflow, record: Record) -> str:
     if record.wait_reason is None:
         return record.text
     reason = wait_message(workflow, record.wait_reason)
-    return f"{_held(workflow)}: {reason}" if record.kind == "held" else reason
+    return f"held: {_with_start(workflow, reason)}" if record.kind == "held" else reason
 
 
 def record_addition(workflow: Workflow, record: Record) -> str | None:
@@ -145,20 +145,17 @@ def record_addition(workflow: Workflow, record: Record) -> str | None:
     if record.kind == "approval_needed":
         return record.text
     if record.kind == "held" and record.wait_reason is not None:
-        return ": ".join(filter(None, [_start_while_held(workflow), wait_message(workflow, record.wait_reason)]))
+        return _with_start(workflow, wait_message(workflow, record.wait_reason))
     return record.addition
 
 
-def _held(workflow: Workflow) -> str:
-    return ", ".join(filter(None, ["held", _start_while_held(workflow)]))
-
-
-def _start_while_held(workflow: Workflow) -> str:
-    """When Azure starts the event that is held; "" if it never does."""
+def _with_start(workflow: Workflow, reason: str) -> str:
+    """Why the event is held, and when Azure starts it all the same."""
     if workflow.event.is_recommendation:
-        return ""
+        return reason
     starts = _not_before(workflow)
-    return f"Azure starts it at {starts}" if starts else "Azure may start it at any moment"
+    start = f"Azure starts it at {starts}" if starts else "Azure may start it at any moment"
+    return f"{reason}; {start}"
 
 
 def _not_before(workflow: Workflow) -> str:
@@ -262,7 +259,7 @@ def activity(workflow: WorkflowView, running: Iterable[RunningHook], now: dateti
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {format_elapsed(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
-        return f"{_held(workflow)}: {workflow.wait_message}"
+        return f"held: {_with_start(workflow, workflow.wait_message)}"
     if workflow.wait_message:
         has_time = workflow.wait_reason is not None and workflow.wait_reason.at is not None
         text = wait_message(workflow, workflow.wait_reason, now) if has_time else workflow.wait_message

@@ -67,7 +67,7 @@ _SHOWN_CHARACTERS = 200
 
 # The names of the actions in the journal and in answers to operators.
 ACTION_TEXTS: dict[OperatorAction, str] = {
-    "approve": "approved", "hold": "held", "release": "released", "retry": "retry", "resolve": "resolve",
+    "approve": "approved", "hold": "held", "release": "released", "retry": "retried", "resolve": "resolved",
 }  # fmt: skip
 
 

@@ -391,7 +391,7 @@ def _reset_reverted_hooks(workflow: Workflow, needed_by: list[Workflow]) -> Work
 
 
 def _close(workflow: Workflow) -> Transition:
-    repaired = "an operator has repaired its recovery manually" if workflow.recover.state == "resolved" else ""
+    repaired = "its recovery was done manually" if workflow.recover.state == "resolved" else ""
     text = ", ".join(filter(None, [f"is over: {workflow.outcome}", repaired]))
     record = Record(kind="closed", text=text, addition=repaired)
     return _enter(replace(workflow, wait_reason=None), "closed", record)

@@ -342,7 +342,7 @@ def _has_deadline(workflow: Workflow) -> bool:
 
 def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context) -> Transition:
     action = signal.action
-    record = Record(kind="operator", text=f"{signal.user or 'an operator'} says: {ACTION_TEXTS[action]}")
+    record = Record(kind="operator", text=f"{ACTION_TEXTS[action]} by {signal.user or 'an operator'}")
     if action == "retry":
         return _retry(workflow, record, context)
     if action == "resolve" and not workflow.is_over:
