@@ -131,6 +131,7 @@ timeline:
 
 
 def test_names_are_checked_when_all_else_is_valid() -> None:
+    wrong_kind = f'expected one of {", ".join(get_args(FaultKind))}; got "stal"'
     assert problems_of(
         """vms: [vm-1]
 timeline:
@@ -141,7 +142,7 @@ timeline:
 """
     ) == [
         'mine.yaml:4: timeline[1].event.notice: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"',
-        f'mine.yaml:5: timeline[2].fault.kind: expected one of {", ".join(get_args(FaultKind))}; got "stal"',
+        f'mine.yaml:5: timeline[2].fault.kind: {wrong_kind}; did you mean "stall"?',
     ]
 
 

@@ -76,6 +76,7 @@ def test_errors_have_the_documented_form() -> None:
         ),
         ("\nhooks: {a: {shell: x, env: {A=B: c}}}", "hooks.a.env: expected a variable's name, without =; it is not shown here, for it may be secret"),
         ("\nrules: [{name: a, window: w}]", 'rules[0].window: there is no maintenance window "w"; there is no maintenance window yet'),
+        ("\nmaintenance_windows: {w: {start: 02:00, length: 1h, timezone: CEST}}", 'maintenance_windows.w.timezone: expected an IANA time zone such as Europe/Berlin; got "CEST"'),
         ("\nmaintenance_windows: {w: {start: 02:00, length: 0s}}", "maintenance_windows.w.length: expected more than 0s; got 0s"),
         ("\nmaintenance_windows: {w: {start: 02:00, length: 7d1s}}", "maintenance_windows.w.length: expected at most 7d; got 7d1s"),
         ("\nmaintenance_windows: {w: {start: 02:00, length: 1h, days: []}}", "maintenance_windows.w.days: expected at least one; got an empty list: remove the key if it opens every day"),
@@ -241,6 +242,13 @@ hooks:
             [
                 '1: maintenance_windows.night.start: expected a time of day such as 02:00; got "25:00"',
                 '1: maintenance_windows.night.timezone: expected an IANA time zone such as Europe/Berlin; got "Mars/Base"',
+            ],
+        ),
+        (
+            "maintenance_windows: {night: {start: 25:00, length: 4h}}\nrules: [{name: a, window: nite}]",
+            [
+                '1: maintenance_windows.night.start: expected a time of day such as 02:00; got "25:00"',
+                '2: rules[0].window: there is no maintenance window "nite"; did you mean "night"?',
             ],
         ),
         (

@@ -124,12 +124,25 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
         ("few:", "f.yaml:1: few: expected a list; got nothing: remove the key, or write []"),
         ("few: [a, b, c]", "f.yaml:1: few: expected at most 2 items; got 3"),
         ("table: [a]", "f.yaml:1: table: expected keys with values; got a list"),
-        ("table:", "f.yaml:1: table: expected keys with values; got nothing: remove the key, or write {}"),
+        (
+            "table:",
+            "f.yaml:1: table: expected keys with values; got nothing: indent its keys below it, or remove it",
+        ),
         ("any_of:\n  - a\n  - c", 'f.yaml:3: any_of[1]: expected one of a, b; got "c"'),
         ("any_of: c", 'f.yaml:1: any_of: expected one of a, b; got "c"'),
+        ("any_of: a, b", 'f.yaml:1: any_of: expected one of a, b; got "a, b": write [a, b]'),
+        (
+            "mode: Never",
+            'f.yaml:1: mode: expected one of never, on, 2020-07-01; got "Never"; did you mean "never"?',
+        ),
         ("tabel: {}", 'f.yaml:1: unknown key "tabel"; did you mean "table"?'),
         ("inner: {}", 'f.yaml:1: inner: the key "name" is missing'),
         ("inner: {name: a, zzz: 1}", 'f.yaml:1: inner: unknown key "zzz"; known here: name, span, count'),
+        ("count: 2", 'f.yaml:1: unknown key "count"; it is a key of "inner": indent it below that'),
+        (
+            "inner: {name: a, zzz}",
+            'f.yaml:1: inner: unknown key "zzz"; known here: name, span, count; a list is written [one, two]',
+        ),
         ("inner: {name: a, count: 0}", "f.yaml:1: inner.count: expected at least 1; got 0"),
         ("inner: {name: a, count: 10}", "f.yaml:1: inner.count: expected at most 9; got 10"),
         (
@@ -167,7 +180,13 @@ def test_an_error_names_its_place_the_expected_and_the_found_value(text: str, pr
             'text: "C:\\d"',
             "f.yaml:1: unknown escape in double quotes: write a backslash twice, or use single quotes",
         ),
-        ("text: *a", "f.yaml:1: the alias has no anchor above it"),
+        (
+            "text: *a",
+            "f.yaml:1: the alias has no anchor above it: put a text that begins with * in quotes",
+        ),
+        ("text: *", "f.yaml:1: a value cannot begin with *: put it in quotes"),
+        ("text: & a", "f.yaml:1: a value cannot begin with &: put it in quotes"),
+        ("text: *.web", "f.yaml:1: a value cannot begin with *: put it in quotes"),
         ("text: a\n---\ntext: b", "f.yaml:2: only one document is allowed: remove what follows ---"),
         (
             "few:\n  - a\n b: c",

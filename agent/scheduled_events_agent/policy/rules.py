@@ -186,7 +186,7 @@ def _timezone_error(name: str) -> str:
         from scheduled_events_agent.policy.typed_yaml import nearest  # noqa: PLC0415  # with PyYAML
 
         zones = available_timezones()
-        guess = nearest(name, zones)
+        guess = nearest(name, [zone for zone in zones if "/" in zone])  # EST is not like CEST
         hint = f'; did you mean "{guess}"?' if guess else ""
         hint = hint if zones else "; this machine has no time zone data: install tzdata"
         return f'expected an IANA time zone such as Europe/Berlin; got "{name}"{hint}'

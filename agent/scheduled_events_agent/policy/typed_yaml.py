@@ -239,8 +239,7 @@ class _Reader:
         before = len(self.problems)
         for key, value in self._items(node, path):
             if key not in fields:
-                guess = nearest(key, fields)
-                hint = f'did you mean "{guess}"?' if guess else f"known here: {', '.join(fields)}"
+                hint = _hint(key, fields, has_value=not _is_null(value))
                 self._problem(self.lines[_join(path, key)], path, f"unknown {self._key(key)}; {hint}")
                 continue
             values[fields[key].name] = self._read(value, fields[key].type, _join(path, key))
@@ -266,7 +265,11 @@ class _Reader:
                 self.lines[f"{path}[{index}]"] = item.start_mark.line + 1
                 items.append(self._read(item, item_type, f"{path}[{index}]"))
         elif "one-or-many" in meta_kinds(metas) and not _is_null(node):
-            items = [self._convert(node, item_type, path)]
+            try:
+                items = [self._convert(node, item_type, path)]
+            except _ValueProblemError as error:
+                hint = f": write {_as_list(node.value.replace(',', ' '))}" if "," in node.value else ""
+                raise _ValueProblemError(f"{error}{hint}") from error
         else:
             hint = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
             expected = "a list such as [one, two]" if self._is_secret else "a list"
@@ -297,7 +300,9 @@ class _Reader:
         if node.id != "mapping":
             # A text in the place of keys may be the value of any of them, also of a secret one.
             is_text = node.id == "scalar" and not _is_null(node)
-            found = f"a text, {_HIDDEN}" if is_text else _found(node, "{}")
+            found = f"a text, {_HIDDEN}" if is_text else _found(node)
+            if _is_null(node):
+                found = "nothing: indent its keys below it, or remove it"
             raise _ValueProblemError(f"expected keys with values; got {found}")
         items: dict[str, Node] = {}
         for key_node, value in node.value:
@@ -330,7 +335,10 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
     value = _duration(text) if type_ is float and "duration" in meta_kinds(metas) else _plain_value(text, type_)
     if value is not None:
         return value
-    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}")
+    is_word = get_origin(type_) is Literal and "," not in text
+    guess = nearest(text, get_args(type_)) if is_word else None
+    hint = f'; did you mean "{guess}"?' if guess else ""
+    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}{hint}")
 
 
 def _duration(text: str) -> float:
@@ -394,6 +402,25 @@ def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
 def _fields(type_: type[msgspec.Struct]) -> Mapping[str, msgspec.structs.FieldInfo]:
     """The fields by their names in the YAML; working them out anew for each of thousands of rules takes long."""
     return {item.encode_name: item for item in msgspec.structs.fields(type_)}
+
+
+def _hint(key: str, fields: Mapping[str, msgspec.structs.FieldInfo], *, has_value: bool) -> str:
+    """What an unknown key was probably meant to be."""
+    for name, item in fields.items():
+        if key in _inner_fields(item.type):
+            return f'it is a key of "{name}": indent it below that'
+    if guess := nearest(key, fields):
+        return f'did you mean "{guess}"?'
+    known = f"known here: {', '.join(fields)}"
+    return known if has_value else f"{known}; a list is written [one, two]"
+
+
+def _inner_fields(annotation: Any) -> Iterable[str]:
+    """The keys of the Struct that a field holds; none if it holds something else."""
+    type_, _ = unwrap_annotated(annotation)
+    options = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
+    structs = [one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    return [key for one in structs for key in _fields(one)]
 
 
 def _as_list(text: str) -> str:

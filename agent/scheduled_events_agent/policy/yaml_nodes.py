@@ -74,12 +74,14 @@ def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
     # The mark of the text's end is one line further than an editor shows.
     content = lines[line - 1] if line <= len(lines) else ""
     line = max(1, min(line, len(lines)))
-    character = content[column : column + 1]
+    lacks_name = "scanning an a" in (error.context or "")  # an alias or an anchor
+    begins = column - 1 if lacks_name else column
+    character = content[begins : begins + 1]
     begun = f"that begins in line {error.context_mark.line + 1}" if error.context_mark else "around it"
     problem = error.problem or ""
     if "\t" in content[: column + 1] and not content[:column].strip():
         message = "a tab cannot indent: use spaces"
-    elif "cannot start any token" in problem:
+    elif lacks_name or "cannot start any token" in problem:
         message = f"a value cannot begin with {character}: put it in quotes"
     elif "mapping values are not allowed" in problem:
         message = 'unexpected ":": check the indentation, or put a text that has ": " in it in quotes'
@@ -91,7 +93,7 @@ def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
     elif "escape character" in problem:
         message = "unknown escape in double quotes: write a backslash twice, or use single quotes"
     elif "undefined alias" in problem:
-        message = "the alias has no anchor above it"
+        message = "the alias has no anchor above it: put a text that begins with * in quotes"
     elif problem == "nesting" or "maximum nesting depth" in problem:  # libyaml 0.2.6 has a limit of its own
         message = f"nested more than {_MAX_DEPTH} deep"
     elif "another document" in problem:
