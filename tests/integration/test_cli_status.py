@@ -406,7 +406,7 @@ def test_without_an_agent_the_state_file_is_shown(state_dir: Path, run: Run) -> 
         "  names   this VM only\n"
         "\n"
         "  vm      web-1\n"
-        f"  source  everything but the first lines is from {state_dir / 'state.db'}\n"
+        f"  source  the state file {state_dir / 'state.db'}, as no agent answers\n"
         "  agent   started AGO: version 0.1.0, mode act\n"
         "          and did not say that it stopped: it was killed, the machine went down, or its disk was full\n"
     )

@@ -956,4 +956,4 @@ def test_doctor_has_nothing_to_look_at_without_the_section(
     main(["doctor", "--json", "--config", str(file), "--state-dir", str(tmp_path / "state")])
     checks = json.loads(capsys.readouterr().out)["checks"]
     found = [one["message"] for one in checks if one["check"] == "kubernetes"]
-    assert found == ["the policy has to do with no cluster"]
+    assert found == ["the policy uses no cluster"]

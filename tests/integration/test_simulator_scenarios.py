@@ -237,6 +237,14 @@ def test_the_command_prints_events_as_json_lines(tmp_path: Path) -> None:
     assert lines[4]["event"]["vms"] == ["b"]
 
 
+def test_a_policy_in_place_of_a_scenario_is_named_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("rules: []\n")
+    ran = run_command(str(path))
+    hint = f"{path}: this is a policy; run and explain take it with --config"
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (2, hint)
+
+
 def test_the_command_rejects_an_invalid_scenario(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("vms: []\n")

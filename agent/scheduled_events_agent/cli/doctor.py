@@ -502,7 +502,7 @@ def _check_fleet(settings: Settings, account: str | None) -> Finding:
 
 def _check_kubernetes(settings: Settings, account: str | None) -> Iterator[Finding]:
     if not settings.uses_kubernetes and not any(map(is_drain_command, settings.hooks.values())):
-        yield ok("kubernetes", "the policy has to do with no cluster")
+        yield ok("kubernetes", "the policy uses no cluster")
         return
     from scheduled_events_agent.cli import doctor_kubernetes  # noqa: PLC0415  # most policies have none
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _SKEW_WARNING_SECONDS = 30.0  # a token or a signature that begins in the future is rejected
 _STATES = ("requested", "claimed", "not_ready", "ready")
 _KEEPS_SLOT = "a VM that runs the agent keeps its slot"
-_UNAVAILABLE = "check fleet.proxy, the look-up of the account's name, and the network rules of the storage account"
+_UNAVAILABLE = "check fleet.proxy, the account's name in DNS, and the network rules of the storage account"
 _ADVICE = {
     "unreachable": _UNAVAILABLE,
     "timeout": _UNAVAILABLE,

@@ -251,7 +251,13 @@ def _warn_if_open(simulator: Simulator, *, has_control: bool) -> None:
 
 def _load(name: str, vms: tuple[str, ...]) -> Scenario | Recording:
     if not name.endswith(SUFFIX):
-        return rename_vms(load_scenario(name), vms)
+        try:
+            return rename_vms(load_scenario(name), vms)
+        except SimulatorError as error:
+            if 'unknown key "rules"' not in str(error):
+                raise
+            hint = f"{name}: this is a policy; run and explain take it with --config"
+            raise SimulatorError(f"{error}\n{hint}", kind=error.kind) from error
     if len(vms) > 1:
         raise AgentError(f"--vm: a recording has 1 VM; got {len(vms)} names", kind="usage")
     recording = load_recording(name)

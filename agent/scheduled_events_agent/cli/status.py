@@ -262,7 +262,7 @@ def _rows(status: Status) -> Iterator[Row]:
 
 def _last_known_rows(status: Status) -> Iterator[Row]:
     yield Row("vm", "".join(status.vm.names) or "its name is not known")
-    yield Row("source", f"everything but the first lines is from {status.state_file}")
+    yield Row("source", f"the state file {status.state_file}, as no agent answers")
     for record in status.agent_log:
         yield Row("agent", _start_or_stop(record, status.at))
     if status.health == (NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
