@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.daemon.poller import Put

@@ -7,8 +7,9 @@ name, the document, operators' requests.
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from scheduled_events_agent.engine import Engine, Executor, Message
 from scheduled_events_agent.policy.settings import Settings
@@ -22,8 +23,7 @@ _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.5
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(msgspec.Struct, frozen=True):
     """A command from a signal or the service manager.
 
     ``check_requests``: there may be a request, or another status.
@@ -32,8 +32,7 @@ class Command:
     action: Literal["stop", "reload", "check_requests"]
 
 
-@dataclass(frozen=True)
-class PolicyReloaded:
+class PolicyReloaded(msgspec.Struct, frozen=True):
     """The policy file was read again."""
 
     settings: Settings | None

@@ -1,10 +1,11 @@
 """Interfaces of the engine: its clock, the executor of its decisions, and the messages that it receives."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 from math import inf
 from typing import Literal, Protocol
+
+import msgspec
 
 from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.imds.client import Identity
@@ -18,8 +19,7 @@ ON_CLEAR: HookKey = ("", "on_clear")
 """The key of the hooks of on_clear, which belong to no workflow."""
 
 
-@dataclass(frozen=True)
-class RunOnClear:
+class RunOnClear(msgspec.Struct, frozen=True):
     """Start a hook of on_clear; its result comes back as HookDone."""
 
     hook: str
@@ -31,23 +31,20 @@ class RunOnClear:
 HookCommand = RunHook | RunOnClear
 
 
-@dataclass(frozen=True)
-class MachinePaused:
+class MachinePaused(msgspec.Struct, frozen=True):
     """The machine was paused."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
-class HookDone:
+class HookDone(msgspec.Struct, frozen=True):
     """A hook has ended."""
 
     effect: HookCommand
     result: HookResult
 
 
-@dataclass(frozen=True)
-class NotificationDone:
+class NotificationDone(msgspec.Struct, frozen=True):
     """A notification was delivered, or is lost."""
 
     id: int
@@ -58,8 +55,7 @@ class NotificationDone:
     """It is lost as it should be: no one misses it so late."""
 
 
-@dataclass(frozen=True)
-class FleetUpdate:
+class FleetUpdate(msgspec.Struct, frozen=True):
     """The state of this VM's events in its fleet."""
 
     group: str = ""
@@ -68,7 +64,7 @@ class FleetUpdate:
     unavailable_since: datetime | None = None
     unavailable_from: float | None = None
     """Since when the store cannot be used, monotonic."""
-    statuses: Mapping[str, FleetEventStatus] = field(default_factory=dict)
+    statuses: Mapping[str, FleetEventStatus] = {}
     listed_at: float = -inf
     """When the list behind the statuses was sent, monotonic."""
     settings: FleetSettings | None = None

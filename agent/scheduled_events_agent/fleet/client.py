@@ -6,10 +6,10 @@ Invariant: a status comes only from a list that was requested after the write of
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
@@ -34,8 +34,7 @@ _RENEWAL_SECONDS = 60.0
 """By then after an outage, the pauses of all VMs are over, and each has renewed its records."""
 
 
-@dataclass(frozen=True)
-class _Confirmed:
+class _Confirmed(msgspec.Struct, frozen=True):
     """A record of this VM as this process has written it."""
 
     etag: str

@@ -14,9 +14,10 @@ clocks of VMs are never compared with each other.
 import hashlib
 import re
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
+
+import msgspec
 
 from scheduled_events_agent.fleet.backend import Record, plain_key
 from scheduled_events_agent.imds.text import clean_text
@@ -202,8 +203,7 @@ def plan(
     return Plan(tuple(writes), statuses, min(seconds, default=_QUIET_SECONDS))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Group:
+class _Group(msgspec.Struct, frozen=True, kw_only=True):
     """The records of one list by their keys, and the other arguments of ``plan``."""
 
     records: Mapping[str, VmRecord]

@@ -4,7 +4,6 @@ Errors get their text here, by their kind: the texts of libraries may hold the U
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -110,8 +109,7 @@ def warnings(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
             yield path, str(error)
 
 
-@dataclass(frozen=True)
-class _Post:
+class _Post(msgspec.Struct, frozen=True):
     """A request that is ready to be sent, and the client that sends it."""
 
     url: httpx.URL

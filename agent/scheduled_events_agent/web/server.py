@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from socketserver import ThreadingTCPServer
 from typing import Any, TypeVar
+
+import msgspec
 
 from scheduled_events_agent import AgentError, __version__, host
 from scheduled_events_agent.web.tls import Tls
@@ -39,14 +40,13 @@ _PROBES = ("/healthz", "/readyz")
 _TLS_GREETING = b"\x16"
 
 
-@dataclass(frozen=True)
-class Response:
+class Response(msgspec.Struct, frozen=True):
     """An answer that is ready to be sent."""
 
     status: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     """Further ones."""
 
 
@@ -56,8 +56,7 @@ Routes = Mapping[str, Callable[[], Response]]
 T = TypeVar("T")
 
 
-@dataclass
-class _ConnectionSlot:
+class _ConnectionSlot(msgspec.Struct):
     """A client's place: its connection, and since when the client has the place."""
 
     connection: socket.socket
