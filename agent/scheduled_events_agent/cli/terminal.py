@@ -28,7 +28,7 @@ _MAX_WIDTH = 120
 _MIN_WIDTH = 40
 _MIN_TEXT = 18
 _SLOW_SECONDS = 3.0
-_COLOR_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR_SEQUENCE = r"\x1b\[[0-9;]*m"
 
 
 class Row(NamedTuple):
@@ -142,7 +142,7 @@ def printable(text: str) -> str:
     """The text in one line: without colours, and with each control character as its code."""
     if text.isprintable():
         return text
-    text = _COLOR_SEQUENCE.sub("", text).replace("\t", "    ")
+    text = re.sub(_COLOR_SEQUENCE, "", text).replace("\t", "    ")
     return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
 
 

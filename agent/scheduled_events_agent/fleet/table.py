@@ -58,7 +58,7 @@ _KINDS: dict[HttpErrorKind, ErrorKind] = {
     "malformed": "bad_response",
 }
 """Kinds of requests without an answer; each other kind becomes ``unreachable``."""
-_CODE = re.compile(r'"code"\s*:\s*"([A-Za-z]{1,64})"|<(?:\w+:)?code>([A-Za-z]{1,64})<', re.IGNORECASE)
+_CODE = r'(?i)"code"\s*:\s*"([A-Za-z]{1,64})"|<(?:\w+:)?code>([A-Za-z]{1,64})<'
 _OWN_NAMES = ("PartitionKey", "RowKey", "Timestamp")
 _CHANGED = {
     (409, "EntityAlreadyExists"),
@@ -353,5 +353,5 @@ def _parse_continuation(headers: httpx.Headers) -> dict[str, str]:
 
 def _parse_code(body: bytes) -> str:
     """The code of an error, of Azure's or of a proxy's; "" if it has none."""
-    match = _CODE.search(body[:4096].decode("utf-8", "replace"))
+    match = re.search(_CODE, body[:4096].decode("utf-8", "replace"))
     return (match[1] or match[2]) if match else ""

@@ -24,7 +24,7 @@ _TAIL_BYTES = 4096
 _FREE_BYTES = 4 << 20
 _MAX_BYTES_PER_SECOND = 32 << 20
 _FULL_PIPE_PAUSE_SECONDS = 0.002
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_ESCAPES = r"\x1b\[[0-?]*[ -/]*[@-~]"
 _MIN_SECRET_BYTES = 8  # shorter ones would also match ordinary text
 _MAX_SECRET_BYTES = 4096
 _MAX_CREDENTIAL_BYTES = 1 << 16
@@ -119,7 +119,7 @@ class HookOutput:
     def _to_text(self, data: bytes) -> str:
         """The text without sequences that colour or garble a terminal; lines end as on Linux."""
         text = processes.decode_output(data).replace("\r\n", "\n")
-        return printable(_ESCAPES.sub("", text), keep="\t\n")
+        return printable(re.sub(_ESCAPES, "", text), keep="\t\n")
 
     def _redacted(self, data: bytes) -> bytes:
         return self._secrets.sub(b"***", data) if self._secrets else data

@@ -28,10 +28,8 @@ from scheduled_events_agent.policy.typed_yaml import Problem
 
 # Endings of files that an interpreter may be given, and interpreters that take any file first.
 _SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
-_INTERPRETERS = re.compile(
-    r"((ba|da|k|z)?sh|python[0-9.]*|perl|ruby|node|php|pwsh|powershell)(\.exe)?", re.IGNORECASE
-)
-_SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
+_INTERPRETERS = r"(?i)((ba|da|k|z)?sh|python[0-9.]*|perl|ruby|node|php|pwsh|powershell)(\.exe)?"
+_SHEBANG = rb"#![ \t]*([^ \t\r\n]+)"
 
 
 Use = Literal["code", "exchange", "pages"]
@@ -316,9 +314,9 @@ def _code_files(hook: Hook) -> Iterator[Path]:
         with suppress(OSError):
             if code.is_file():  # to open a named pipe would block
                 with code.open("rb") as file:
-                    if match := _SHEBANG.match(file.read(256)):
+                    if match := re.match(_SHEBANG, file.read(256)):
                         yield Path(os.fsdecode(match[1]))
-    takes_any = _INTERPRETERS.fullmatch(program.name) is not None
+    takes_any = re.fullmatch(_INTERPRETERS, program.name) is not None
     for argument in run[1:]:
         path = Path(argument)
         with suppress(OSError, ValueError):

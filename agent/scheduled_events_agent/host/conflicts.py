@@ -15,16 +15,14 @@ ApproverState = Literal["active", "maybe", "installed"]
 """active: it approves. maybe: it runs, and it is not known whether it approves. installed: it does not run."""
 
 _UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
-_INTERPRETER = re.compile(r"(python|bash|sh|ruby|perl)[0-9.]*")
+_INTERPRETER = r"(python|bash|sh|ruby|perl)[0-9.]*"
 # This program in a command line: as a module, as an installed script, or as the file that packages start.
-_OWN_PROGRAM = re.compile(
-    r"(.*[\\/])?scheduled[-_]events[-_]agent(\.exe|[\\/](start|__main__)\.py)?", re.IGNORECASE | re.DOTALL
-)
-_PYTHON = re.compile(r"(.*[\\/])?pythonw?[0-9.]*(\.exe)?", re.IGNORECASE | re.DOTALL)
+_OWN_PROGRAM = r"(?is)(.*[\\/])?scheduled[-_]events[-_]agent(\.exe|[\\/](start|__main__)\.py)?"
+_PYTHON = r"(?is)(.*[\\/])?pythonw?[0-9.]*(\.exe)?"
 _CIB = "var/lib/pacemaker/cib/cib.xml"
-_CIB_AGENT = re.compile(r'\btype="(azure-events(?:-az)?)"')
+_CIB_AGENT = r'\btype="(azure-events(?:-az)?)"'
 # Some resource is not to run. Only the cluster knows which one.
-_CIB_STOPPED = re.compile(r'\bname="target-role" value="Stopped"')
+_CIB_STOPPED = r'\bname="target-role" value="Stopped"'
 
 
 class Approver(NamedTuple):
@@ -135,10 +133,11 @@ def acting_agents(own_pids: Collection[int]) -> list[ActingAgent]:
 
 def is_acting_agent(words: Sequence[str]) -> bool:
     """Whether the command runs an agent of this program, and not only to observe."""
-    place = next((index for index, word in enumerate(words) if _OWN_PROGRAM.fullmatch(word)), None)
+    place = next((index for index, word in enumerate(words) if re.fullmatch(_OWN_PROGRAM, word)), None)
     if place is None:
         return False
-    if place > 0 and not (_PYTHON.fullmatch(words[0]) and all(word.startswith("-") for word in words[1:place])):
+    options = words[1:place]
+    if place > 0 and not (re.fullmatch(_PYTHON, words[0]) and all(word.startswith("-") for word in options)):
         return False
     arguments = words[place + 1 :]
     runs = list(arguments[:1]) == ["run"] or list(arguments[:2]) == ["service", "host"]
@@ -169,12 +168,12 @@ def linux_approvers(root: Path = Path("/")) -> list[Approver]:
     cib = ""
     with suppress(OSError):
         cib = (root / _CIB).read_text(encoding="utf-8", errors="replace")
-    if agent := _CIB_AGENT.search(cib):
+    if agent := re.search(_CIB_AGENT, cib):
         pids = runs("pacemakerd")
         state: ApproverState = "installed"
         where = f"/{_CIB} names it"
         if pids:
-            state = "maybe" if _CIB_STOPPED.search(cib) else "active"
+            state = "maybe" if re.search(_CIB_STOPPED, cib) else "active"
             where += f" and process {pids[0]}, pacemakerd, runs"
         hint = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
         found.append(Approver(f"Pacemaker's {agent[1]}", where, state, hint))
@@ -200,7 +199,7 @@ def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> 
 
 def _is_program(words: list[str], program: str) -> bool:
     """Whether the command runs the program, itself or as a script. Naming it as an argument is not enough."""
-    script = words[1:2] if _INTERPRETER.fullmatch(PurePosixPath(words[0]).name) else []
+    script = words[1:2] if re.fullmatch(_INTERPRETER, PurePosixPath(words[0]).name) else []
     return any(
         word.startswith(program) if program.startswith("/") else PurePosixPath(word).name == program
         for word in [words[0], *script]

@@ -36,7 +36,7 @@ PROMISED_NOTICE_SECONDS: dict[str, float] = {
 """How long before its start Azure announces an event at the latest."""
 # Longest id that is shown whole; of a longer one the beginning and a hash are shown. Azure's have 36 characters.
 _MAX_SHOWN_ID = 128
-_MARKED_ID = re.compile(r"~[0-9a-f]{12}$")
+_MARKED_ID = r"~[0-9a-f]{12}$"
 # Far more events than the service sends, but few enough to be read quickly and with little memory.
 MAX_EVENTS = 2000
 MAX_OWN_EVENTS = 100
@@ -268,7 +268,7 @@ def _identify(value: Any) -> tuple[str, str, str]:
         return "", "", ""
     if not isinstance(value, str):
         return shown, "", "it is not a text"
-    if value == shown and len(value) <= _MAX_SHOWN_ID and not _MARKED_ID.search(value):
+    if value == shown and len(value) <= _MAX_SHOWN_ID and not re.search(_MARKED_ID, value):
         return value, "", ""
     from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, and Azure's ids need none of it
 

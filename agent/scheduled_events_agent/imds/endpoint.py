@@ -4,14 +4,14 @@ import re
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-_ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
+_ENDPOINT = r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?"
 # httpx takes four numbers for an IPv4 address, and rejects what is none.
-_FOUR_NUMBERS = re.compile(r"[0-9]+(\.[0-9]+){3}")
+_FOUR_NUMBERS = r"[0-9]+(\.[0-9]+){3}"
 
 
 def parse_endpoint(text: str) -> tuple[str, int] | None:
     """Host and port of http://HOST[:PORT]; None if it is something else."""
-    match = _ENDPOINT.fullmatch(text)
+    match = re.fullmatch(_ENDPOINT, text)
     port = int(match["port"] or 80) if match else 0
     return (match["host"], port) if match and 0 < port < 65536 and _can_be_host(match["host"]) else None
 
@@ -35,4 +35,4 @@ def _can_be_host(host: str) -> bool:
             idna.decode(host)
     except UnicodeError:
         return False
-    return not _FOUR_NUMBERS.fullmatch(host)
+    return not re.fullmatch(_FOUR_NUMBERS, host)

@@ -15,7 +15,7 @@ from scheduled_events_agent.policy.durations import format_duration
 from scheduled_events_agent.status.messages import notification_title, utc
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
-_PLACEHOLDER = re.compile(r"\$\{([^}\n]*)\}")
+_PLACEHOLDER = r"\$\{([^}\n]*)\}"
 _JSON = "application/json"
 # Limits of PagerDuty's events: a summary, and a dedup key.
 _MAX_SUMMARY = 1024
@@ -160,11 +160,11 @@ def _from_template(path: Path, notification: Notification) -> bytes:
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: cannot be read: not UTF-8") from error
     fields = _fields(notification)
-    for match in _PLACEHOLDER.finditer(template):
+    for match in re.finditer(_PLACEHOLDER, template):
         if match[1] not in fields:
             line = template.count("\n", 0, match.start()) + 1
             raise FormatError(f"{path}:{line}: there is no field {match[0]}; known are: {', '.join(fields)}")
-    text = _PLACEHOLDER.sub(lambda match: fields[match[1]], template)
+    text = re.sub(_PLACEHOLDER, lambda match: fields[match[1]], template)
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -28,28 +28,28 @@ from scheduled_events_agent.policy.settings import (
 )
 from scheduled_events_agent.policy.typed_yaml import Parsed, nearest, without_value
 
-_LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_URL = re.compile(r"https?://[^\s/]+\S*")
-_UNENCRYPTED = re.compile(r"http://(?!localhost\b|127\.|\[::1\])")
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_LISTEN = r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})"
+_HOST_NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_URL = r"https?://[^\s/]+\S*"
+_UNENCRYPTED = r"http://(?!localhost\b|127\.|\[::1\])"
+_HEADER_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
 _HIDDEN = "it is not shown here, for it may be secret"
 _NO_PATH = f"expected an absolute path; {_HIDDEN}"
-_PROXY = re.compile(r"http://[^\s/]+/?")
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_GUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
+_PROXY = r"http://[^\s/]+/?"
+_NAMESPACE = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_GUID = r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (decide.py), keep the
 # shapes whose time grows without bound, or to hours, from the engine's thread.
 _MAX_REGEX_CHARACTERS = 1000
 _MAX_REPETITIONS = 3
 _MAX_OPTIONS = 10
-_NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_REPETITION = re.compile(r"[*+{]")
-_OPTION = re.compile(r"(?<![(*+?}])\?")
+_NO_OPERATOR = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
+_REPETITION = r"[*+{]"
+_OPTION = r"(?<![(*+?}])\?"
 
 # A closed bracket expression of a glob. The first character in it may be a bracket.
-_BRACKETS = re.compile(r"\[!?+\]?+[^\]]*\]")
+_BRACKETS = r"\[!?+\]?+[^\]]*\]"
 _SHELL_OPERATORS = ("&&", "||", "|", ">", ">>", "<", ";", "&")
 # The next item of such an option is a command, for a shell or for find.
 _COMMAND_OPTIONS = ("-c", "-ec", "-lc", "/c", "-command", "-exec", "-execdir", "-ok")
@@ -111,7 +111,7 @@ def _notify_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
             yield from _kubernetes_target_errors(path, target)
         elif f"{path}.to" not in parsed.lines:
             yield path, 'the key "to" is missing'
-        elif isinstance(target.to, str) and not _URL.fullmatch(target.to):
+        elif isinstance(target.to, str) and not re.fullmatch(_URL, target.to):
             yield (
                 f"{path}.to",
                 f"expected a URL such as https://example.com/hook; {_HIDDEN}",
@@ -120,7 +120,7 @@ def _notify_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
             expected = f"{', '.join(NOTIFICATION_FORMATS)} or the absolute path of a template"
             hint = _hint(target.format, NOTIFICATION_FORMATS)
             yield f"{path}.format", f"expected {expected}; {_HIDDEN}{hint}"
-        if target.proxy not in (None, "environment") and not _PROXY.fullmatch(target.proxy or ""):
+        if target.proxy not in (None, "environment") and not re.fullmatch(_PROXY, target.proxy or ""):
             yield f"{path}.proxy", "expected http://HOST:PORT or environment"
         if target.ca_file is not None and not is_absolute_path(target.ca_file):
             yield f"{path}.ca_file", _NO_PATH
@@ -140,7 +140,7 @@ def _kubernetes_target_errors(path: str, target: NotifyTarget) -> Iterator[Findi
 
 def _header_errors(path: str, target: NotifyTarget) -> Iterator[Finding]:
     for name, value in target.headers.items():
-        if not _HEADER_NAME.fullmatch(name):
+        if not re.fullmatch(_HEADER_NAME, name):
             yield f"{path}.headers", f"expected the name of a header; {_HIDDEN}"
             continue
         if name.lower() in _OWN_HEADERS:
@@ -163,11 +163,11 @@ def _fleet_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
         path = "fleet.credential"
         if (credential.client_id is None) == (credential.sas_file is None):
             yield path, "expected managed-identity, or one of client_id and sas_file"
-        if credential.client_id is not None and not _GUID.fullmatch(credential.client_id):
+        if credential.client_id is not None and not re.fullmatch(_GUID, credential.client_id):
             yield f"{path}.client_id", f"expected a client id in the form of a UUID; {_HIDDEN}"
         if credential.sas_file is not None and not is_absolute_path(credential.sas_file):
             yield f"{path}.sas_file", _NO_PATH
-    if fleet.proxy not in (None, "environment") and not _PROXY.fullmatch(fleet.proxy or ""):
+    if fleet.proxy not in (None, "environment") and not re.fullmatch(_PROXY, fleet.proxy or ""):
         yield "fleet.proxy", "expected http://HOST:PORT or environment"
     if not fleet.members and "fleet.members" in parsed.lines:
         yield "fleet.members", 'expected at least one; got an empty list: write ["*"] if all VMs run the agent'
@@ -181,7 +181,7 @@ def _fleet_store_errors(fleet: FleetSettings, parsed: Parsed[Settings]) -> Itera
     if fleet.table is not None and parse_table(fleet.table) is None:
         name = "TABLE has 3 to 63 letters and digits and is not tables"
         yield "fleet.table", f"expected https://ACCOUNT.table.core.windows.net/TABLE, where {name}; {_HIDDEN}"
-    if fleet.leases and not _NAMESPACE.fullmatch(fleet.leases):
+    if fleet.leases and not re.fullmatch(_NAMESPACE, fleet.leases):
         yield "fleet.leases", f'expected the name of a namespace, or "" for that of the pod; got "{fleet.leases}"'
     if fleet.leases is not None:
         for key in ("credential", "proxy"):
@@ -218,7 +218,7 @@ def _setting_errors(settings: Settings) -> Iterator[Finding]:
     if error := listen_error(agent.listen):
         yield "agent.listen", error
     for index, name in enumerate(agent.listen_names):
-        if not _HOST_NAME.fullmatch(name):
+        if not re.fullmatch(_HOST_NAME, name):
             yield f"agent.listen_names[{index}]", f'expected a name such as vm.example.com; got "{name}"'
     if agent.healthy_within <= imds.poll_interval:
         expected = f"more than imds.poll_interval ({format_duration(imds.poll_interval)})"
@@ -232,7 +232,7 @@ def _setting_errors(settings: Settings) -> Iterator[Finding]:
 
 def listen_error(listen: str) -> str:
     """Why ``agent.listen`` cannot have this value; "" if it can."""
-    match = _LISTEN.fullmatch(listen)
+    match = re.fullmatch(_LISTEN, listen)
     is_address = match is not None and int(match["port"]) <= 65535 and _can_be(match["address"])
     return "" if listen == "off" or is_address else f'expected ADDRESS:PORT or off; got "{listen}"'
 
@@ -296,14 +296,14 @@ def _regex_error(text: str) -> str | None:
         re.compile(text, re.IGNORECASE)
     except (re.error, RecursionError, OverflowError) as error:
         return f'expected a regular expression; got "{text}": {error}'
-    operators = _NO_OPERATOR.sub("x", text)
+    operators = re.sub(_NO_OPERATOR, "x", text)
     if re.search(r"\)[*+{]", operators):
         return f'expected no repeated group, which may take hours to search; got "{text}"'
     for operator, most, name in (
         (_REPETITION, _MAX_REPETITIONS, "of *, + and {}"),
         (_OPTION, _MAX_OPTIONS, "of ?"),
     ):
-        if (count := len(operator.findall(operators))) > most:
+        if (count := len(re.findall(operator, operators))) > most:
             return f'expected at most {most} {name}, as more may take hours to search; got {count} in "{text}"'
     return None
 
@@ -422,7 +422,7 @@ def _unused_warnings(settings: Settings) -> Iterator[Finding]:
 
 def _notify_warnings(settings: Settings, lines: Mapping[str, int]) -> Iterator[Finding]:
     for index, target in enumerate(settings.notify):
-        if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
+        if isinstance(target.to, str) and re.match(_UNENCRYPTED, target.to):
             yield f"notify[{index}].to", "notifications go over the network unencrypted: use https"
         yield from _glob_warnings(f"notify[{index}].when.resource", target.when.resource, lines)
 
@@ -497,7 +497,7 @@ def _is_never_recovered(rule: Rule) -> bool:
 
 def _glob_warnings(path: str, globs: tuple[str, ...], lines: Mapping[str, int]) -> Iterator[Finding]:
     for index, glob in enumerate(globs):
-        if "[" in _BRACKETS.sub("", glob):
+        if "[" in re.sub(_BRACKETS, "", glob):
             where = f"{path}[{index}]" if f"{path}[{index}]" in lines else path
             yield where, "a bracket of the glob does not close, so it matches only a bracket"
 

@@ -18,7 +18,7 @@ CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
 BUILT_IN_NAME = "built-in policy"
 
 _EVENT_TARGET = NotifyTarget(name="kubernetes", format=KUBERNETES_FORMAT)
-_PART = re.compile(r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w*")
+_PART = r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w*"
 
 
 class ConfigError(AgentError):
@@ -72,7 +72,7 @@ class InspectedPolicy(NamedTuple):
 
 def _part_of(path: str) -> str:
     """The rule, the hook or the section that a path is in."""
-    part = _PART.match(path)
+    part = re.match(_PART, path)
     return part[0] if part else path
 
 

@@ -39,10 +39,9 @@ Duration = Annotated[
 ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
 SECRET: dict[str, Any] = {"kind": "secret"}
 """Marks a secret: errors about the policy quote nothing of its value."""
-_SECRET_NAMES = re.compile(
-    r"secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
-    r"|connection_?string|(^|_)(pat|sas|auth)(_|$)",
-    re.IGNORECASE,
+_SENSITIVE_NAMES = (
+    r"(?i)secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
+    r"|connection_?string|(^|_)(pat|sas|auth)(_|$)"
 )
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="Letters, digits, . _ -")]
 
@@ -171,7 +170,7 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def is_secret_name(name: str) -> bool:
     """Whether the value of a hook's variable with this name counts as a secret."""
-    return _SECRET_NAMES.search(name) is not None
+    return re.search(_SENSITIVE_NAMES, name) is not None
 
 
 def _timezone_error(name: str) -> str:

@@ -91,7 +91,7 @@ def _bare_schema(type_: Any, metas: tuple[Meta, ...], definitions: dict[str, Any
             schema["propertyNames"] = names
         return schema
     if type_ is time:
-        return {"type": "string", "pattern": f"^({TIME.pattern})$"}
+        return {"type": "string", "pattern": f"^({TIME})$"}
     if type_ is float and "duration" in meta_kinds(metas):
         return {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
     return {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}

@@ -23,13 +23,13 @@ from scheduled_events_agent.policy.rules import (
 )
 
 # Azure's emulator has the account's name in the path.
-_TABLE = re.compile(
+_TABLE = (
     r"(?P<account>(https://[A-Za-z0-9][A-Za-z0-9.-]*|http://(localhost|127\.[0-9.]+|\[::1\]))"
     r"(:(?P<port>[0-9]{1,5}))?(/[a-z0-9]{3,24})?)/(?P<name>[A-Za-z][A-Za-z0-9]{2,62})"
 )
 
 # Azure's names of an account's other services.
-_NO_TABLES = re.compile(r"\.(blob|dfs|file|queue|web)\.", re.IGNORECASE)
+_NO_TABLES = r"(?i)\.(blob|dfs|file|queue|web)\."
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
@@ -345,10 +345,10 @@ class TableAddress(NamedTuple):
 
 def parse_table(text: str) -> TableAddress | None:
     """The parts of a table's URL; None if it is none. Plain http goes to this machine only."""
-    match = _TABLE.fullmatch(text)
+    match = re.fullmatch(_TABLE, text)
     if match is None or not 0 < int(match["port"] or 443) < 65536 or match["name"].lower() == "tables":
         return None
-    if _NO_TABLES.search(match["account"]):
+    if re.search(_NO_TABLES, match["account"]):
         return None
     return TableAddress(match["account"], match["name"])
 

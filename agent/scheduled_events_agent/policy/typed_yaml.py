@@ -33,8 +33,8 @@ _KNOWN_TAGS = frozenset(
     f"tag:yaml.org,2002:{word}"
     for word in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
 )
-_INTEGER = re.compile(r"[-+]?[0-9]+")
-TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
+_INTEGER = r"[-+]?[0-9]+"
+TIME = r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?"
 _SCALARS = {
     str: "a text",
     bool: "true or false",
@@ -43,10 +43,10 @@ _SCALARS = {
     time: "a time of day such as 02:00",
 }
 _MAX_KNOWN = 1000  # there are six hundred time zones
-_BARE_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_PLAIN_WORD = re.compile(r"[A-Za-z0-9_./\\%+=-]+")
+_BARE_KEY = r"[A-Za-z0-9_.-]{1,64}"
+_PLAIN_WORD = r"[A-Za-z0-9_./\\%+=-]+"
 _HIDDEN = "not shown here, for it may be secret"
-_LAST_PART = re.compile(r"[.\[]?[^.\[]*$")
+_LAST_PART = r"[.\[]?[^.\[]*$"
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     def line_of(self, path: str) -> int:
         """The line of a value, or of the nearest one around it that the text has."""
         while path and path not in self.lines:
-            path = _LAST_PART.sub("", path)
+            path = re.sub(_LAST_PART, "", path)
         return self.lines.get(path, 1)
 
     def problem(self, path: str, message: str) -> Problem:
@@ -288,7 +288,7 @@ class _Reader:
             except _ValueProblemError as error:
                 self._problem(self.lines[_join(path, key)], path, f"the {self._key(key)}: {error}")
             # Of what is secret, the key is shown if it is a name; without a value, it may have been meant as one.
-            is_name = _BARE_KEY.fullmatch(key) and not _is_null(value)
+            is_name = re.fullmatch(_BARE_KEY, key) and not _is_null(value)
             key_path = _join(path, key) if is_name or not self._is_secret else f"{path}[...]"
             values[key] = self._read(value, types[1], key_path)
         if len(self.problems) > before:
@@ -355,10 +355,10 @@ def _plain_value(text: str, type_: Any) -> Any:
     if type_ is bool:
         return {"true": True, "false": False}.get(text.lower())
     if type_ is int:
-        return int(text) if _INTEGER.fullmatch(text) and len(text) < 20 else None
+        return int(text) if re.fullmatch(_INTEGER, text) and len(text) < 20 else None
     if type_ is float:
-        return float(text) if NUMBER.fullmatch(text) and math.isfinite(float(text)) else None
-    match = TIME.fullmatch(text) if type_ is time else None
+        return float(text) if re.fullmatch(NUMBER, text) and math.isfinite(float(text)) else None
+    match = re.fullmatch(TIME, text) if type_ is time else None
     return time(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
@@ -426,7 +426,9 @@ def _inner_fields(annotation: Any) -> Iterable[str]:
 def _as_list(text: str) -> str:
     """The words of a text as YAML lists them; an example if they might need quotes."""
     words = text.split()
-    return f"[{', '.join(words)}]" if all(map(_PLAIN_WORD.fullmatch, words)) else "a list such as [one, two]"
+    if all(re.fullmatch(_PLAIN_WORD, word) for word in words):
+        return f"[{', '.join(words)}]"
+    return "a list such as [one, two]"
 
 
 def unwrap_annotated(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
@@ -455,7 +457,7 @@ def _found(node: Node, empty: str = "") -> str:
 
 
 def _join(path: str, key: str) -> str:
-    if not _BARE_KEY.fullmatch(key):
+    if not re.fullmatch(_BARE_KEY, key):
         return f"{path}[{quote(key)}]"
     return f"{path}.{key}" if path else key
 

@@ -7,9 +7,9 @@ import yaml
 
 _MAX_DEPTH = 50
 # Characters that YAML does not allow. The library would report them (NUL above all) without a line.
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+_CONTROL = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]"
 # An anchor or a tag in the library's words; it may be a secret that needs quotes.
-_NAME = re.compile(r" '[^']{2,}'(?=;|$)")
+_NAME = r" '[^']{2,}'(?=;|$)"
 
 Node = Any
 """A yaml.Node, whose published types lack ``id``."""
@@ -45,7 +45,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 def compose(text: str | bytes) -> Node:
     """The root of the tree; EMPTY if there is none. Raises YamlSyntaxError."""
     text = (_decoded(text) if isinstance(text, bytes) else text).removeprefix("\ufeff")
-    if odd := _CONTROL.search(text):
+    if odd := re.search(_CONTROL, text):
         line = text.count("\n", 0, odd.start()) + 1
         raise YamlSyntaxError(line, f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
     try:
@@ -104,5 +104,5 @@ def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
         message = f"does not continue the block {begun}: check the indentation"
     else:
         text = " ".join(filter(None, (error.context, problem)))
-        message = f"not YAML: {_NAME.sub('', text)}"
+        message = f"not YAML: {re.sub(_NAME, '', text)}"
     return line, message

@@ -25,7 +25,7 @@ _SHUTDOWN_QUESTION_SECONDS = 2.0
 _MISSING = {"systemctl": "this machine does not use systemd", "pkaction": "this machine has no polkit"}
 _FIRST_POLKIT_WITH_RULES = (0, 106)
 # Name of a unit; that of a template with its instance.
-_UNIT_NAME = re.compile(r"[\w:.\\-]+(@(?!\.)[\w:.\\-]+)?", re.ASCII)
+_UNIT_NAME = r"(?a)[\w:.\\-]+(@(?!\.)[\w:.\\-]+)?"
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
 
@@ -69,7 +69,8 @@ def own_service() -> OwnService | None:
 
 def unknown_units(names: Collection[str]) -> set[str]:
     """Which of these units systemd does not know. Raises HostError if it does not answer."""
-    valid = [name for name in names if _UNIT_NAME.fullmatch(name)]  # with others, systemctl does not answer at all
+    # With others, systemctl does not answer at all.
+    valid = [name for name in names if re.fullmatch(_UNIT_NAME, name)]
     question = ("show", "--property=Id,LoadState", "--", *valid)
     done = _ask("systemctl", *question, timeout_seconds=_SERVICE_QUESTION_SECONDS)
     if done.returncode != 0:

@@ -39,7 +39,7 @@ _NO_FIELDS = {
     "line",
 }  # a line is what a hook wrote, which may be secret
 # The Event Log's viewer would put other strings in place of these.
-_INSERTION = re.compile(r"%(?=[%\d])")
+_INSERTION = r"%(?=[%\d])"
 _TYPES = {"debug": 4, "info": 4, "warning": 2, "error": 1}
 
 
@@ -65,7 +65,7 @@ def _cut(text: str, size: int) -> str:
 
 
 def _safe(text: str) -> str:
-    return _INSERTION.sub("% ", text.replace("\0", " ")).encode("utf-8", "replace").decode()
+    return re.sub(_INSERTION, "% ", text.replace("\0", " ")).encode("utf-8", "replace").decode()
 
 
 class EventLog:
