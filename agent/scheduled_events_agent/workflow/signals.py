@@ -200,36 +200,8 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
     lost: tuple[str, ...] = ()
     if has_begun or (workflow.event.is_started and old.rule is not None):
-        # The rule that began it also ends it. Further hooks and a longer drain of the new rule are added: the event
-        # must not be approved without them. A hook that is no longer in the policy is left out: its failure would stop the
-        # hooks after it.
-        by_whom = f"rule {old.rule}" if old.rule else "no rule"
-        more = tuple(hook for hook in new.prepare if hook not in old.prepare)
         lost = _lost_hooks(workflow, context)
-        kept = tuple(hook for hook in old.prepare if hook not in lost)
-        if more and _may_prepare_more(workflow):
-            # A preparation without hooks counts as begun, so that it is recovered.
-            run = max(1, workflow.prepare.run) if workflow.prepare.state == "succeeded" else workflow.prepare.run
-            workflow = replace(workflow, prepare=replace(workflow.prepare, state="running", run=run))
-            more_recover = tuple(hook for hook in new.recover if hook not in old.recover)
-        else:
-            more = ()
-            more_recover = ()
-        drain_for = old.drain_for
-        if new.drain_for > old.drain_for and _may_prepare_more(workflow):
-            drain_for = new.drain_for
-            workflow = _drained_longer(workflow, replace(new, prepare=kept + more), context)
-        new = replace(
-            new,
-            rule=old.rule,
-            reason=new.reason if new.rule == old.rule else f"{by_whom} began it; now {new.reason}",
-            prepare=kept + more,
-            recover=old.recover + more_recover,
-            drain_for=drain_for,
-            on_start=old.on_start,
-            on_early_start=old.on_early_start,
-            expire_after=new.expire_after if new.rule else old.expire_after,
-        )
+        workflow, new = _begun_by(workflow, new, lost, context)
     if new == old:
         return Transition(workflow=workflow)
     # The reason holds the values of the conditions: a changed status alone is not a new decision.
@@ -242,12 +214,45 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     return Transition(workflow=replace(workflow, decision=new, wait_reason=wait_reason), records=records)
 
 
-def _drained_longer(workflow: Workflow, decision: Decision, context: Context) -> Workflow:
-    """The workflow with the drain of ``decision``. The VM is not ready since its preparation began: that counts."""
-    since = workflow.handling_since or context.now
-    until = min(
-        since + timedelta(seconds=decision.drain_for), drain_deadline(decision, workflow.event, context)
+def _begun_by(
+    workflow: Workflow, new: Decision, lost: tuple[str, ...], context: Context
+) -> tuple[Workflow, Decision]:
+    """The workflow and its decision, if a rule has begun its work: this rule also ends it.
+
+    Further hooks and a longer drain of the new rule are added: the event must not be approved without them.
+    ``lost``: hooks that are no longer in the policy. They are left out: their failure would stop those after them.
+    """
+    old = workflow.decision
+    by_whom = f"rule {old.rule}" if old.rule else "no rule"
+    decision = replace(
+        new,
+        rule=old.rule,
+        reason=new.reason if new.rule == old.rule else f"{by_whom} began it; now {new.reason}",
+        prepare=tuple(hook for hook in old.prepare if hook not in lost),
+        recover=old.recover,
+        drain_for=old.drain_for,
+        on_start=old.on_start,
+        on_early_start=old.on_early_start,
+        expire_after=new.expire_after if new.rule else old.expire_after,
     )
+    if not _may_prepare_more(workflow):
+        return workflow, decision
+    if more := tuple(hook for hook in new.prepare if hook not in old.prepare):
+        # A preparation without hooks counts as begun, so that it is recovered.
+        run = max(1, workflow.prepare.run) if workflow.prepare.state == "succeeded" else workflow.prepare.run
+        workflow = replace(workflow, prepare=replace(workflow.prepare, state="running", run=run))
+        more_recover = tuple(hook for hook in new.recover if hook not in old.recover)
+        decision = replace(decision, prepare=decision.prepare + more, recover=old.recover + more_recover)
+    if new.drain_for > old.drain_for:
+        decision = replace(decision, drain_for=new.drain_for)
+        workflow = _drained_longer(workflow, decision, context)
+    return workflow, decision
+
+
+def _drained_longer(workflow: Workflow, decision: Decision, context: Context) -> Workflow:
+    """The workflow with the drain of ``decision``. It is not ready since its preparation began: that counts."""
+    since = workflow.handling_since or context.now
+    until = min(since + timedelta(seconds=decision.drain_for), drain_deadline(decision, workflow.event, context))
     if until <= context.now:
         return workflow
     return replace(workflow, prepare=replace(workflow.prepare, state="running"), drain_until=until)
