@@ -28,7 +28,7 @@ from scheduled_events_agent.kubernetes.node_status import (
 _CONFLICTS = 5
 _OTHER_MACHINE_SECONDS = 30.0
 _LOOK_AGAIN_SECONDS = 2.0
-_LEAST_SECONDS = 0.1  # for an answer, also at the deadline
+_LEAST_SECONDS = 0.5  # for an answer, also at the deadline
 _ANSWER_AFTER_SIGNAL_SECONDS = 3.0  # the agent kills a hook 5 s after the signal
 
 T = TypeVar("T")
@@ -156,7 +156,15 @@ class NodeClient:
         metadata = {"resourceVersion": node.version, "annotations": {MARK: mark}}
         body: dict[str, Any] = {"metadata": metadata, "spec": {"unschedulable": unschedulable}}
         path = node_path(self.name)
-        return self._ask(lambda seconds: self._client.send("PATCH", path, NODE, body=body, seconds=seconds)).date
+        try:
+            return self._ask(
+                lambda seconds: self._client.send("PATCH", path, NODE, body=body, seconds=seconds)
+            ).date
+        except InterruptedDrainError:
+            # A cordon that is made after this command would outlast the uncordon that comes next.
+            with suppress(Empty):
+                self._background.wait(_ANSWER_AFTER_SIGNAL_SECONDS)
+            raise
 
     def _ask(self, request: Callable[[float], T]) -> T:
         """Ask until there is an answer. Raises ApiError, at the deadline for want of one."""
@@ -182,10 +190,5 @@ class NodeClient:
             _, result = self._background.wait(seconds)
         except Empty:
             return ApiError("the API server: no whole answer in time", kind="unavailable", failure="timeout")
-        except InterruptedDrainError:
-            # A cordon that is made after this command would outlast the uncordon that comes next.
-            with suppress(Empty):
-                self._background.wait(_ANSWER_AFTER_SIGNAL_SECONDS)
-            raise
         answered: T | ApiError = result
         return answered
