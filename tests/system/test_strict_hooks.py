@@ -14,7 +14,7 @@ import yaml
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
-from container import CHECKOUT
+from container import CHECKOUT, Container
 from service import UNIT, Service, make_strict
 
 from scheduled_events_agent.simulator import Simulator
@@ -327,12 +327,22 @@ def test_the_account_starts_and_stops_its_hooks_and_nothing_else(strict: Service
     assert is_active(strict, hold) in ("inactive", "failed")
 
 
-def test_the_account_makes_no_unit_of_its_own_under_the_name_of_a_hook(strict: Service) -> None:
-    command = ("systemd-run", "--no-ask-password", f"--unit={unit_of('gone')}", "touch", "/root/taken")
-    refused = strict.machine.run(*command, user=USER, check=False)
-    assert refused.returncode == 1
-    assert REFUSED in refused.stderr
-    assert not strict.machine.path("/root/taken").exists()
+@pytest.mark.parametrize("root", ["debian", "debian_13"])  # systemd 257 calls it a start, as that of a hook
+def test_the_account_makes_no_unit_of_its_own_under_the_name_of_a_hook(
+    request: pytest.FixtureRequest, root: str, deb: Path
+) -> None:
+    with Container(request.getfixturevalue(root), private_network=True) as machine:
+        machine.copy_in(deb, "/root/agent.deb")
+        machine.run("dpkg", "--install", "/root/agent.deb")
+        make_strict(machine)
+        command = ("systemd-run", "--no-ask-password", f"--unit={unit_of('gone')}", "touch", "/root/taken")
+        refused = machine.run(*command, user=USER, check=False)
+        assert refused.returncode == 1
+        assert REFUSED in refused.stderr
+        assert not machine.path("/root/taken").exists()
+        machine.write(f"{HOOKS}/drain", "#!/bin/sh\ntouch /root/drained\n", 0o755)
+        machine.run(RUN_AS_ROOT, "drain", user=USER)
+        assert machine.path("/root/drained").exists()
 
 
 @pytest.mark.parametrize("name", ["", "../x", "..", ".hidden", "a/b", "a\\x2fb", "a b", "-a", "a\nb", "."])
