@@ -116,6 +116,35 @@ def test_every_attempt_gets_the_whole_input() -> None:
     assert lines == ["whole", "whole"]
 
 
+_TELLS_SECONDS_LEFT = "import os; print(os.environ['SCHEDULED_EVENT_SECONDS_LEFT']); raise SystemExit(1)"
+
+
+def test_each_attempt_gets_the_seconds_that_are_left_then() -> None:
+    lines: list[str] = []
+    hook = _hook(_TELLS_SECONDS_LEFT, attempts=2, retry_delay=3.0)
+    HookRun("test", hook, environment={"SCHEDULED_EVENT_SECONDS_LEFT": "1000"}, on_line=lines.append).run()
+    assert int(lines[0]) - int(lines[1]) >= 3
+
+
+def test_a_run_that_waited_its_turn_gets_the_seconds_that_are_left_then() -> None:
+    queues = HookQueues(HookQueue)
+    first = _Background(_hook(_READY_AND_SLEEP, serialize=True), queues=queues)
+    first.wait_for_line()
+    deadline = time.monotonic() + 1000.0
+    second = _Background(
+        _hook(_TELLS_SECONDS_LEFT, serialize=True),
+        queues=queues,
+        environment={"SCHEDULED_EVENT_SECONDS_LEFT": "1000"},
+        deadline=deadline,
+    )
+    second.run.set_deadline(deadline - 800.0)  # NotBefore has moved
+    time.sleep(2.0)
+    first.run.cancel()
+    first.finish()
+    second.finish()
+    assert int(second.lines[0]) <= 198
+
+
 def test_variables_of_the_event_of_the_policy_and_of_the_system_arrive() -> None:
     code = "import os, json; print(json.dumps(dict(os.environ)))"
     hook = _hook(code, env={"COLOUR": "blue", "SCHEDULED_EVENT_ID": "not this"})

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from math import inf
+from math import inf, isfinite
 from typing import Literal
 
 import msgspec
@@ -42,6 +42,7 @@ _KILLS = 3
 _CHECK_SECONDS = (0.002, 0.05)  # first and longest pause between two looks at processes that are ending
 _QUEUE_CHECK_SECONDS = 0.1
 
+_SECONDS_LEFT = "SCHEDULED_EVENT_SECONDS_LEFT"
 _MAX_LINES = 1000
 _MAX_VARIABLE = 8192
 
@@ -169,6 +170,9 @@ class HookRun:
         """Since when the hook waits, or runs; for any thread."""
         self._hook = hook
         self._environment = environment
+        self._made_at = time.monotonic()
+        self._moved_seconds = 0.0
+        """By how much NotBefore has moved since then."""
         self._stdin = stdin
         self._deadline = inf if deadline is None else deadline
         self._cancel_grace_seconds: float | None = None
@@ -212,7 +216,10 @@ class HookRun:
     def set_deadline(self, deadline: float | None) -> None:
         """Move the deadline of the run, earlier or later."""
         with self._changed:
-            self._deadline = inf if deadline is None else deadline
+            new = inf if deadline is None else deadline
+            if isfinite(new) and isfinite(self._deadline):
+                self._moved_seconds += new - self._deadline
+            self._deadline = new
             self._changed.notify_all()
 
     def _run_attempts(self, begun_at: float) -> HookResult:
@@ -266,13 +273,27 @@ class HookRun:
         return processes.start_tree(
             run=command_of(hook),
             shell=hook.shell,
-            env={**processes.base_environment(hook.user), **hook.env, **self._environment, **limit},
+            env={
+                **processes.base_environment(hook.user),
+                **hook.env,
+                **self._environment,
+                **self._seconds_left_variable(started_at),
+                **limit,
+            },
             cwd=hook.cwd,
             user=hook.user,
             stdin=self._stdin,
             output=output,
             token=f"{self._instance}:{os.urandom(8).hex()}",
         )
+
+    def _seconds_left_variable(self, now: float) -> dict[str, str]:
+        """SECONDS_LEFT of an attempt: the run may have waited for other runs or attempts since it was made."""
+        at_first = self._environment.get(_SECONDS_LEFT)
+        if not at_first:
+            return {}
+        left = int(at_first) + self._moved_seconds - int(now - self._made_at)
+        return {_SECONDS_LEFT: str(max(0, int(left)))}
 
     def _watch(self, tree: processes.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
         """Wait for the end of the process tree, or end it."""
