@@ -167,6 +167,24 @@ def test_an_event_is_recovered_although_the_policy_has_lost_its_hook(sim: Simula
 
 
 @needs_posix
+def test_a_hook_that_is_repaired_while_it_is_tried_again_and_again_succeeds(sim: Simulator, agent: Agent) -> None:
+    """Nothing else would help: until the last attempt has failed, the recovery has not."""
+
+    def write_policy(exit_code: int) -> None:
+        resume = agent.hook("resume", exit_code=exit_code, attempts=100, retry_delay="1s")
+        agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("drain"), "resume": resume})
+
+    write_policy(3)
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=0.5)
+    agent.wait_hook("resume", count=2)
+    write_policy(0)
+    agent.reload()
+    agent.wait_log("closed", event_id=event)
+    assert agent.is_ready()
+
+
+@needs_posix
 def test_a_recovery_whose_hook_is_missing_after_a_restart_waits_for_it(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()

@@ -29,9 +29,17 @@ class ThreadExecutor:
     For the engine's thread.
     """
 
-    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], ImdsClient],
+        put: Put,
+        instance: str,
+        find_hook: Callable[[str], Hook | None] = lambda _: None,
+    ) -> None:
+        """``find_hook`` returns the hook that the policy has now under a name; from any thread."""
         self._connect = connect
         self._put = put
+        self._find_hook = find_hook
         self._instance = instance
         self._queues = HookQueues(HookQueue)
         self._runs: dict[HookKey, tuple[HookRun, HookCommand]] = {}
@@ -65,6 +73,7 @@ class ThreadExecutor:
             instance=self._instance,
             queues=self._queues,
             rank=effect.rank,
+            load_current=partial(self._find_hook, name),
         )
         if is_debugging():
             _log_command(log, hook, deadline)

@@ -161,7 +161,9 @@ class HookRun:
         instance: str = "",
         queues: HookQueues | None = None,
         rank: Rank = (0, 0.0, 0.0),
+        load_current: Callable[[], Hook | None] = lambda: None,
     ) -> None:
+        """``load_current`` returns the hook as the policy has it now, for the next attempt; None: as before."""
         self.name = name
         self.rank = rank
         self.is_queued = queues is not None and hook.serialize
@@ -178,6 +180,7 @@ class HookRun:
         self._cancel_grace_seconds: float | None = None
         self._on_line = on_line
         self._instance = instance
+        self._load_current = load_current
         self._queue = queues[name] if queues is not None and hook.serialize else None
         self._lines_left = _MAX_LINES
         self._is_canceled = False
@@ -230,6 +233,7 @@ class HookRun:
         attempt = 0
         while True:
             attempt += 1
+            self._hook = self._load_current() or self._hook
             result = self._run_attempt(attempt, begun_at)
             if result.outcome in ("succeeded", "canceled") or attempt >= self._hook.attempts or self._is_abandoned:
                 return result
