@@ -114,6 +114,9 @@ class StatusSource:
             since = self._poller.succeeded_at or self._started_at
             why = self._poller.failure or "it hangs"
             problems.append(f"no poll has succeeded since {utc(since)}: {why}")
+        if self._lacks_identity():
+            text = "the metadata service has not said since the boot which VM this is: no event is acted on"
+            problems.append(text)
         if failure := self._web().failure:  # for the command status, which asks through the state file
             problems.append(f"the web server is not listening: {failure}")
         return problems
@@ -122,6 +125,12 @@ class StatusSource:
         """Whether the last poll that succeeded is so long ago that the agent is unhealthy."""
         since_poll = time.monotonic() - (self._poller.succeeded or self._started)
         return since_poll > self._snapshot().settings.agent.healthy_within
+
+    def _lacks_identity(self) -> bool:
+        """Whether it has not been confirmed for too long that the name on disk is this VM's."""
+        snapshot = self._snapshot()
+        is_waiting = not snapshot.is_identity_sure and bool(snapshot.names) and not snapshot.settings.vm.name
+        return is_waiting and time.monotonic() - self._started > snapshot.settings.agent.healthy_within
 
     def _facts(self) -> Status:
         snapshot = self._snapshot()
