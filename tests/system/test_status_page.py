@@ -580,7 +580,7 @@ def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> 
     status_now, recent, pauses = SCENES["held"]
     scene[0] = (replace(status_now, incarnation="43", health=("a disk is full",)), recent, pauses)
     tab.wait("document.querySelectorAll('.attention').length === 2")
-    assert tab.ask("document.title") == "✕ web_3: prepare failed"
+    assert tab.ask("document.title") == "✕ web_3: unhealthy"
     assert tab.ask("document.querySelector('article details').open") is False
     assert tab.ask("document.querySelector('section > details').open") is True
     assert tab.ask("document.activeElement.tagName") == "SUMMARY"
