@@ -121,7 +121,7 @@ def reject_policy(sim: Simulator, agent: Agent) -> None:
     fail_to_prepare(sim, agent)
     agent.config.write_text("rulez: []\n", encoding="utf-8")
     agent.reload()
-    agent.wait_until(lambda: agent.status()["policy"]["refused"], "the policy was refused")
+    agent.wait_until(lambda: agent.status()["policy"]["rejected"], "the policy was rejected")
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,12 @@ def test_an_error_near_a_secret_shows_it_nowhere(agent: Agent, mistake: str) -> 
     agent.config.write_text(f"{agent.config.read_text(encoding='utf-8')}{mistake}\n", encoding="utf-8")
     agent.reload()
     agent.wait_metric(0, "config_last_reload_successful")
-    refused = agent.status()["policy"]["refused"]
-    assert "not shown here, for it may be secret" in refused
+    rejected = agent.status()["policy"]["rejected"]
+    assert "not shown here, for it may be secret" in rejected
     history = agent.run("history", "--state-dir", str(agent.state_dir)).stdout
     assert "not shown here" in history
     agent.stop()
-    assert SECRET not in "".join([refused, history, *agent.history])
+    assert SECRET not in "".join([rejected, history, *agent.history])
 
 
 # --- files that say what is done

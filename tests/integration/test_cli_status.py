@@ -173,7 +173,7 @@ def test_a_command_to_copy_begins_with_sudo_if_that_was_needed_here(
 ) -> None:
     monkeypatch.setenv("SUDO_USER", "kim")
     prefix = host.supervisor_commands().prefix
-    stale = msgspec.structs.replace(POLICY, refused="policy.yaml:3: bad", refused_at=NOW)
+    stale = msgspec.structs.replace(POLICY, rejected="policy.yaml:3: bad", rejected_at=NOW)
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=stale, pending=(PREPARING,)), run)
     assert f"\n     {prefix}scheduled-events-agent check  show all" in out
     assert f"\n  overrule  {prefix}scheduled-events-agent hold 602D9444\n" in out
@@ -278,7 +278,7 @@ def test_hook_output_of_a_harmless_failure_is_shown_with_its_event(state_dir: Pa
 
 
 def test_each_attention_item_has_its_block_and_the_worst_comes_first(state_dir: Path, run: Run) -> None:
-    policy = msgspec.structs.replace(POLICY, refused="policy.yaml:3: rules: expected a list", refused_at=NOW)
+    policy = msgspec.structs.replace(POLICY, rejected="policy.yaml:3: rules: expected a list", rejected_at=NOW)
     status = msgspec.structs.replace(STATUS, pending=(FAILED,), policy=policy)
     _, out, _ = answered(state_dir, status, run)
     assert [block[:5] for block in out.split("\n\n")[:2]] == ["ACT  ", "FIX  "]
@@ -349,7 +349,7 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
         health=("no poll has succeeded for 61s: timed out",),
         poll_failure="timed out",
         last_poll_at=NOW - timedelta(seconds=61),
-        policy=msgspec.structs.replace(POLICY, refused="policy.yaml:3: rules: expected a list"),
+        policy=msgspec.structs.replace(POLICY, rejected="policy.yaml:3: rules: expected a list"),
     )
     code, out, _ = answered(state_dir, ill, run)
     assert code == 1

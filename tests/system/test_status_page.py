@@ -281,7 +281,7 @@ SCENES: dict[str, Scene] = {
         past(1),
         PAUSES,
     ),
-    "refused": (status(policy=replace(POLICY, refused=REFUSED), mode="observe"), past(1), PAUSES),
+    "refused": (status(policy=replace(POLICY, rejected=REFUSED), mode="observe"), past(1), PAUSES),
 }
 
 

@@ -114,7 +114,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         LOG.command,
     ),
     "policy_rejected": (
-        a_status(policy=replace(POLICY, refused="policy.yaml:3: bad\npolicy.yaml:4: worse", refused_at=NOW)),
+        a_status(policy=replace(POLICY, rejected="policy.yaml:3: bad\npolicy.yaml:4: worse", rejected_at=NOW)),
         "fix",
         "The policy file is rejected: policy.yaml:3: bad.",
         "scheduled-events-agent check",
@@ -244,7 +244,7 @@ def test_the_worst_comes_first_and_an_agent_that_may_carry_out_no_command_before
     later = held(event={"id": "later", "not_before": NOW + timedelta(days=1)})
     status = a_status(
         pending=(MANUAL, later, held(), UNRECOVERED),
-        policy=replace(POLICY, refused="bad", refused_at=NOW),
+        policy=replace(POLICY, rejected="bad", rejected_at=NOW),
         health=("no poll has succeeded since 22:10:59 UTC",),
     )
     assert [one.kind for one in attention(status)] == [
@@ -315,7 +315,7 @@ def test_doctor_comes_before_the_errors_of_approvals_if_polls_fail_too() -> None
 
 
 def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> None:
-    policy = replace(POLICY, refused="bad")
+    policy = replace(POLICY, rejected="bad")
     options = CommandOptions(state="--state-dir /my/state", policy="--config /my/policy.yaml")
     status = of_event(held(), policy=policy, command_options=options)
     lines = [one.command for found in attention(status) for one in found.commands]

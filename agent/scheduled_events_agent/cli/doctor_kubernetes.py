@@ -99,7 +99,9 @@ def _missing_rights(settings: Settings, node: NodeStatus) -> Iterator[Finding]:
             if known not in asked:
                 asked[known] = may(node.client, right, node.name)
         except ApiError as error:
-            yield warning(_CHECK, f"the account's rights cannot be asked for: {error}", "compare its role by hand")
+            yield warning(
+                _CHECK, f"the account's rights cannot be asked for: {error}", "compare its role manually"
+            )
             return
         if asked[known]:
             continue

@@ -91,12 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "else the host name)",
         )
         action.add_argument("--any-node", action="store_true", help="also if the node is not this machine")
-        by_hand = "30m" if action is drain else "1m"
+        manually = "30m" if action is drain else "1m"
         action.add_argument(
             "--timeout",
             metavar="DURATION",
             type=_time_limit,
-            help=f"end after it (default: 3 s before the agent ends the hook; by hand {by_hand})",
+            help=f"end after it (default: 3 s before the agent ends the hook; run manually: {manually})",
         )
         action.add_argument(
             "--conditions",

@@ -83,15 +83,15 @@ class PolicyReader:
             self.in_force,
             read_at=datetime.now(UTC),
             hash=hash_,
-            refused="",
-            refused_at=None,
+            rejected="",
+            rejected_at=None,
             needs_restart=late,
         )
 
     def reject(self, reason: str) -> None:
         """Note that the new policy is rejected: the previous one stays in force."""
-        refused_at = self.in_force.refused_at or datetime.now(UTC)
-        self.in_force = replace(self.in_force, refused=reason, refused_at=refused_at)
+        rejected_at = self.in_force.rejected_at or datetime.now(UTC)
+        self.in_force = replace(self.in_force, rejected=reason, rejected_at=rejected_at)
 
 
 def run_in_background(function: Callable[[], None], name: str) -> None:

@@ -188,12 +188,12 @@ def _of_agent(status: Status) -> Iterator[Attention]:
 
 def _of_setup(status: Status) -> Iterator[Attention]:
     policy = status.policy
-    if policy is not None and policy.refused:
+    if policy is not None and policy.rejected:
         yield Attention(
             kind="policy_rejected",
             severity="fix",
-            since=policy.refused_at,
-            message=f"The policy file is rejected: {_first_line(policy.refused)}.",
+            since=policy.rejected_at,
+            message=f"The policy file is rejected: {_first_line(policy.rejected)}.",
             consequence=f"The one read at {utc(policy.read_at, status.at)} is in force until the agent stops; "
             "with this file it does not start again.",
             commands=(_check(status, "show all that is wrong with it"),),

@@ -81,9 +81,9 @@ class ActivePolicy(msgspec.Struct, frozen=True, kw_only=True):
     read_at: datetime
     hash: str = ""  # as sha256sum prints it; of the built-in policy: that of an empty file
     """SHA-256."""
-    refused: str = ""
+    rejected: str = ""
     """Why the current file was rejected."""
-    refused_at: datetime | None = None
+    rejected_at: datetime | None = None
     needs_restart: tuple[str, ...] = ()
     """Keys whose change takes effect at the next start."""
 

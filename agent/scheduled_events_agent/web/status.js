@@ -205,8 +205,8 @@
     const {policy, vm, rules, fleet} = status;
     const acts = status.mode === "act" ? "acts" : "only observes: runs no hooks, approves nothing";
     const hash = policy.hash ? [", SHA-256 ", el("code", {}, policy.hash.slice(0, 12))] : "";
-    const lines = policy.refused.split("\n");
-    const rejected = policy.refused ? el("div", {}, "The file as it is now was rejected:",
+    const lines = policy.rejected.split("\n");
+    const rejected = policy.rejected ? el("div", {}, "The file as it is now was rejected:",
       el("pre", {}, words(lines.slice(0, MOST.names).join("\n"), 4000)), more(lines.length - MOST.names, "lines")) : "";
     const failure = status.poll_failure ? ["; since then: ", words(status.poll_failure)] : "";
     const unavailable = status.recommendations_failure
