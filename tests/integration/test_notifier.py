@@ -358,10 +358,25 @@ def test_ten_thousand_notifications_for_a_dead_target_keep_the_latest_thousand(s
         assert ids(receiver) == [*range(9000, 10_000)]
 
 
-def test_a_notification_that_hits_a_bug_stops_no_thread(store: Store) -> None:
-    with store._transaction():
-        store.outbox.add(NOW.isoformat(), [("ops", '{"id": "secret"}')])
+def test_a_notification_that_hits_a_bug_stops_no_thread(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deliver(*_: object) -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(module, "deliver", deliver)
+    put(store, 1)
     with Receiver() as receiver, sending(store, to(receiver)) as run:
         wait_until(run.notifier.failures, "it failed")
-        assert run.notifier.failures()["ops"].reason == "a bug in the agent: ValidationError"
+        assert run.notifier.failures()["ops"].reason == "a bug in the agent: KeyError"
         assert [thread.name for thread in threading.enumerate() if thread.name == "notify-ops"]
+
+
+def test_a_notification_of_another_version_does_not_keep_the_next_one_waiting(store: Store) -> None:
+    body = msgspec.json.decode(msgspec.json.encode(SAMPLE))
+    with store._transaction():
+        store.outbox.add(NOW.isoformat(), [("ops", msgspec.json.encode({**body, "added": "later"}).decode())])
+    put(store, 1, first=7)
+    with Receiver() as receiver, sending(store, to(receiver)) as run:
+        wait_until(lambda: run.reports.qsize() == 2, "both were reported")
+        assert ids(receiver) == [7]
+        assert run.reports.get().lost == "an agent of another version has stored it"
+        assert run.dropped("refused") == 1

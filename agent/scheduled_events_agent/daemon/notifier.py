@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 
+import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.engine import NotificationDone
@@ -219,6 +220,8 @@ class _TargetWorker:
             delivered = self._send(replace(target, timeout=timeout), notification)
         except NotificationError as error:
             failed = error
+        except msgspec.MsgspecError:  # it would be the same the next time, and the next ones would wait
+            failed = NotificationError("an agent of another version has stored it", kind="rejected")
         except Exception as error:  # noqa: BLE001 - it must not affect events; its text may hold a secret
             failed = NotificationError(f"a bug in the agent: {type(error).__name__}", kind="bug")
         else:
