@@ -49,8 +49,9 @@ class Group:
 class Way:
     """A VM's way to the store. ``faults``, of its next calls:
 
-    "" nothing; unavailable: it has no effect; lost: it has its effect, and the answer is lost; late: the answer is
-    lost, and it has its effect when the test says so; doubled: it has its effect now, and then once more.
+    "" nothing; unavailable: it has no effect; no table: that is gone; lost: it has its effect, and the answer is
+    lost; late: the answer is lost, and it has its effect when the test says so; doubled: it has its effect now,
+    and then once more.
     """
 
     def __init__(self, store: MemoryStore) -> None:
@@ -76,6 +77,8 @@ class Way:
         fault = self.faults.pop(0) if self.faults else ""
         if fault in ("late", "doubled"):
             self.later.append(call)
+        if fault == "no table":
+            raise BackendError("there is no table", kind="not_found")
         if fault in ("late", "unavailable"):
             raise BackendError("no answer", kind="timeout", retry_after=self.retry_after)
         answer = call()
@@ -343,7 +346,29 @@ def test_after_a_long_outage_no_vm_takes_a_slot_before_its_owner_has_renewed_it(
     assert waiting.client.statuses["b"].may_begin
 
 
-def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_a_minute_more() -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_table_that_is_made_anew_gives_no_slot_before_its_owner_has_written_it_again(seed: int) -> None:
+    group = Group()
+    owner, waiting = vms = [Vm(group, name) for name in BOTH]
+    for number, vm in enumerate(vms):
+        vm.restart(f"{seed} {number}")
+        vm.started()
+    owner.want("not_ready", "a")
+    waiting.want("requested", "b")
+    group.run(100.0 + 10 * seed, *vms)
+    for vm in vms:
+        vm.way.faults = ["no table"] * 1000
+    group.run(45.0, *vms)
+    for record in group.store.list():
+        group.store.delete(record.key, record.etag)
+    for vm in vms:
+        vm.way.faults = []
+    for _ in range(120):
+        group.run(1.0, *vms)
+        assert not waiting.client.statuses["b"].may_begin
+
+
+def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_90_s_more() -> None:
     group = Group()
     dead, waiting = (Vm(group, name).started() for name in BOTH)
     dead.want("not_ready", "a")
@@ -351,7 +376,7 @@ def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_a_minute_more() -> N
     waiting.way.faults = ["unavailable"] * 1000
     group.run(2400.0, waiting)
     waiting.way.faults = []
-    group.run(60.0, waiting)
+    group.run(90.0, waiting)
     assert not waiting.client.statuses["b"].may_begin
     group.run(35.0, waiting)
     assert waiting.client.statuses["b"].may_begin

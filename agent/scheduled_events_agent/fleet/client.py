@@ -30,8 +30,8 @@ _BACKOFF_SECONDS = (1.0, 30.0)
 """The first pause after failures, and the longest."""
 _LONG_OUTAGE_SECONDS = SLOT_SECONDS / 2
 """If the store was unavailable for longer, records may have lapsed whose VMs still have begun."""
-_RENEWAL_SECONDS = 60.0
-"""By then after an outage, the pauses of all VMs are over, and each has renewed its records."""
+_RENEWAL_SECONDS = 90.0
+"""By then after an outage, each VM has renewed its records: once a minute, or after a pause of 30 s at most."""
 
 
 class _Confirmed(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class FleetClient:
         self.unavailable_from: float | None = None
         """Since when the store is unavailable, monotonic; None if it is available."""
         self._renewed_at = float("-inf")
-        """When the records of all VMs are renewed after a long outage, monotonic."""
+        """When the records of all VMs are renewed after they may have been lost, monotonic."""
 
     def sync(self, requests: Iterable[FleetRequest]) -> None:
         """Do the writes and lists that are due. Never raises BackendError; sets ``error`` instead."""
@@ -156,7 +156,7 @@ class FleetClient:
                 self._relist_at = None
             self._listed = sum(not record.is_old for record in records)
             found = self._plan(records, requests, sent_at)
-            if self.unavailable_from is not None and sent_at - self.unavailable_from >= _LONG_OUTAGE_SECONDS:
+            if self._may_lack_records(sent_at):
                 self._renewed_at = sent_at + _RENEWAL_SECONDS
             self.statuses = found.statuses
             if sent_at < self._renewed_at:
@@ -167,6 +167,12 @@ class FleetClient:
             if not self._carry_out(found.writes):
                 break
         return found.next_sync_seconds
+
+    def _may_lack_records(self, now: float) -> bool:
+        """Whether records of VMs that have begun may have lapsed in an outage, or gone with a deleted table."""
+        if self.error is None or self.unavailable_from is None:
+            return False
+        return self.error.kind == "not_found" or now - self.unavailable_from >= _LONG_OUTAGE_SECONDS
 
     def _remember_granted(self, now: float) -> None:
         """Note which events a list has allowed to begin. The engine may be about to begin: these claims stay."""
