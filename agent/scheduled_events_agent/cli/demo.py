@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -211,6 +212,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_arguments: argparse.Namespace) -> int:
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # else the agent would run on
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     log = _DemoLog()
     with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=("web-1",)) as azure:
         directory = Path(name)
