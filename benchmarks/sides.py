@@ -30,8 +30,11 @@ RULES: list[dict[str, Any]] = [
 ]
 # As installed but for the pace, and for how long the journal is kept. A short one is also pruned more often.
 PACED = """
+import gc
 import sys
 from datetime import timedelta
+
+gc.disable()  # as main does, which would import these modules
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.engine import maintenance
