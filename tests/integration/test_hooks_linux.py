@@ -208,12 +208,15 @@ def test_children_that_multiply_are_all_ended(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-folder, born = sys.argv[1], 0
+folder = sys.argv[1]
 while True:
     if len(os.listdir(folder)) < 150:
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             os.setsid()
-            open(f"{folder}/{os.getpid()}", "w").close()
+        # Both write it: the parent starts no other child before this one is counted, however slow the machine is.
+        open(f"{folder}/{child or os.getpid()}", "w").close()
+        signal.alarm(120)  # also if nothing ends it
     else:
         time.sleep(0.1)  # hundreds of them would leave no processor for anybody else
 """
@@ -244,6 +247,7 @@ def live(depth):
         child = os.fork()
         if child == 0:
             os.setsid()
+            signal.alarm(120)  # also if nothing ends it
             open(f"{folder}/{os.getpid()}", "w").close()
             if depth:
                 live(depth - 1)
