@@ -188,6 +188,29 @@ def test_a_hook_that_is_repaired_while_it_is_tried_again_and_again_succeeds(sim:
 
 
 @needs_posix
+def test_once_the_agent_only_observes_no_attempt_and_no_waiting_run_begins(sim: Simulator, agent: Agent) -> None:
+    def write_policy(mode: str) -> None:
+        drain = agent.hook("drain", seconds=0.3, exit_code=3, attempts=100, retry_delay="1ms", serialize=True)
+        agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": drain}, agent={"mode": mode})
+
+    write_policy("act")
+    agent.start()
+    sim.schedule("Reboot")
+    sim.schedule("Redeploy")  # its drain waits for its turn
+    agent.wait_hook("drain", count=2)
+    write_policy("observe")
+    agent.reload()
+    agent.wait_log("the policy file was read again")
+    agent.wait_until(lambda: len(agent.records("start")) == len(agent.records("end")), "no drain ran")
+    ran = len(agent.ran())
+    sim.wait_polls(8)
+    assert len(agent.ran()) == ran
+    write_policy("act")
+    agent.reload()
+    agent.wait_hook("drain", "start", count=ran + 1)
+
+
+@needs_posix
 def test_a_recovery_whose_hook_is_missing_after_a_restart_waits_for_it(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()

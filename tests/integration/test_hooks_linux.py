@@ -21,6 +21,7 @@ from scheduled_events_agent.engine import RunOnClear
 from scheduled_events_agent.hooks import run as hooks
 from scheduled_events_agent.hooks.run import HookResult, HookRun, kill_orphans
 from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.policy.settings import Settings
 
 if sys.platform == "win32":
     pytest.skip("process groups and sessions are Linux's", allow_module_level=True)
@@ -264,7 +265,7 @@ signal.pause()
 def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Path) -> None:
     ended: queue.SimpleQueue[object] = queue.SimpleQueue()
     before = _children()
-    executor = ThreadExecutor(cast("Any", None), ended.put, _INSTANCE)
+    executor = ThreadExecutor(cast("Any", None), ended.put, _INSTANCE, Settings)
     ready = tmp_path / "ready"
     text = f"for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; touch {ready}; sleep 60"
     executor.start_hook(RunOnClear("test"), Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})

@@ -287,7 +287,7 @@ def test_an_approval_with_an_unknown_endpoint_fails_and_is_no_bug(error: Excepti
 
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     with structlog.testing.capture_logs() as log:
-        executor = ThreadExecutor(connect, inbox.put, "")
+        executor = ThreadExecutor(connect, inbox.put, "", Settings)
         executor.approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
         answer = inbox.get(timeout=60)
     assert answer == ApprovalAnswered(workflow_id="A", error_kind="unreachable", detail=str(error))

@@ -44,7 +44,6 @@ from scheduled_events_agent.engine import Engine, Snapshot
 from scheduled_events_agent.hooks.run import kill_orphans
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import ImdsClient, connect
-from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.load import LoadedPolicy, PolicyFile
 from scheduled_events_agent.policy.settings import FleetSettings, Settings
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions
@@ -105,7 +104,9 @@ class Daemon:
         self._instance = str(store.path.resolve())
         self._metrics = Metrics(lambda: tuple(self._snapshot().workflows.values()))
         self._notifier = Notifier(store.path.parent, self._put, self._metrics)
-        self._executor = ThreadExecutor(self._connect, self._put, self._instance, self._find_hook)
+        self._executor = ThreadExecutor(
+            self._connect, self._put, self._instance, lambda: self._snapshot().settings
+        )
         self._engine = Engine(
             loaded.settings,
             store,
@@ -286,9 +287,6 @@ class Daemon:
         """A client for one request to approve."""
         imds = self._snapshot().settings.imds
         return connect(imds.endpoint, self._poller.api_version, request_timeout=imds.request_timeout)
-
-    def _find_hook(self, name: str) -> Hook | None:
-        return self._snapshot().settings.hooks.get(name)
 
     def _poll(self) -> None:
         # Best before the first document: whether the state on disk is this VM's, and how Resources name it.

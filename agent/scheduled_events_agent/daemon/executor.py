@@ -16,6 +16,7 @@ from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import ImdsClient
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import RunningHook
 from scheduled_events_agent.status.messages import of_event
 from scheduled_events_agent.telemetry.log import Logger, get_logger, is_debugging
@@ -34,12 +35,12 @@ class ThreadExecutor:
         connect: Callable[[], ImdsClient],
         put: Put,
         instance: str,
-        find_hook: Callable[[str], Hook | None] = lambda _: None,
+        settings: Callable[[], Settings],
     ) -> None:
-        """``find_hook`` returns the hook that the policy has now under a name; from any thread."""
+        """``settings`` returns the policy in force; for any thread."""
         self._connect = connect
         self._put = put
-        self._find_hook = find_hook
+        self._settings = settings
         self._instance = instance
         self._queues = HookQueues(HookQueue)
         self._runs: dict[HookKey, tuple[HookRun, HookCommand]] = {}
@@ -73,7 +74,8 @@ class ThreadExecutor:
             instance=self._instance,
             queues=self._queues,
             rank=effect.rank,
-            load_current=partial(self._find_hook, name),
+            load_current=lambda: self._settings().hooks.get(name),
+            may_begin=lambda: self._settings().agent.mode == "act",
         )
         if is_debugging():
             _log_command(log, hook, deadline)

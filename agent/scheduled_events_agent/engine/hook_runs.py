@@ -112,7 +112,7 @@ class HookRuns:
 
     def run_delayed(self, workflows: Workflows, settings: Settings, vm: str, now: datetime) -> None:
         """Start hooks that had to wait, except those of events that are missing now or held by an operator."""
-        if not self._delayed or self._executor.is_running(ON_CLEAR):
+        if not self._delayed or self._executor.is_running(ON_CLEAR) or settings.agent.mode != "act":
             return
         delayed = self._delayed
         self._delayed = []

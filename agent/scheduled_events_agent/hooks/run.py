@@ -41,6 +41,7 @@ _KILL_SECONDS = 10.0
 _KILLS = 3
 _CHECK_SECONDS = (0.002, 0.05)  # first and longest pause between two looks at processes that are ending
 _QUEUE_CHECK_SECONDS = 0.1
+_MAY_BEGIN_CHECK_SECONDS = 1.0
 
 _SECONDS_LEFT = "SCHEDULED_EVENT_SECONDS_LEFT"
 _MAX_LINES = 1000
@@ -162,8 +163,12 @@ class HookRun:
         queues: HookQueues | None = None,
         rank: Rank = (0, 0.0, 0.0),
         load_current: Callable[[], Hook | None] = lambda: None,
+        may_begin: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``load_current`` returns the hook as the policy has it now, for the next attempt; None: as before."""
+        """``load_current`` returns the hook as the policy has it now, for the next attempt; None: as before.
+
+        While ``may_begin`` returns false, neither a run that waited for its turn nor another attempt begins.
+        """
         self.name = name
         self.rank = rank
         self.is_queued = queues is not None and hook.serialize
@@ -181,6 +186,7 @@ class HookRun:
         self._on_line = on_line
         self._instance = instance
         self._load_current = load_current
+        self._may_begin = may_begin
         self._queue = queues[name] if queues is not None and hook.serialize else None
         self._lines_left = _MAX_LINES
         self._is_canceled = False
@@ -196,7 +202,7 @@ class HookRun:
             return self._run_attempts(time.monotonic())
         queue.join(self)
         try:
-            while not queue.has_turn(self) and not self._is_canceled:
+            while not (self._may_begin() and queue.has_turn(self)) and not self._is_canceled:
                 if self._seconds_left() <= 0:
                     detail = "no time was left after other runs of this hook"
                     return self._result(0, time.monotonic(), "not_started", detail)
@@ -247,9 +253,9 @@ class HookRun:
                     if self._seconds_left() <= pause:
                         detail = f"{result.detail}; no time was left to try again"
                         return msgspec.structs.replace(result, detail=detail)
-                    if pause == 0.0:
+                    if pause == 0.0 and self._may_begin():
                         break
-                    self._changed.wait(pause)
+                    self._changed.wait(pause or _MAY_BEGIN_CHECK_SECONDS)
 
     def _run_attempt(self, attempt: int, begun_at: float) -> HookResult:
         started_at = time.monotonic()
