@@ -492,6 +492,16 @@ def test_requests_can_be_written_to_a_file_as_json_lines(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no file that is always full")
+def test_requests_are_answered_though_they_cannot_be_written() -> None:
+    with Simulator(requests_file=Path("/dev/full")) as simulator:
+        client = Client(simulator)
+        assert [client.ask()[0] for _ in range(2)] == [200, 200]
+        client.close()
+        written = [entry.text for entry in simulator.history() if entry.kind == "skipped"]
+    assert written == ["requests are no longer written: No space left on device"]
+
+
 def test_a_request_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SimulatorError) as caught:
         Simulator(requests_file=tmp_path)

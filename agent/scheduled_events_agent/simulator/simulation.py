@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -335,8 +335,15 @@ class Simulator:
 
     def _record(self, record: RequestRecord) -> None:
         self._requests.append(record)
-        if self._stream is not None and not self._stream.closed:
+        if self._stream is None or self._stream.closed:
+            return
+        try:
             self._stream.write(msgspec.json.encode(record).decode() + "\n")
+        except OSError as error:  # the client must get its answer
+            text = f"requests are no longer written: {error.strerror}"
+            self._service.azure.log("skipped", self._clock(), text=text)
+            with suppress(OSError):  # it still has what could not be written
+                self._stream.close()
 
     @contextmanager
     def _at_present(self) -> Iterator[Service]:
