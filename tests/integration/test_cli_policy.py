@@ -898,7 +898,10 @@ def test_the_suffix_of_a_scenario_is_that_of_yaml_in_any_case(run: Run, policy: 
 
 
 @pytest.mark.parametrize("place", ["/srv/", "D:\\\\"])
-def test_explain_of_a_scenario_is_the_same_on_every_machine(run: Run, tmp_path: Path, place: str) -> None:
+def test_explain_of_a_scenario_is_the_same_on_every_machine(
+    run: Run, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUDO_USER", "kim")
     policy = tmp_path / "p.yaml"
     policy.write_text(f'agent: {{state_dir: "{place}state"}}\nrules: [{{name: all, approve: manual}}]')
     code, out, err = run("explain", "spot-eviction", "--config", str(policy), *AT)

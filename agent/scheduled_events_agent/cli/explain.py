@@ -371,7 +371,9 @@ def _approval(forecast: _Forecast, assumed: _Assumed) -> ExpectedApproval:
         return ExpectedApproval(verdict="deny", at=None, text="not approved: it is over")
     result = evaluate_approval_gates(workflow, forecast.context)
     if result.verdict == "wait" and decision.approve == "manual":
-        line = as_typed(command(assumed.options, "approve", quoted(event.id)))
+        line = command(assumed.options, "approve", quoted(event.id))
+        if assumed.has_agent:  # a rehearsal may be kept, and says the same for all
+            line = as_typed(line)
         return ExpectedApproval(verdict="manual", at=None, text=f"when an operator approves it: {line}")
     text = f"not approved: {wait_message(workflow, result.wait_reason)}"
     return ExpectedApproval(verdict="deny", at=None, text=text)

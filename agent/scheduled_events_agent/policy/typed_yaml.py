@@ -268,7 +268,8 @@ class _Reader:
             try:
                 items = [self._convert(node, item_type, path)]
             except _ValueProblemError as error:
-                hint = f": write {_as_list(node.value.replace(',', ' '))}" if "," in node.value else ""
+                is_list = "," in node.value and not self._is_secret
+                hint = f": write {_as_list(node.value.replace(',', ' '))}" if is_list else ""
                 raise _ValueProblemError(f"{error}{hint}") from error
         else:
             hint = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
