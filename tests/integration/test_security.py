@@ -724,7 +724,7 @@ def test_bidirectional_and_line_break_characters_are_removed() -> None:
     [
         (f'"{SECRET}', "the quoted text that begins in line 2 is not closed"),
         (f"{SECRET}: {SECRET}", None),
-        (f"*{SECRET}", "the alias has no anchor above it"),
+        (f"*{SECRET}", "the alias has no anchor above it: put a text that begins with * in quotes"),
         (f"[{SECRET}]", "hooks.x.env.TOKEN: expected a text; got a list"),
         (f'"{SECRET}\\0"', "hooks.x.env.TOKEN: the character U+0000 cannot be part of it: remove it"),
         (f'"{SECRET}\\q"', "unknown escape in double quotes: write a backslash twice, or use single quotes"),

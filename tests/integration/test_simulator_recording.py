@@ -400,7 +400,7 @@ def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> Non
     assert (ran.returncode, ran.stdout, ran.stderr) == (
         2,
         "",
-        f'{path}:2: timeline[0].event.type: expected one of {choices}; got "Rebot"\n',
+        f'{path}:2: timeline[0].event.type: expected one of {choices}; got "Rebot"; did you mean "Reboot"?\n',
     )
     assert run_command("outage", "--check").stdout.startswith("outage: valid, with ")
     assert run_command("--check").stderr == (

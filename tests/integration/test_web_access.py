@@ -304,7 +304,8 @@ def problems(file: Path) -> list[str]:
             [
                 (
                     "DIR/web.yml:4: tls_server_config.client_auth_type: expected one of NoClientCert, "
-                    'VerifyClientCertIfGiven, RequireAndVerifyClientCert; got "RequireAnyClientCert"'
+                    'VerifyClientCertIfGiven, RequireAndVerifyClientCert; got "RequireAnyClientCert"; '
+                    'did you mean "RequireAndVerifyClientCert"?'
                 )
             ],
         ),
