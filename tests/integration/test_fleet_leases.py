@@ -171,6 +171,20 @@ def test_more_than_the_most_records_are_rejected(api: KubeApi, monkeypatch: pyte
     assert (failed.kind, str(failed)) == ("bad_response", "more than 2 records: fleet|web")
 
 
+def test_records_of_nodes_that_are_gone_keep_no_group_from_going_on(
+    api: KubeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that are gone leave theirs; those that remain must be able to list the group, and to delete them."""
+    monkeypatch.setattr(leases, "MAX_RECORDS", 2)
+    monkeypatch.setattr(leases, "_LEASES_PER_PAGE", 1)
+    store = backend(api)
+    for number in range(4):
+        put(store, f"gone|vm-{number}")
+    monkeypatch.setattr(leases, "_age", lambda *_: 86_401.0)
+    found = store.list()
+    assert [(record.is_old, record.key.partition("|")[0]) for record in found] == [(True, "gone")] * 2
+
+
 def test_a_list_that_takes_too_long_is_given_up(api: KubeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_LEASES_PER_PAGE", 1)
     monkeypatch.setattr(leases, "_LIST_SECONDS", 0.0)

@@ -139,15 +139,19 @@ class LeaseBackend:
     def list(self) -> list[Record]:
         deadline = monotonic() + _LIST_SECONDS
         records: list[Record] = []
+        old: list[Record] = []
         query = {"labelSelector": f"{LABEL}={self._group}", "limit": str(_LEASES_PER_PAGE)}
         next_page: dict[str, str] = {}
         while True:
             page, date = self._send("list", "", _LEASE_LIST, query=query | next_page)
-            records += filter(None, [self._parse_record(item.metadata, date) for item in page.items])
+            found = [*filter(None, [self._parse_record(item.metadata, date) for item in page.items])]
+            records += [record for record in found if not record.is_old]
+            old += [record for record in found if record.is_old]
+            del old[MAX_RECORDS:]  # however many nodes have gone, the group can be listed, and old ones be deleted
             if len(records) > MAX_RECORDS:
                 raise BackendError(f"more than {MAX_RECORDS:,} records: {self._partition}", kind="bad_response")
             if not page.metadata.next_page:
-                return records
+                return [*records, *old]
             if monotonic() > deadline:
                 raise BackendError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
             next_page = {"continue": page.metadata.next_page}
