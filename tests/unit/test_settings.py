@@ -351,6 +351,18 @@ def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_
     assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_warned_of else [])
 
 
+def test_two_hooks_that_start_one_unit_are_a_warning() -> None:
+    hooks = "\n".join(
+        f"  {name}: {{run: [/x/run-as-root, {program}], serialize: true}}"
+        for name, program in (("a", "drain"), ("b", "save"), ("c", "drain"))
+    )
+    text = f"rules: [{{name: x, prepare: [a, b, c], recover: [], approve: when-prepared}}]\nhooks:\n{hooks}"
+    shared = "run-as-root starts a unit, and two starts of one unit are one run"
+    assert warnings(text) == [
+        f"policy.yaml:5: hooks.c.run: {shared}: name hook a, which starts the same one, in its place"
+    ]
+
+
 NEVER_BACK = "rules[0].prepare: nothing puts this VM back in service: write recover: [] if that is meant"
 
 

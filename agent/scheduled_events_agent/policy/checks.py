@@ -370,10 +370,8 @@ def warnings(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool
             yield f"{path}.prepare", "nothing puts this VM back in service: write recover: [] if that is meant"
         yield from _glob_warnings(f"{path}.when.resource", rule.when.resource, lines)
         yield from _time_warnings(path, rule, settings)
+    yield from _root_starter_warnings(settings.hooks)
     for name, hook in settings.hooks.items():
-        if is_started_as_root(hook) and not hook.serialize:
-            text = f"{ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
-            yield f"hooks.{name}.run", text
         if sign := _shell_sign(hook.run or ()):
             yield f"hooks.{name}.run", f'run starts no shell: "{sign}" is passed as an argument; use shell'
     if is_all_named:
@@ -393,6 +391,20 @@ def _shell_sign(run: tuple[str, ...]) -> str:
         if item.startswith("$"):
             return "$..."  # of an argument, nothing is shown
     return ""
+
+
+def _root_starter_warnings(hooks: Mapping[str, Hook]) -> Iterator[Finding]:
+    """Hooks that may start a unit of systemd that already runs."""
+    starters: dict[tuple[str, ...], str] = {}
+    for name, hook in hooks.items():
+        if not is_started_as_root(hook):
+            continue
+        begin = f"{ROOT_STARTER} starts a unit, and two starts of one unit are one run"
+        if not hook.serialize:
+            yield f"hooks.{name}.run", f"{begin}: write serialize: true"
+        other = starters.setdefault((hook.run or ())[1:], name)
+        if other != name:
+            yield f"hooks.{name}.run", f"{begin}: name hook {other}, which starts the same one, in its place"
 
 
 def _unused_warnings(settings: Settings) -> Iterator[Finding]:
