@@ -27,6 +27,7 @@ from scheduled_events_agent.engine import (
     hook_key,
     not_run_result,
 )
+from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent, check_limits
 from scheduled_events_agent.imds.text import DocumentError
@@ -255,6 +256,32 @@ def test_an_event_that_ends_before_its_hook_starts_is_closed(tmp_path: Path) -> 
         engine.receive(canceled)
         assert engine.run_cycle(datetime.now(UTC))
         assert (engine.workflows, executor.started) == ({}, ["clear"])
+    finally:
+        store.close()
+
+
+def test_on_clear_begins_no_hook_while_the_agent_observes_and_then_goes_on(tmp_path: Path) -> None:
+    hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "go")}
+    acting = Settings(hooks=hooks, on_clear=("clear", "go"))
+    executor = Clearing()
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        engine = Engine(acting, store, Metrics(tuple), cast("Executor", executor))
+        engine.start()
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        engine.receive(Document(incarnation="", events=()))
+        assert engine.run_cycle(datetime.now(UTC))
+        engine.change_settings(replace(acting, agent=replace(acting.agent, mode="observe")))
+        result = HookResult(
+            hook="clear", outcome="succeeded", exit_code=0, attempts=1, duration_seconds=1.0, detail="", tail=""
+        )
+        with mock.patch.object(executor, "is_running", return_value=False):
+            engine.receive(HookDone(RunOnClear("clear"), result))
+            assert engine.run_cycle(datetime.now(UTC))
+            assert executor.started == ["clear"]
+            engine.change_settings(acting)
+            assert engine.run_cycle(datetime.now(UTC))
+        assert executor.started == ["clear", "go"]
     finally:
         store.close()
 

@@ -53,7 +53,10 @@ class HookRuns:
         """Whether it is known if anything was pending at the start."""
         self._on_clear: list[str] = []
         self._is_on_clear_interrupted = False
-        """Whether a hook of an event has ended those of on_clear, which go on when nothing is pending any more."""
+        """Whether a hook of an event or the mode observe has ended those of on_clear.
+
+        They go on when the agent acts and nothing is pending any more.
+        """
         self._delayed: list[RunHook] = []
         """Hooks that wait for the end of an on_clear hook, because it might undo their work."""
         self.cut_short: list[RunHook] = []
@@ -169,7 +172,7 @@ class HookRuns:
     def decide_on_clear(self, settings: Settings, vm: str, now: datetime, *, is_clear: bool) -> None:
         """Begin the hooks of on_clear if nothing is pending; otherwise they never run.
 
-        If a hook of an event has ended them, go on with them as soon as nothing is pending.
+        If they were interrupted, go on with them as soon as nothing is pending.
         """
         if not self._is_on_clear_decided:
             self._is_on_clear_decided = True
@@ -182,7 +185,9 @@ class HookRuns:
             self.run_on_clear(settings, vm)
 
     def run_on_clear(self, settings: Settings, vm: str) -> None:
-        """Start the next hook of on_clear, unless a hook of an event has ended the one before it."""
+        """Start the next hook of on_clear, unless they are interrupted."""
+        if settings.agent.mode != "act":
+            self._is_on_clear_interrupted = True
         if self._on_clear and not self._is_on_clear_interrupted:
             hook = self._on_clear.pop(0)
             environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
