@@ -960,6 +960,16 @@ def test_a_longer_drain_of_a_new_policy_delays_the_approval() -> None:
     assert agent.tick() == ["A: approve A"]
 
 
+def test_a_longer_drain_of_a_new_policy_never_ends_one_earlier_that_a_reboot_has_begun_anew() -> None:
+    agent = Agent(a_rule(prepare=(), drain_for=60.0))
+    agent.document(an_event())
+    agent.tick(40)
+    assert agent.restart("boot 2", an_event()) == []
+    until = agent.of().drain_until
+    assert agent.reload(a_rule(prepare=(), drain_for=70.0)) == []
+    assert agent.of().drain_until == until
+
+
 def test_an_approved_event_that_gets_worse_is_prepared_for_not_approved_again() -> None:
     short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
     agent = Agent(short, a_rule(prepare=("drain",), lead=60.0))

@@ -252,7 +252,10 @@ def _begun_by(
 def _drained_longer(workflow: Workflow, decision: Decision, context: Context) -> Workflow:
     """The workflow with the drain of ``decision``. It is not ready since its preparation began: that counts."""
     since = workflow.handling_since or context.now
-    until = min(since + timedelta(seconds=decision.drain_for), drain_deadline(decision, workflow.event, context))
+    until = since + timedelta(seconds=decision.drain_for)
+    if workflow.drain_until is not None:
+        until = max(until, workflow.drain_until)  # after a reboot it has begun anew
+    until = min(until, drain_deadline(decision, workflow.event, context))
     if until <= context.now:
         return workflow
     return replace(workflow, prepare=replace(workflow.prepare, state="running"), drain_until=until)
