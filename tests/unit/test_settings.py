@@ -57,6 +57,7 @@ def test_errors_have_the_documented_form() -> None:
         (HOOKS + "rules: [{name: a, prepare: [drian]}]", 'rules[0].prepare[0]: there is no hook "drian"; did you mean "drain"?'),
         (HOOKS + "rules: [{name: a, on_start: [x]}]", 'rules[0].on_start[0]: there is no hook "x"; known are: drain, resume'),
         ("\nrules: [{name: a, recover: [x]}]", 'rules[0].recover[0]: there is no hook "x"; there is no hook yet'),
+        ("hooks: {a.b: {run: [x]}}\non_clear: [c]", 'on_clear[0]: there is no hook "c"; known are: a.b'),
         (HOOKS + "on_clear: [resum]", 'on_clear[0]: there is no hook "resum"; did you mean "resume"?'),
         (HOOKS + "rules: [{name: a, prepare: [drain, drain]}]", 'rules[0].prepare[1]: hook "drain" is in this list already'),
         ("\nrules: [{name: a}, {name: a}]", 'rules[1].name: the rule in line 2 is called "a" already'),

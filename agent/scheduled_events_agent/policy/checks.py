@@ -80,10 +80,8 @@ def errors(settings: Settings, parsed: Parsed[Settings], *, may_change_user: boo
         for stage in ("prepare", "on_start", "recover"):
             yield from _hook_list_errors(f"{path}.{stage}", getattr(rule, stage), settings, parsed)
         if rule.window is not None and not _has("maintenance_windows", rule.window, settings, parsed):
-            yield (
-                f"{path}.window",
-                _unknown("maintenance window", rule.window, _names("maintenance_windows", parsed)),
-            )
+            names = _names("maintenance_windows", settings.maintenance_windows, parsed)
+            yield f"{path}.window", _unknown("maintenance window", rule.window, names)
         yield from _when_errors(f"{path}.when", rule.when, parsed)
         yield from _fleet_rule_errors(path, rule, settings, parsed)
     yield from _notify_errors(settings, parsed)
@@ -254,10 +252,13 @@ def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) 
     return is_there or any(problem.path == section for problem in parsed.problems)
 
 
-def _names(section: str, parsed: Parsed[Settings]) -> Iterable[str]:
-    """The names of all hooks or windows, also of those with a wrong value."""
+def _names(section: str, right: Iterable[str], parsed: Parsed[Settings]) -> Iterable[str]:
+    """The names of all hooks or windows. ``right``: those with a right value.
+
+    The others are found by their lines, except names with a dot.
+    """
     found = [re.fullmatch(rf"{section}\.([^.\[]+)", path) for path in parsed.lines]
-    return [match[1] for match in found if match]
+    return dict.fromkeys([*right, *[match[1] for match in found if match]])
 
 
 def _hook_list_errors(
@@ -266,7 +267,7 @@ def _hook_list_errors(
     before: set[str] = set()
     for index, name in enumerate(names):
         if not _has("hooks", name, settings, parsed):
-            yield f"{path}[{index}]", _unknown("hook", name, _names("hooks", parsed))
+            yield f"{path}[{index}]", _unknown("hook", name, _names("hooks", settings.hooks, parsed))
         elif name in before:
             yield f"{path}[{index}]", f'hook "{name}" is in this list already'
         before.add(name)
