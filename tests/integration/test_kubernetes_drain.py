@@ -785,6 +785,31 @@ def test_a_node_that_others_uncordon_meanwhile_is_not_drained(
     assert (again.code, cluster.is_cordoned(), cluster.api.pod_names("vm-1")) == (0, True, [])
 
 
+def test_an_eviction_that_is_answered_late_does_not_stand_for_the_nodes_cordon(cluster: Cluster) -> None:
+    for name in ("one", "two"):
+        cluster.api.add_pod(name, "vm-1", ownerReferences=owned_by("Job"))
+    is_denied, is_asked_again, is_answered = threading.Event(), threading.Event(), threading.Event()
+
+    def answer_late(call: Call) -> None:
+        if is_eviction(call) and call.name == "two":
+            is_denied.set()
+            raise kube_status.ApiError(500, "not now", retry_after_seconds=30)
+        if is_eviction(call):
+            is_denied.wait(60)
+            for pod in cluster.api.store.list(PODS):  # both go, and others uncordon the node
+                cluster.api.store.remove(PODS, pod)
+            _set_cordon(cluster, is_on=False)
+            is_asked_again.wait(60)
+            later(0.5, is_answered.set)
+        elif (call.verb, call.path) == ("get", "nodes") and not cluster.api.pod_names():
+            is_asked_again.set()
+            is_answered.wait(60)
+
+    cluster.api.before = answer_late
+    done = cluster.drain("--timeout", "60s")
+    assert (done.code, "others have uncordoned it meanwhile" in done.err) == (1, True)
+
+
 def test_a_cordon_that_is_under_way_at_a_signal_is_undone_by_the_uncordon_after_it(cluster: Cluster) -> None:
     asked = threading.Event()
     go_on = threading.Event()

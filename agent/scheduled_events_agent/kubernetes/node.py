@@ -184,11 +184,15 @@ class NodeClient:
 
     def _ask_once(self, request: Callable[[float], T]) -> T | ApiError:
         """The answer to one request, or its error; at the deadline also if a name is still being looked up."""
-        seconds = max(self._deadline - time.monotonic(), _LEAST_SECONDS)
-        self._background.start(None, lambda: request(seconds))
-        try:
-            _, result = self._background.wait(seconds)
-        except Empty:
-            return ApiError("the API server: no whole answer in time", kind="unavailable", failure="timeout")
-        answered: T | ApiError = result
-        return answered
+        begun_at = time.monotonic()
+        seconds = max(self._deadline - begun_at, _LEAST_SECONDS)
+        key = object()
+        self._background.start(key, lambda: request(seconds))
+        while True:
+            try:
+                answered, result = self._background.wait(begun_at + seconds - time.monotonic())
+            except Empty:
+                return ApiError("the API server: no whole answer in time", kind="unavailable", failure="timeout")
+            if answered is key:  # else it is of an eviction that was under way when its pod had gone
+                answer: T | ApiError = result
+                return answer
