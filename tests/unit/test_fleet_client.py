@@ -322,8 +322,10 @@ def test_of_two_claims_at_one_moment_one_begins() -> None:
     assert vms[1].client.statuses["b"].may_begin
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_after_a_long_outage_no_vm_takes_a_slot_before_its_owner_has_renewed_it(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "asked"), [*[(seed, 0.0) for seed in range(6)], *[(seed, 200.0) for seed in (0, 44, 58)]]
+)
+def test_after_a_long_outage_no_vm_takes_a_slot_before_its_owner_has_renewed_it(seed: int, asked: float) -> None:
     group = Group()
     owner, waiting = vms = [Vm(group, name) for name in BOTH]
     for number, vm in enumerate(vms):
@@ -334,11 +336,12 @@ def test_after_a_long_outage_no_vm_takes_a_slot_before_its_owner_has_renewed_it(
     waiting.want("requested", "b", not_before=in_two_days)
     for vm in vms:
         vm.way.faults = ["unavailable"] * 1000
+        vm.way.retry_after = asked
     group.run(2400.0, *vms)
     assert waiting.client.error is not None
     for vm in vms:
         vm.way.faults = []
-    for _ in range(120):
+    for _ in range(120 + 3 * int(asked)):
         group.run(1.0, *vms)
         assert not waiting.client.statuses["b"].may_begin
     owner.end("a")

@@ -31,7 +31,10 @@ _BACKOFF_SECONDS = (1.0, 30.0)
 _LONG_OUTAGE_SECONDS = SLOT_SECONDS / 2
 """If the store was unavailable for longer, records may have lapsed whose VMs still have begun."""
 _RENEWAL_SECONDS = 90.0
-"""By then after an outage, each VM has renewed its records: once a minute, or after a pause of 30 s at most."""
+"""By then after an outage, each VM has renewed its records: once a minute, or after a pause of 30 s at most.
+
+If the store has asked for a pause, so much later.
+"""
 
 
 class _Confirmed(msgspec.Struct, frozen=True):
@@ -156,8 +159,8 @@ class FleetClient:
                 self._relist_at = None
             self._listed = sum(not record.is_old for record in records)
             found = self._plan(records, requests, sent_at)
-            if self._may_lack_records(sent_at):
-                self._renewed_at = sent_at + _RENEWAL_SECONDS
+            if seconds := self._seconds_to_renewal(sent_at):
+                self._renewed_at = sent_at + seconds
             self.statuses = found.statuses
             if sent_at < self._renewed_at:
                 self.statuses = {key: replace(one, may_begin=False) for key, one in found.statuses.items()}
@@ -168,11 +171,17 @@ class FleetClient:
                 break
         return found.next_sync_seconds
 
-    def _may_lack_records(self, now: float) -> bool:
-        """Whether records of VMs that have begun may have lapsed in an outage, or gone with a deleted table."""
+    def _seconds_to_renewal(self, now: float) -> float:
+        """In how many seconds each VM has renewed its records; 0 if none can be missing.
+
+        Records of VMs that have begun may have lapsed in an outage, or gone with a deleted table.
+        """
         if self.error is None or self.unavailable_from is None:
-            return False
-        return self.error.kind == "not_found" or now - self.unavailable_from >= _LONG_OUTAGE_SECONDS
+            return 0.0
+        is_long = now - self.unavailable_from >= _LONG_OUTAGE_SECONDS
+        if self.error.kind != "not_found" and not is_long:
+            return 0.0
+        return _RENEWAL_SECONDS + self.error.retry_after
 
     def _remember_granted(self, now: float) -> None:
         """Note which events a list has allowed to begin. The engine may be about to begin: these claims stay."""
