@@ -22,10 +22,20 @@ def nothing_is_left_behind() -> Iterator[None]:
     """Whatever a test does to a hook: no thread, child process or descriptor of ours outlives it."""
     _run("pass")  # what is loaded or made at the first hook stays
     gc.collect()  # what other tests have left is closed now, not meanwhile
+    assert _watchers() == []
     before = threading.active_count(), _count_descriptors(), _children()
     yield
+    assert _watchers() == []
     assert (threading.active_count(), _count_descriptors()) == before[:2]
     assert _children() <= before[2]  # other files may have some: those of a fixture for all tests
+
+
+def _watchers() -> list[threading.Thread]:
+    """The threads that wait for a hook's end and have not ended: they do so just after its result is there."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("hook-")]
+    for thread in threads:
+        thread.join(60.0)
+    return [thread for thread in threads if thread.is_alive()]
 
 
 def _children() -> set[psutil.Process]:
@@ -101,7 +111,8 @@ def test_the_event_arrives_on_standard_input() -> None:
     code = "import sys; data = sys.stdin.buffer.read(); print(len(data), data[:7])"
     for data in (b"", b'{"a":1}', b"x" * 3_000_000):
         result = HookRun("test", _hook(code), environment={}, stdin=data).run()
-        assert result.tail == f"{len(data)} {data[:7]!r}\n"
+        expected = ("succeeded", "exit code 0", f"{len(data)} {data[:7]!r}\n")
+        assert (result.outcome, result.detail, result.tail) == expected
 
 
 def test_a_hook_that_does_not_read_its_input_is_not_held_up() -> None:
