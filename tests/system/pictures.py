@@ -94,7 +94,7 @@ def take_held(tab: Tab, picture: Path) -> None:
     shell.run("cd")
     shell.run("scheduled-events-agent simulate --vm web-3 --bind 169.254.169.254 --port 80 &")
     shell.run("scheduled-events-agent run &")
-    show(tab, shell, "http://127.0.0.1:9769/", "is held")
+    show(tab, shell, "http://127.0.0.1:9769/", "is held", "(failed)")
     tab.click("details[open] summary")  # the timeline makes the picture too long
     shoot(tab, picture, "pending")
 
@@ -110,15 +110,17 @@ def take_tutorial(tab: Tab, drained: Path, held: Path) -> None:
     shell.run("wait %?simulate")
     for step in takewhile(lambda step: " status " not in step.command, steps(section(6, 6))):
         shell.run(step.command)
-    show(tab, shell, page, "is held")
+    show(tab, shell, page, "is held", "(failed)")
     shoot(tab, held, "pending")
 
 
-def show(tab: Tab, shell: Shell, page: str, words: str) -> None:
-    """Open the page; returns when all of it is shown, with these words."""
+def show(tab: Tab, shell: Shell, page: str, *words: str) -> None:
+    """Open the page; returns when all of it is shown, with these words. The timeline comes later than the rest."""
     shell.run(f"curl --silent --retry {_TRIES} --retry-connrefused --retry-delay 1 --output /dev/null {page}")
     tab.open(page)
-    tab.wait(f"document.getElementById('pauses') && document.body.innerText.includes({words!r})")
+    tab.wait("document.getElementById('pauses') !== null")
+    for each in words:
+        tab.wait(f"document.body.innerText.includes({each!r})")
 
 
 def shoot(tab: Tab, picture: Path, last: str) -> None:
