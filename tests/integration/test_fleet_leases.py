@@ -18,6 +18,7 @@ from kube_objects import CLUSTER_ROLE_BINDINGS, LEASES, NAMESPACES, Object
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.cli.fleet import examine
+from scheduled_events_agent.fleet import backend as fleet_backend
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.kubernetes import client, leases
 from scheduled_events_agent.kubernetes.leases import ANNOTATION, LABEL, LeaseBackend, connect
@@ -163,7 +164,7 @@ def test_a_list_is_current_of_this_group_and_in_pages(api: KubeApi, monkeypatch:
 
 
 def test_more_than_the_most_records_are_rejected(api: KubeApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_RECORDS", 2)
+    monkeypatch.setattr(fleet_backend, "MAX_RECORDS", 2)
     store = backend(api)
     for number in range(3):
         put(store, f"e|vm-{number}")
@@ -175,7 +176,7 @@ def test_records_of_nodes_that_are_gone_keep_no_group_from_going_on(
     api: KubeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes that are gone leave theirs; those that remain must be able to list the group, and to delete them."""
-    monkeypatch.setattr(leases, "MAX_RECORDS", 2)
+    monkeypatch.setattr(fleet_backend, "MAX_RECORDS", 2)
     monkeypatch.setattr(leases, "_LEASES_PER_PAGE", 1)
     store = backend(api)
     for number in range(4):
@@ -528,6 +529,7 @@ from scheduled_events_agent.cli import fleet
 from scheduled_events_agent.daemon.fleet import connect
 from scheduled_events_agent.policy.load import parse_settings
 settings = parse_settings(sys.argv[1], "policy.yaml").settings
+from scheduled_events_agent.fleet import backend as fleet_backend
 from scheduled_events_agent.fleet.backend import BackendError
 try:
     connect(settings, settings.fleet, "web")

@@ -25,6 +25,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.cli import check, main
 from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.daemon.policy_reader import machine_warnings
+from scheduled_events_agent.fleet import backend as fleet_backend
 from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
@@ -279,7 +280,7 @@ MORE = "x-ms-continuation-NextPartitionKey: p\r\nx-ms-continuation-NextRowKey: k
 def test_pages_without_an_end_are_given_up(
     server: Server, table: TableBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_module, "MAX_RECORDS", 5)
+    monkeypatch.setattr(fleet_backend, "MAX_RECORDS", 5)
     server.answer = listed(entity("a"), headers=MORE)
     assert "more than 5 records" in str(error_of(table))
     assert len(server.requests) == 6

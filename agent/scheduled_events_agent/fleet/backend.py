@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from scheduled_events_agent import AgentError
@@ -43,6 +43,18 @@ class Record(NamedTuple):
     def is_old(self) -> bool:
         """Whether it counts for nothing, and any VM may delete it."""
         return self.age is not None and self.age > _OLD_SECONDS
+
+
+def limited(records: Sequence[Record], partition: str) -> list[Record]:
+    """The records, but of old ones only some: however many VMs have gone, the group can be listed.
+
+    Raises BackendError if there are too many others.
+    """
+    current = [record for record in records if not record.is_old]
+    if len(current) > MAX_RECORDS:
+        raise BackendError(f"more than {MAX_RECORDS:,} records: {partition}", kind="bad_response")
+    old = [record for record in records if record.is_old]
+    return [*current, *old[:MAX_RECORDS]]
 
 
 class Backend(Protocol):

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import httpx
 
 from scheduled_events_agent import host
-from scheduled_events_agent.fleet.backend import MAX_RECORDS, BackendError, ErrorKind, OnRequest, Record, plain_key
+from scheduled_events_agent.fleet.backend import BackendError, ErrorKind, OnRequest, Record, limited, plain_key
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, tls_context
@@ -143,7 +143,6 @@ class TableBackend:
     def list(self) -> list[Record]:
         deadline = monotonic() + _LIST_SECONDS
         records: list[Record] = []
-        old: list[Record] = []
         query = {"$filter": f"PartitionKey eq '{self._partition}'", "$top": str(_RECORDS_PER_PAGE)}
         next_page: dict[str, str] = {}
         while True:
@@ -152,14 +151,10 @@ class TableBackend:
             if page is None:
                 text = f"{self._account_url}: the answer does not come from a table"
                 raise BackendError(text, kind="bad_response")
-            records += [record for record in page if not record.is_old]
-            old += [record for record in page if record.is_old]
-            del old[MAX_RECORDS:]  # however many VMs have gone, the group can be listed, and old ones be deleted
-            if len(records) > MAX_RECORDS:
-                raise BackendError(f"more than {MAX_RECORDS:,} records: {self._partition}", kind="bad_response")
+            records = limited([*records, *page], self._partition)
             next_page = _parse_continuation(answer.headers)
             if not next_page:
-                return [*records, *old]
+                return records
             if monotonic() > deadline:
                 raise BackendError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import msgspec
 
 from scheduled_events_agent import host
-from scheduled_events_agent.fleet.backend import MAX_RECORDS, BackendError, ErrorKind, OnRequest, Record, plain_key
+from scheduled_events_agent.fleet.backend import BackendError, ErrorKind, OnRequest, Record, limited, plain_key
 from scheduled_events_agent.http.errors import HttpErrorKind
 from scheduled_events_agent.kubernetes.account import SERVICE_ACCOUNT, AccountError, agent_environ, find_account
 from scheduled_events_agent.kubernetes.client import Answer, ApiError, Client
@@ -139,19 +139,14 @@ class LeaseBackend:
     def list(self) -> list[Record]:
         deadline = monotonic() + _LIST_SECONDS
         records: list[Record] = []
-        old: list[Record] = []
         query = {"labelSelector": f"{LABEL}={self._group}", "limit": str(_LEASES_PER_PAGE)}
         next_page: dict[str, str] = {}
         while True:
             page, date = self._send("list", "", _LEASE_LIST, query=query | next_page)
-            found = [*filter(None, [self._parse_record(item.metadata, date) for item in page.items])]
-            records += [record for record in found if not record.is_old]
-            old += [record for record in found if record.is_old]
-            del old[MAX_RECORDS:]  # however many nodes have gone, the group can be listed, and old ones be deleted
-            if len(records) > MAX_RECORDS:
-                raise BackendError(f"more than {MAX_RECORDS:,} records: {self._partition}", kind="bad_response")
+            found = filter(None, [self._parse_record(item.metadata, date) for item in page.items])
+            records = limited([*records, *found], self._partition)
             if not page.metadata.next_page:
-                return [*records, *old]
+                return records
             if monotonic() > deadline:
                 raise BackendError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
             next_page = {"continue": page.metadata.next_page}
