@@ -38,7 +38,7 @@ from scheduled_events_agent.workflow import Workflows
 _CHECK_SECONDS = 600.0
 _CHECK_SHARE = 0.2  # by chance, so that not all nodes ask together
 _BACKOFF_SECONDS = (1.0, 60.0)
-# After a boot a kubelet may tell so late which boot this is.
+# So long after a boot a kubelet may still report the boot before.
 _LATE_KUBELET_SECONDS = 30.0
 
 Connect = Callable[[KubernetesSettings], NodeStatus]

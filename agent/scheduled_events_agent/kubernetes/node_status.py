@@ -92,9 +92,9 @@ class NodeStatus:
     def read(self, seconds: float = REQUEST_SECONDS) -> ObservedNode:
         """Ask for the node. Raises OtherMachineError, too."""
         node, date = self.client.send("GET", self._path, NODE, seconds=seconds)
-        told = node.status.info.boot_id
-        if told and self._boot_id and told != self._boot_id:
-            what = f"node {self.name} is another machine (bootID {clean_text(told)}, here {self._boot_id})"
+        reported = node.status.info.boot_id
+        if reported and self._boot_id and reported != self._boot_id:
+            what = f"node {self.name} is another machine (bootID {clean_text(reported)}, here {self._boot_id})"
             raise OtherMachineError(what, "name this machine's node")
         return _observed(node, date)
 
