@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli import terminal
@@ -1075,7 +1076,26 @@ def test_start_and_reload_do_not_wait_for_local_policy_checks(
         policy_reader.read_policy(file, lambda *_: None)
     finally:
         may_answer.set()
-        for thread in threading.enumerate():
-            if thread.name == "policy-check":
-                thread.join()
+        _await_policy_checks()
     assert was_allowed == [True, True]
+
+
+def test_a_check_that_fails_by_a_bug_is_a_line_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that Python prints itself would tear a line of the log apart."""
+    path = tmp_path / "policy.yaml"
+    path.write_text("rules: [{name: all}]\n", encoding="utf-8")
+
+    def fail(*_: Any, **__: Any) -> tuple[()]:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(policy_reader, "check_machine", fail)
+    with structlog.testing.capture_logs() as entries:
+        policy_reader.read_policy(policy_file(path), lambda *_: None, is_start=True)
+        _await_policy_checks()
+    assert ("error", "a bug in the agent") in [(entry["log_level"], entry["event"]) for entry in entries]
+
+
+def _await_policy_checks() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "policy-check":
+            thread.join()

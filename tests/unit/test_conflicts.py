@@ -90,6 +90,26 @@ def test_an_agent_is_recognized_by_its_command(words: tuple[str, ...], *, is_one
     assert is_acting_agent(words) == is_one
 
 
+@pytest.mark.parametrize("error", [psutil.AccessDenied(5), OSError(22, "a part of it was read")])
+def test_a_process_that_cannot_be_read_hides_no_other_one(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    processes[20] = (*PACKAGED, "run")
+    readable = psutil.Process
+
+    def hide() -> list[str]:
+        raise error
+
+    def running(pid: int) -> object:
+        if pid == 4:
+            raise error
+        return SimpleNamespace(pid=5, cmdline=hide) if pid == 5 else readable(pid)
+
+    monkeypatch.setattr(psutil, "pids", lambda: [4, 5, 20])
+    monkeypatch.setattr(psutil, "Process", running)
+    assert [one.pid for one in acting_agents(set())] == [20]
+
+
 def test_agents_are_recognized_by_their_first_process_and_the_own_one_is_ignored(processes: Processes) -> None:
     processes[10] = processes[11] = (*PACKAGED, "run")  # a launcher and its child
     processes[12] = ("/bin/sh", "drain")

@@ -95,9 +95,16 @@ class PolicyReader:
 
 
 def run_in_background(function: Callable[[], None], name: str) -> None:
-    """Run the function on its own thread, if there is memory for one."""
+    """Run the function on its own thread, if there is memory for one. If it fails, that is logged."""
+
+    def guarded() -> None:
+        try:
+            function()
+        except Exception:  # noqa: BLE001 - a traceback that Python prints itself would tear a line of the log apart
+            get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
+
     with contextlib.suppress(RuntimeError):
-        threading.Thread(target=function, name=name, daemon=True).start()
+        threading.Thread(target=guarded, name=name, daemon=True).start()
 
 
 def machine_warnings(loaded: LoadedPolicy) -> list[str]:

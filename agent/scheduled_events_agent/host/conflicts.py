@@ -101,11 +101,18 @@ _SAMPLE_DISPLAY = "azurescheduledevents"
 _SAMPLE = "Azure's sample service SchService"
 
 
+UNREADABLE = (psutil.Error, OSError)
+"""Raised for a process that has ended, or that hides from this account. On Windows psutil lets OSError through."""
+
+
 def running_processes() -> Iterator[psutil.Process]:
     """Every process. psutil's own iterator would keep an object for each of them for ever."""
     for pid in psutil.pids():
-        with suppress(psutil.Error):  # it has ended
-            yield psutil.Process(pid)
+        try:
+            process = psutil.Process(pid)
+        except UNREADABLE:
+            continue
+        yield process
 
 
 def acting_agents(own_pids: Collection[int]) -> list[ActingAgent]:
@@ -113,7 +120,7 @@ def acting_agents(own_pids: Collection[int]) -> list[ActingAgent]:
     commands: dict[int, list[str]] = {}
     parents: dict[int, int] = {}
     for process in running_processes():
-        with suppress(psutil.Error):  # it has ended, or belongs to an account that hides it
+        with suppress(*UNREADABLE):
             words = process.cmdline()
             if is_acting_agent(words):
                 commands[process.pid] = words
@@ -148,7 +155,7 @@ def linux_approvers(root: Path = Path("/")) -> list[Approver]:
     """Other approvers on Linux: in processes, unit files and Pacemaker's configuration."""
     commands = []
     for process in running_processes():
-        with suppress(psutil.Error):  # it has ended, or belongs to an account that hides it
+        with suppress(*UNREADABLE):
             commands.append((process.pid, process.cmdline()))
     services = {path.stem for place in _UNIT_PLACES for path in (root / place).glob("*.service")}
 

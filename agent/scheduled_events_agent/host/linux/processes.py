@@ -24,7 +24,7 @@ from typing import Literal
 
 import psutil
 
-from scheduled_events_agent.host.conflicts import running_processes
+from scheduled_events_agent.host.conflicts import UNREADABLE, running_processes
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.linux.files import account_name
 
@@ -398,7 +398,7 @@ def _owned_processes(trees: Mapping[str, ProcessTree | None]) -> list[tuple[psut
 def _token_of(process: psutil.Process) -> str:
     try:
         return process.environ().get(_MARKER, "")
-    except psutil.Error:  # it has ended, or belongs to an account that hides it
+    except UNREADABLE:
         return ""
 
 

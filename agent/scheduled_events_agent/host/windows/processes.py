@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from scheduled_events_agent.host.conflicts import running_processes
+from scheduled_events_agent.host.conflicts import UNREADABLE, running_processes
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows.files import reason_of
 
@@ -231,7 +231,7 @@ def kill_leftovers(prefix: str) -> int:
     """
     found = [process for process in running_processes() if _token_of(process).startswith(prefix)]
     for process in found:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(*UNREADABLE):
             process.kill()
     return len(found)
 
@@ -239,7 +239,7 @@ def kill_leftovers(prefix: str) -> int:
 def _token_of(process: psutil.Process) -> str:
     try:
         return process.environ().get(_MARKER, "")
-    except (psutil.Error, OSError):  # it has ended, or belongs to an account that hides it
+    except UNREADABLE:
         return ""
 
 
