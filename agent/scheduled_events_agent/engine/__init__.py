@@ -1,4 +1,4 @@
-"""The engine: takes in what has come, decides, commits, performs.
+"""The engine: receives, decides, commits, performs.
 
 Owns the open workflows and all that outlives a cycle. Decides nothing about events (``workflow`` does) and
 waits for nothing: it starts no thread, opens no connection and reads no clock but that of its ``Host``. The one
@@ -14,7 +14,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
     reporter.py    log, metrics and journal
     debugging.py  what only a log at level debug has of decisions
-    outbox.py     notices of events, until they are delivered
+    outbox.py     notifications, until they are delivered
     identity.py   who this VM is, remembered
     fleet.py      what the fleet's thread last said, and what is requested of it
     maintenance.py     the state file: in its place, without old entries, with room for a full disk

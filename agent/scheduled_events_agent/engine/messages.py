@@ -1,4 +1,4 @@
-"""Interfaces of the engine: its clock, the executor of its decisions, and the messages that it receives."""
+"""The messages that the engine receives, and the keys and results of the hooks that they are about."""
 
 from collections.abc import Mapping
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""Commands to find out why the agent does not answer."""
+"""Commands for the agent's service, to be shown to people."""
 
 from typing import NamedTuple
 

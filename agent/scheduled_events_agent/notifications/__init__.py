@@ -1,6 +1,6 @@
 """Notifications: their content, their formats, and their delivery to a service.
 
-Owns the value that a notice is kept as, the bodies that services want, and one exchange with a service. Keeps
+Owns the stored value of a notification, the bodies that services want, and one exchange with a service. Stores
 nothing, retries nothing and starts no thread. Invariant: no URL, header or key of a target is in an error.
 
     notification.py  what has happened to an event, and which targets want to hear of it

@@ -1,4 +1,7 @@
-"""The decision about an event: the first rule that matches, with the reason. Pure."""
+"""The decision about an event: the first rule that matches, with the reason. Pure.
+
+Invariant: an event that no rule clearly allows to approve is never approved.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Reads and writes durations, numbers and times in files and options, and suggests words for misspelt ones.
+"""Reads and writes durations, times and numbers as people write them, and cuts texts to a length.
 
 Invariant: ``parse_duration`` reads what ``format_duration`` writes.
 """

@@ -1,7 +1,4 @@
-"""The policy's rules, hooks and maintenance windows, and the decision by the first rule that matches an event.
-
-Pure: does no I/O and keeps no state. Invariant: an event that no rule clearly allows to approve is never approved.
-"""
+"""Types of the policy's rules, hooks and maintenance windows. Pure: does no I/O and keeps no state."""
 
 import re
 from collections.abc import Iterable

@@ -9,6 +9,7 @@
     server.py      EDGE   one HTTP port per VM
     recorder.py    EDGE   asks a real endpoint and writes a recording
     simulation.py  SHELL  the service and its ports under one lock and one clock; waiting
+    table.py       EDGE   a table in memory, for the agents of a fleet
     control.py     SHELL  a port with JSON and a page (control.html), to schedule events and faults manually
     testing.py     SHELL  a pytest plugin: a simulator and the real agent, for tests of policies and hooks
 

@@ -77,7 +77,7 @@ class Vm(msgspec.Struct, frozen=True, kw_only=True):
 class ActivePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The policy that is in force."""
 
-    file: str  # or ``settings.BUILT_IN_NAME``
+    file: str  # or ``policy.load.BUILT_IN_NAME``
     read_at: datetime
     hash: str = ""  # as sha256sum prints it; of the built-in policy: that of an empty file
     """SHA-256."""

@@ -1,7 +1,6 @@
-"""The approval: gates, the request, and its answer.
+"""Gates: each answers whether an event may be approved, or begin, now; those of the fleet are in ``fleet.py``.
 
-Each gate answers whether the event may be approved now. All gates are asked, and the strictest answer counts. A
-gate that is not sure does not say yes.
+All gates are asked, and the strictest answer counts. A gate that is not sure does not allow it.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ HELD = WaitReason(kind="held")
 
 
 class GateResult(msgspec.Struct, frozen=True):
-    """A gate's answer, and why it is not yes."""
+    """A gate's answer, and why it is not allow."""
 
     verdict: Literal["allow", "wait", "deny"]
     wait_reason: WaitReason | None = None
@@ -133,7 +132,7 @@ def stale_gate(_: Workflow, context: Context) -> GateResult:
     return GateResult("wait", WaitReason(kind="stale", at=context.document_at)) if context.is_stale else ALLOW
 
 
-# Gates that must say yes before this VM calls itself ready. If several say no, the first one is named. First come
+# Gates that must allow it before this VM calls itself ready. If several deny it, the first is named. First come
 # those that forbid this VM ever to approve the event, then those that a person can change, then rule and operator.
 LOCAL_APPROVAL_GATES: Gates = (
     eligibility_gate, preparation_gate, state_loss_gate, id_gate, rule_gate, operator_gate, not_started_gate,

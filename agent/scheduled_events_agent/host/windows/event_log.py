@@ -1,8 +1,8 @@
 """The Event Log and the log file of an agent that runs as a Windows service.
 
-Both get entries from ``agent.log``. Neither makes the agent wait or raises in it: what cannot be written is lost.
-Ids are below 65536 and carry no severity. So the agent's own message file has a text for them, and that of the
-.NET Framework (any id, only the entry's text) as well.
+Both get entries from ``telemetry.log``. Neither makes the agent wait or raises in it: what cannot be written is
+lost. Ids are below 65536 and carry no severity. So the agent's own message file has a text for them, and that of
+the .NET Framework (any id, only the entry's text) as well.
 """
 
 import contextlib
