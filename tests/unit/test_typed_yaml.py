@@ -29,14 +29,13 @@ class Outer(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     maybe: str | None = None
     number: int = 0
-    real: float = 0.0
     flag: bool = False
     mode: Literal["never", "on", "2020-07-01"] = "never"
     at: time | None = None
     span: Span | None = None
-    few: Annotated[tuple[str, ...], Meta(max_length=2)] = ()
+    few: Annotated[tuple[str, ...], Meta(min_length=1)] = ()
     any_of: Annotated[tuple[Literal["a", "b"], ...], Meta(extra={"kind": "one-or-many"})] = ()
-    items: list[Inner] = []
+    items: tuple[Inner, ...] = ()
     table: dict[str, str] = {}
     inner: Inner | None = None
 
@@ -88,8 +87,6 @@ def test_an_empty_text_is_all_defaults(text: str | bytes) -> None:
         ("maybe: none", "maybe", "none"),
         ("number: -12", "number", -12),
         ("number: 010", "number", 10),
-        ("real: 1e3", "real", 1000.0),
-        ("real: .5", "real", 0.5),
         ("flag: true", "flag", True),
         ("flag: False", "flag", False),
         ("mode: on", "mode", "on"),
@@ -100,9 +97,9 @@ def test_an_empty_text_is_all_defaults(text: str | bytes) -> None:
         ("few: [yes, 1]", "few", ("yes", "1")),
         ("any_of: a", "any_of", ("a",)),
         ("any_of: [a, b]", "any_of", ("a", "b")),
-        ("items:\n  - {name: x, span: 2s}", "items", [Inner(name="x", span=2.0)]),
+        ("items:\n  - {name: x, span: 2s}", "items", (Inner(name="x", span=2.0),)),
         ("table: {A B: yes, C: 1.0}", "table", {"A B": "yes", "C": "1.0"}),
-        ("items: [&x {name: x}, *x]", "items", [Inner(name="x"), Inner(name="x")]),
+        ("items: [&x {name: x}, *x]", "items", (Inner(name="x"), Inner(name="x"))),
     ],
 )
 def test_values_come_from_the_operators_own_letters(text: str, key: str, expected: Any) -> None:
@@ -113,7 +110,6 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
     ("text", "problem"),
     [
         ("number: 1.5", 'f.yaml:1: number: expected a whole number; got "1.5"'),
-        ("real: .nan", 'f.yaml:1: real: expected a number; got ".nan"'),
         ("flag: yes", 'f.yaml:1: flag: expected true or false; got "yes"'),
         ("mode: off", 'f.yaml:1: mode: expected one of never, on, 2020-07-01; got "off"'),
         ("at: 24:00", 'f.yaml:1: at: expected a time of day such as 02:00; got "24:00"'),
@@ -122,7 +118,7 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
         ("text: {a: b}", "f.yaml:1: text: expected a text; got keys with values"),
         ("few: a", 'f.yaml:1: few: expected a list; got "a": write [a]'),
         ("few:", "f.yaml:1: few: expected a list; got nothing: remove the key, or write []"),
-        ("few: [a, b, c]", "f.yaml:1: few: expected at most 2 items; got 3"),
+        ("few: []", "f.yaml:1: few: expected at least 1 items; got 0"),
         ("table: [a]", "f.yaml:1: table: expected keys with values; got a list"),
         (
             "table:",
@@ -217,11 +213,12 @@ def test_all_errors_are_reported_at_once_in_line_order() -> None:
 
 
 def test_aliases_that_double_at_every_step_end_at_a_limit() -> None:
-    class Deep(msgspec.Struct):
-        x: dict[str, list[list[list[list[list[list[str]]]]]]]
-
+    rows: Any = str
+    for _ in range(6):
+        rows = tuple[rows, ...]
+    deep = msgspec.defstruct("Deep", [("x", dict[str, rows])])
     steps = "".join(f"  y{i}: &a{i + 1} [{','.join([f'*a{i}'] * 10)}]\n" for i in range(12))
-    problems = parse(f"x:\n  y: &a0 [{','.join('1' * 10)}]\n{steps}", Deep, "f.yaml").problems
+    problems = parse(f"x:\n  y: &a0 [{','.join('1' * 10)}]\n{steps}", deep, "f.yaml").problems
     assert 0 < len(problems) <= 100
 
 
@@ -252,7 +249,7 @@ def test_no_text_makes_the_parser_fail(text: str | bytes) -> None:
 
 
 def test_a_value_is_written_as_the_file_writes_it() -> None:
-    outer = Outer(span=90.0, at=time(2), items=[Inner(name="x", span=0.5)], flag=True, any_of=("a",))
+    outer = Outer(span=90.0, at=time(2), items=(Inner(name="x", span=0.5),), flag=True, any_of=("a",))
     assert plain(outer, Outer) == {
         "flag": True,
         "at": "02:00",

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 # Keeps NotBefore less a duration inside the calendar.
 _MAX_DURATION_SECONDS = 3650 * 86400.0
-NUMBER = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?"
+_NUMBER = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?"
 _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 _DURATION = "".join(rf"(?:(?P<{unit}>[0-9]+(?:\.[0-9]+)?){unit}(?![a-z]))?" for unit in _UNITS_MS)
 
@@ -17,7 +17,7 @@ def parse_duration(text: str) -> float:
     """Seconds of a duration such as 9s, 1h30m or 500ms. Raises ValueError, which says how to write one."""
     match = re.fullmatch(_DURATION, text) if text else None
     if match is None:
-        hint = f": write {text}s if seconds are meant" if re.fullmatch(NUMBER, text) else ""
+        hint = f": write {text}s if seconds are meant" if re.fullmatch(_NUMBER, text) else ""
         raise ValueError(f"expected a duration such as 9s, 5m, 1h30m or 2d; got {quote(text)}{hint}")
     seconds = sum(float(match[unit] or 0) * size for unit, size in _UNITS_MS.items()) / 1000
     if seconds > _MAX_DURATION_SECONDS:

@@ -45,7 +45,7 @@ def plain(value: Any, annotation: Any) -> Any:
         }
     if isinstance(value, dict):
         return {key: plain(item, get_args(type_)[1]) for key, item in value.items()}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return [plain(item, get_args(type_)[0]) for item in value]
     if isinstance(value, time):
         return value.isoformat("seconds" if value.second else "minutes")
@@ -65,7 +65,7 @@ def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         schema = {"anyOf": [schema["items"], schema]}
     for meta in metas:
         words: dict[str, Any] = {"description": meta.description, "pattern": meta.pattern}
-        if schema.get("type") in ("integer", "number"):
+        if schema.get("type") == "integer":
             words |= {"minimum": meta.ge, "maximum": meta.le}
         schema.update({word: value for word, value in words.items() if value is not None})
     return schema
@@ -82,7 +82,7 @@ def _bare_schema(type_: Any, metas: tuple[Meta, ...], definitions: dict[str, Any
         return {"$ref": f"#/$defs/{type_.__name__}"}
     if origin is Literal:
         return {"enum": list(arguments)}
-    if origin in (tuple, list):
+    if origin is tuple:
         return {"type": "array", "items": _schema(arguments[0], definitions)}
     if origin is dict:
         schema = {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
@@ -94,7 +94,7 @@ def _bare_schema(type_: Any, metas: tuple[Meta, ...], definitions: dict[str, Any
         return {"type": "string", "pattern": f"^({TIME})$"}
     if type_ is float and "duration" in meta_kinds(metas):
         return {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
-    return {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}
+    return {"type": {str: "string", bool: "boolean", int: "integer"}[type_]}
 
 
 def _struct_schema(type_: type[msgspec.Struct], definitions: dict[str, Any]) -> dict[str, Any]:
