@@ -4,7 +4,7 @@ The phase drives: a function looks only at what belongs to its phase, and leaves
 ``ALLOWED_TRANSITIONS``. What leads away from anywhere is in ``_interrupt``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -35,6 +35,7 @@ from scheduled_events_agent.workflow.model import (
     Transition,
     WaitReason,
     Workflow,
+    Workflows,
 )
 from scheduled_events_agent.workflow.stages import (
     can_start,
@@ -49,7 +50,6 @@ from scheduled_events_agent.workflow.stages import (
 )
 from scheduled_events_agent.workflow.timing import drain_deadline
 
-Workflows = Mapping[str, Workflow]
 PhaseFunction = Callable[[Workflow, Workflows, Context], Transition | WaitReason | None]
 """Returns the transition that is due. If none is: the reason why the workflow waits.
 

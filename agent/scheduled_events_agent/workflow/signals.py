@@ -1,6 +1,6 @@
 """The change that each signal makes to its workflow. It records facts only; ``phases`` acts on them."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from datetime import datetime, timedelta
 
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ from scheduled_events_agent.workflow.model import (
     Transition,
     UpdateHookDeadline,
     Workflow,
+    Workflows,
     show,
 )
 from scheduled_events_agent.workflow.stages import (
@@ -75,7 +76,7 @@ def apply_signal(workflow: Workflow | None, signal: Signal, context: Context) ->
             return _shift_times(workflow, seconds, context)
 
 
-def waiting_for_hook(signal: HookFinished, workflows: Mapping[str, Workflow]) -> list[str]:
+def waiting_for_hook(signal: HookFinished, workflows: Workflows) -> list[str]:
     """The workflow whose hook has ended, and those whose recovery needs the same hook."""
     owner = workflows.get(signal.workflow_id)
     if owner is None:

@@ -1,7 +1,5 @@
 """Stages: runs the hooks of prepare, on_start and recover in order, and handles hooks that events share."""
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from scheduled_events_agent.workflow.model import (
@@ -15,12 +13,13 @@ from scheduled_events_agent.workflow.model import (
     Transition,
     WaitReason,
     Workflow,
+    Workflows,
 )
 from scheduled_events_agent.workflow.timing import is_due, rank_of
 
 
 def run_next(
-    workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
+    workflow: Workflow, stage: Stage, workflows: Workflows, context: Context
 ) -> Transition | WaitReason | None:
     """Start the stage's next hook, or end the stage. If neither is due: why it waits, or None."""
     stage_status = workflow.stage_status(stage)
@@ -57,9 +56,7 @@ def run_next(
     )
 
 
-def give_way(
-    workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
-) -> Transition | None:
+def give_way(workflow: Workflow, stage: Stage, workflows: Workflows, context: Context) -> Transition | None:
     """Cancel a serialized prepare hook if an eviction needs it; it runs again later."""
     stage_status = workflow.stage_status(stage)
     if stage != "prepare" or stage_status.current is None or stage_status.is_canceling:
@@ -72,9 +69,7 @@ def give_way(
     )
 
 
-def _eviction_that_needs(
-    hook: str, workflow: Workflow, workflows: Mapping[str, Workflow], context: Context
-) -> Workflow | None:
+def _eviction_that_needs(hook: str, workflow: Workflow, workflows: Workflows, context: Context) -> Workflow | None:
     """The Preempt whose preparation needs this hook now, if the hook is serialized."""
     if hook not in context.serialized or workflow.event.type == "Preempt":
         return None
@@ -96,7 +91,7 @@ def _has_come_to(workflow: Workflow, hook: str, context: Context) -> bool:
     return until is None or is_due(until, context.now, workflow.decision.drain_for)
 
 
-def _has_earlier_hook(workflow: Workflow, workflows: Mapping[str, Workflow]) -> bool:
+def _has_earlier_hook(workflow: Workflow, workflows: Workflows) -> bool:
     """Whether a hook of an earlier appearance of the same event runs, or has still to end."""
     return any(
         other.event.key == workflow.event.key
@@ -167,7 +162,7 @@ def retried(stage_status: StageStatus) -> StageStatus:
     return replace(stage_status, state="running", failure="", failed_hook="")
 
 
-def other_prepared(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:
+def other_prepared(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
     """The other events for which something is prepared."""
     return [other for other in workflows.values() if other.id != workflow.id and other.is_prepared_for]
 
