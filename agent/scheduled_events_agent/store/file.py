@@ -63,7 +63,7 @@ RESERVE_BYTES = 4 * 1024 * 1024
 """The reserve, enough for a hundred events: so much of the file is free, and so long is its write-ahead log."""
 # The log is moved into the file when half of it is used, so the other half has room for the largest commit.
 _CHECKPOINT_PAGES = 512
-_DECODER = msgspec.json.Decoder(Workflow)
+WORKFLOW_DECODER = msgspec.json.Decoder(Workflow)
 _CACHE_KIB = 256  # SQLite's default takes 2 MiB of memory, for rows that the agent reads once
 
 
@@ -244,7 +244,7 @@ def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connec
                 raise _DamagedError(" ".join(result.split()))
         _migrate(connection, version)
         for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
-            _DECODER.decode(body)
+            WORKFLOW_DECODER.decode(body)
         connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('in_use', '1')")
         if lost:
             reason = lost.read_text(encoding="utf-8") or "the reason was not kept"

@@ -98,7 +98,6 @@ class RememberedChanges(msgspec.Struct, frozen=True, kw_only=True):
 NO_CHANGES = RememberedChanges()
 
 # Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
-_WORKFLOW = msgspec.json.Decoder(Workflow)
 _ANSWER = msgspec.json.Decoder(RequestAnswer)
 _LOSSES = msgspec.json.Decoder(dict[str, Loss])
 
@@ -607,7 +606,7 @@ class Store:
 
 
 def _to_workflow(body: str) -> Workflow:
-    return _WORKFLOW.decode(body)
+    return file.WORKFLOW_DECODER.decode(body)
 
 
 def _to_answer(rows: list[tuple[Any, ...]]) -> RequestAnswer | None:
