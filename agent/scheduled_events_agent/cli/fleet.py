@@ -21,7 +21,7 @@ from scheduled_events_agent.fleet.backend import Backend, BackendError, Record, 
 from scheduled_events_agent.fleet.credentials import sas_warnings
 from scheduled_events_agent.fleet.plan import VmRecord, read_record
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.imds.client import ImdsError
+from scheduled_events_agent.imds.client import Identity, ImdsError
 from scheduled_events_agent.imds.client import connect as connect_imds
 from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, Settings
 from scheduled_events_agent.status import SCHEMA_VERSION
@@ -183,13 +183,14 @@ def _carry_out(
         print(*format_status(status, terminal), sep="\n")
 
 
+def _ask_identity(settings: Settings) -> Identity:
+    """This VM, as the metadata service knows it. Raises ImdsError."""
+    return connect_imds(settings.imds.endpoint, request_timeout=settings.imds.request_timeout).fetch_identity()
+
+
 def _ask_group(settings: Settings) -> str:
     try:
-        group = (
-            connect_imds(settings.imds.endpoint, request_timeout=settings.imds.request_timeout)
-            .fetch_identity()
-            .group
-        )
+        group = _ask_identity(settings).group
     except ImdsError as error:
         raise AgentError(f"the group is not known: {error}; name it as fleet.group") from error
     if not group:
@@ -200,12 +201,7 @@ def _ask_group(settings: Settings) -> str:
 def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
     """The names by which Resources may call this VM; none if they are not known, or do not matter."""
     try:
-        own = settings.vm.name or (
-            fleet.members != ("*",)
-            and connect_imds(settings.imds.endpoint, request_timeout=settings.imds.request_timeout)
-            .fetch_identity()
-            .name
-        )
+        own = settings.vm.name or (fleet.members != ("*",) and _ask_identity(settings).name)
     except ImdsError:  # the check of the endpoint reports it
         return ()
     return (own, *settings.vm.aliases) if own else ()
