@@ -20,6 +20,7 @@ from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.cli.fleet import examine
 from scheduled_events_agent.fleet import backend as fleet_backend
 from scheduled_events_agent.fleet.backend import BackendError
+from scheduled_events_agent.http.errors import parse_date
 from scheduled_events_agent.kubernetes import client, leases
 from scheduled_events_agent.kubernetes.leases import ANNOTATION, LABEL, LeaseBackend, connect
 
@@ -232,6 +233,7 @@ def _listed(**metadata: Any) -> Any:
         (["2026-03-02T12:00:00Z", "2026-03-02T12:01:00Z", None], "Mon, 02 Mar 2026 12:01:30 GMT", 30.0),
         (["2026-03-02T12:00:01Z"], "Mon, 02 Mar 2026 12:00:00 GMT", 0.0),
         (["2026-03-02T12:00:00Z"], "", None),
+        (["2026-03-02T12:00:00Z"], f"Mon, 02 Mar {10**20} 12:01:30 GMT", None),
         (["2026-03-02T12:00:00Z"], "Mon, 02 Mar 2026 12:01:30 -0000", None),
         (["2026-03-02T12:00:00"], "Mon, 02 Mar 2026 12:01:30 GMT", None),
         (["soon"], "Mon, 02 Mar 2026 12:01:30 GMT", None),
@@ -244,7 +246,7 @@ def test_a_record_is_as_old_as_the_newest_write_says(
 ) -> None:
     entries = [{"manager": "x"} if time is None else {"manager": "x", "time": time} for time in times]
     managed = _listed(managedFields=entries) if times else _listed()
-    assert leases._age(managed.managed_fields, client._parse_date(date)) == age
+    assert leases._age(managed.managed_fields, parse_date(date)) == age
 
 
 def test_ages_go_by_the_clock_of_the_api_server(api: KubeApi) -> None:

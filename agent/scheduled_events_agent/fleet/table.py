@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from email.utils import formatdate, parsedate_to_datetime
+from email.utils import formatdate
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,7 +19,13 @@ import httpx
 from scheduled_events_agent import host
 from scheduled_events_agent.fleet.backend import BackendError, ErrorKind, OnRequest, Record, limited, plain_key
 from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
-from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
+from scheduled_events_agent.http.errors import (
+    REQUEST_ERRORS,
+    HttpErrorKind,
+    classify,
+    error_for_status,
+    parse_date,
+)
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, tls_context
 from scheduled_events_agent.imds.text import DocumentError, parse_json
 from scheduled_events_agent.policy.settings import (
@@ -147,7 +153,7 @@ class TableBackend:
         next_page: dict[str, str] = {}
         while True:
             answer = self._call("GET", f"()?{urlencode(query | next_page, quote_via=quote)}")
-            page = _parse_page(answer.content, _parse_date(answer))
+            page = _parse_page(answer.content, parse_date(answer.headers.get("date", "")))
             if page is None:
                 text = f"{self._account_url}: the answer does not come from a table"
                 raise BackendError(text, kind="bad_response")
@@ -218,7 +224,7 @@ class TableBackend:
                 self._on_request(method, answer.kind, seconds)
             raise answer
         self._on_request(method, answer.status_code, seconds)
-        date = _parse_date(answer)
+        date = parse_date(answer.headers.get("date", ""))
         if date is not None:
             self.clock_skew_seconds = (datetime.now(UTC) - date).total_seconds()
         return answer
@@ -330,14 +336,6 @@ def _age(written: Any, date: datetime | None) -> float | None:
     except (ValueError, TypeError):
         return None
     return None if seconds is None else max(0.0, seconds)
-
-
-def _parse_date(answer: httpx.Response) -> datetime | None:
-    try:
-        date = parsedate_to_datetime(answer.headers.get("date", ""))
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return date if date.tzinfo else None
 
 
 def _parse_continuation(headers: httpx.Headers) -> dict[str, str]:

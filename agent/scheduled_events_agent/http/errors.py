@@ -1,4 +1,4 @@
-"""Errors of requests: one list of kinds, and the kind of each exception and status.
+"""Errors of requests: one list of kinds, the kind of each exception and status, and the times in headers.
 
 Invariant: a message has neither a URL nor a text of the service or of a library, so it holds no secret. Each
 client adds its own sentence.
@@ -98,7 +98,14 @@ def _parse_retry_after(value: str) -> float | None:
     """Seconds from now according to the header, a number or an HTTP date; None for anything else."""
     if re.fullmatch(r"[0-9]{1,9}", value):
         return float(value)
+    date = parse_date(value)
+    return None if date is None else (date - datetime.now(UTC)).total_seconds()
+
+
+def parse_date(value: str) -> datetime | None:
+    """The time in a header such as Date; None if it has none, or one without an offset."""
     try:
-        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+        date = parsedate_to_datetime(value)
     except (ValueError, TypeError, OverflowError):
         return None
+    return date if date.tzinfo else None

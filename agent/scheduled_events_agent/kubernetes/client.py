@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import httpx
@@ -15,7 +14,13 @@ import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.host import HostError
-from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
+from scheduled_events_agent.http.errors import (
+    REQUEST_ERRORS,
+    HttpErrorKind,
+    classify,
+    error_for_status,
+    parse_date,
+)
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.kubernetes.account import Account, AccountError
@@ -170,7 +175,7 @@ class Client:
                     failure=failure.kind,
                 ) from None
         self._count_unauthorized(response)
-        date = _parse_date(response.headers.get("Date", ""))
+        date = parse_date(response.headers.get("date", ""))
         if not response.is_success:
             raise _error_of(response, date)
         try:
@@ -221,11 +226,3 @@ def _error_of(response: httpx.Response, date: datetime | None) -> ApiError:
         date=date,
         is_outage=status == 429 and not causes,
     )
-
-
-def _parse_date(text: str) -> datetime | None:
-    try:
-        date = parsedate_to_datetime(text)
-    except (ValueError, TypeError):
-        return None
-    return date if date.tzinfo else None
