@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import msgspec
 import structlog
 
 from scheduled_events_agent import host
 from scheduled_events_agent.imds.text import printable
+from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.telemetry.log_ids import LogId, log_id_of
 
@@ -65,8 +66,8 @@ _set_up: dict[str, Any] = {}
 
 
 def set_up(
-    level: Literal["debug", "info", "warning", "error"],
-    form: Literal["auto", "json", "console"],
+    level: LogLevel,
+    form: LogFormat,
     *,
     stream: TextIO | None = None,
     on_entry: Callable[[LogId | None, Mapping[str, object]], None] | None = None,
@@ -105,7 +106,7 @@ def set_up(
     )
 
 
-def change(level: Literal["debug", "info", "warning", "error"], form: Literal["auto", "json", "console"]) -> None:
+def change(level: LogLevel, form: LogFormat) -> None:
     """Log with another level or in another form from now on, to where the log was set up."""
     if _set_up and (level, form) != (_set_up["level"], _set_up["form"]):
         set_up(level, form, stream=_set_up["stream"], on_entry=_set_up["on_entry"])
