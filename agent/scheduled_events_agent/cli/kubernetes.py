@@ -27,7 +27,7 @@ from scheduled_events_agent.status import SCHEMA_VERSION
 
 _ENDS_THE_VM = ("Preempt", "Terminate")
 _SPARE_SECONDS = 3.0  # before the agent ends this hook: to say what is left
-_BY_HAND_SECONDS = {"drain": 1800.0, "uncordon": 60.0}
+_MANUAL_SECONDS = {"drain": 1800.0, "uncordon": 60.0}
 _LAST_RESORT_SECONDS = 60.0
 _MAX_NAMED = 10
 # How long the end waits until the conditions are set; shorter after a signal, as the agent kills it soon.
@@ -233,7 +233,7 @@ def _seconds(arguments: argparse.Namespace, action: str) -> float:
     if arguments.timeout is not None:
         return float(arguments.timeout)
     limit = os.environ.get("SCHEDULED_EVENT_TIMEOUT_SECONDS", "")
-    return max(1.0, float(limit) - _SPARE_SECONDS) if limit.isdecimal() else _BY_HAND_SECONDS[action]
+    return max(1.0, float(limit) - _SPARE_SECONDS) if limit.isdecimal() else _MANUAL_SECONDS[action]
 
 
 def _printer(arguments: argparse.Namespace) -> Callable[[str], None]:

@@ -93,7 +93,7 @@ class Poller:
         self.has_tried = False
         """Whether the first poll has ended, in success or failure."""
         self._expected_back: float | None = None
-        self._needs_relief = threading.Event()
+        self._needs_hedge = threading.Event()
 
     def stalled_seconds(self) -> float:
         """For how long a heartbeat of the loop has been due; 0 if it is on time."""
@@ -103,14 +103,14 @@ class Poller:
 
     def stop(self) -> None:
         self.stop_requested.set()
-        self._needs_relief.set()
+        self._needs_hedge.set()
 
     def _heartbeat(self, seconds: float) -> None:
         """Heartbeat; the next one is due in ``seconds``."""
         now = time.monotonic()
         self._expected_back = now + seconds + _SLACK_SECONDS
         if self._sent is not None and now - self._sent >= _HEDGE_AFTER_SECONDS / 4:
-            self._needs_relief.set()
+            self._needs_hedge.set()
 
     def run(self) -> None:
         while not self.stop_requested.is_set():
@@ -144,8 +144,8 @@ class Poller:
 
     def run_hedge(self) -> None:
         """Send hedged requests while the poller's own request has no answer."""
-        while self._needs_relief.wait() and not self.stop_requested.is_set():
-            self._needs_relief.clear()
+        while self._needs_hedge.wait() and not self.stop_requested.is_set():
+            self._needs_hedge.clear()
             due = (self._sent or 0.0) + _HEDGE_AFTER_SECONDS
             while not self.stop_requested.wait(max(0.0, due - time.monotonic())):
                 sent = self._sent
@@ -246,18 +246,18 @@ class Poller:
         self._metrics.poll_seconds.observe(now - began)
         self._failure_log.succeeded(now)
         self._backoff.reset()
-        self._log_failure("")
+        self._set_failure("")
         self.succeeded = now
         self.succeeded_at = datetime.now(UTC)
 
-    def _log_failure(self, failure: str) -> None:
+    def _set_failure(self, failure: str) -> None:
         if failure != self.failure:
             self.failure = failure
             self._on_failure()
 
     def _fail(self, error: ImdsError | DocumentError) -> float:
         """Log the failure; returns how long to wait."""
-        self._log_failure(str(error))
+        self._set_failure(str(error))
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return self._backoff.seconds_after(error)
 

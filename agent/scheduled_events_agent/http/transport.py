@@ -271,7 +271,7 @@ class _BoundedStream(httpcore.NetworkStream):
             self._on_progress(_RESOLVE_SECONDS)
             found = socket.getaddrinfo(host, port, self._family, socket.SOCK_STREAM)
             limit = min(limit, self._seconds_left())
-            self._socket = _connect_happy_eyeballs(found, limit, self._on_progress)
+            self._socket = _connect_to_first(found, limit, self._on_progress)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
@@ -343,7 +343,7 @@ class _BoundedStream(httpcore.NetworkStream):
         del info
 
 
-def _connect_happy_eyeballs(found: list[Any], limit: float, on_progress: Callable[[float], None]) -> socket.socket:
+def _connect_to_first(found: list[Any], limit: float, on_progress: Callable[[float], None]) -> socket.socket:
     """A connection to the first of the addresses that answers. Raises OSError for the last one."""
     deadline = monotonic() + limit
     *earlier, last = found

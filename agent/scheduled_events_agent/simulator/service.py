@@ -122,7 +122,7 @@ class Service:
         if self._agenda or self.azure.next_due < math.inf:
             return math.inf
         last = self.azure.history[-1].at.timestamp() if self.azure.history else self.began_at
-        return max(last, *(book.ends_at() for book in self.faults.values())) + self._shutdown_delay_seconds
+        return max(last, *(queue.ends_at() for queue in self.faults.values())) + self._shutdown_delay_seconds
 
     # Requests
 
