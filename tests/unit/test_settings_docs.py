@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import pytest
 
-from scheduled_events_agent.cli.config import load_settings
+from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.policy import Hook, MaintenanceWindow, Rule, When
 from scheduled_events_agent.policy.durations import format_duration
 from scheduled_events_agent.policy.load import parse_settings
@@ -115,8 +115,8 @@ def test_every_policy_in_the_reference_is_valid_and_gives_no_warning() -> None:
 
 
 def test_the_shipped_policy_matches_the_built_in_one() -> None:
-    assert load_settings(ROOT / "config/policy.yaml") == Settings()
-    assert load_settings(None) == Settings()
+    assert load_policy(ROOT / "config/policy.yaml").settings == Settings()
+    assert load_policy(None).settings == Settings()
 
 
 @pytest.mark.parametrize("type_", TYPES, ids=lambda type_: type_.__name__)

@@ -43,11 +43,6 @@ def state_dir_of(settings: Settings, option: str | None = None) -> Path:
     return Path(chosen) if chosen else host.default_state_dir()
 
 
-def load_settings(path: Path | None) -> Settings:
-    """The settings of a policy file; of the built-in policy if it is None. Raises ConfigError."""
-    return load_policy(path).settings
-
-
 def load_policy(path: Path | None) -> LoadedPolicy:
     """Settings and warnings of a policy file; of the built-in policy if it is None. Raises ConfigError."""
     return without_errors(inspect_policy(path))

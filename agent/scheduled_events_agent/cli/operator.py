@@ -58,12 +58,12 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
     """
     if arguments.state_dir:
         return Path(arguments.state_dir)
-    from scheduled_events_agent.cli.config import find_config, load_settings, state_dir_of  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+    from scheduled_events_agent.cli.config import find_config, load_policy, state_dir_of  # noqa: PLC0415  # 25 ms, most of it PyYAML's
     from scheduled_events_agent.policy.load import ConfigError  # noqa: PLC0415  # 25 ms, most of it PyYAML's
 
     path = find_config(arguments.config)
     try:
-        return state_dir_of(load_settings(path))
+        return state_dir_of(load_policy(path).settings)
     except ConfigError as error:
         directory = host.default_state_dir()
         if error.state_dir is not None:
