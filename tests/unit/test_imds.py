@@ -2,9 +2,9 @@
 
 import pytest
 
-from scheduled_events_agent import AgentError, host
+from scheduled_events_agent import host
 from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, HttpErrorKind
-from scheduled_events_agent.imds.client import EndpointError, ImdsBackoff, ImdsClient, ImdsError, resolve_endpoint
+from scheduled_events_agent.imds.client import EndpointError, ImdsBackoff, ImdsError, resolve_endpoint
 
 PAUSES: dict[HttpErrorKind, list[float]] = {
     "throttled": [2, 4, 8, 16, 16, 16],
@@ -96,11 +96,6 @@ def test_an_invalid_endpoint_is_reported_with_a_valid_one(setting: str) -> None:
         "imds.endpoint: expected auto or http://ADDRESS[:PORT] with an IPv4 address or a host name; "
         f'got "{setting}"'
     )
-
-
-def test_the_client_rejects_an_invalid_endpoint() -> None:
-    with pytest.raises(AgentError, match=r'got "auto"$'):
-        ImdsClient("auto", api_version="2020-07-01", request_timeout=1.0, first_request_timeout=1.0)
 
 
 @pytest.mark.parametrize(

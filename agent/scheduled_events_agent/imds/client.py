@@ -171,10 +171,10 @@ class ImdsClient:
         first_request_timeout: float,
         on_wait: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """``on_wait`` is called before each wait with the seconds that it may take. Raises EndpointError."""
-        if parse_endpoint(endpoint) is None:
-            raise EndpointError(endpoint)
-        endpoint = endpoint.rstrip("/")
+        """``endpoint``: as ``resolve_endpoint`` returns it.
+
+        ``on_wait`` is called before each wait with the seconds that it may take.
+        """
         self._document_url = httpx.URL(f"{endpoint}/metadata/scheduledevents?api-version={api_version}")
         self._instance_url = httpx.URL(endpoint + _INSTANCE_PATH)
         self._echoes_incarnation = api_version == "2017-03-01"
