@@ -14,7 +14,3 @@ Nothing here decides about events.
     status_source.py   the status, of what all these publish
     watchdog.py        ends the process if it hangs
 """
-
-from scheduled_events_agent.daemon.daemon import Daemon
-
-__all__ = ["Daemon"]
