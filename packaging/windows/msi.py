@@ -63,6 +63,7 @@ from build import (
 )
 
 HERE = PACKAGING / "windows"
+PINNED = tomllib.loads((HERE / "python.toml").read_text("utf-8"))
 PYTHON = "3.13"  # the line of the file in python.toml
 PRODUCT = "Scheduled Events Agent"
 SERVICE = "ScheduledEventsAgent"
@@ -217,16 +218,15 @@ def build(python_embed: Path | None, sha256: str | None, version: str | None, ou
 
 def check_python(path: Path | None, sha256: str | None) -> Path:
     """The file, if it is the one that is pinned. Raises BuildError."""
-    pinned = tomllib.loads((HERE / "python.toml").read_text("utf-8"))
     if path is None or not path.is_file():
         got = "got nothing" if path is None else f"{path} is no file"
-        expected = f"expected the file of {pinned['url']}"
+        expected = f"expected the file of {PINNED['url']}"
         raise BuildError(f"--python-embed (or PYTHON_EMBED): {expected}; {got}: download it first")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != (sha256 or pinned["sha256"]):
+    if found != (expected := sha256 or PINNED["sha256"]):
         raise BuildError(
-            f"{path}: expected SHA-256 {sha256 or pinned['sha256']}, found {found}; it is not the file of "
-            f"{pinned['url']} (another one needs --sha256)"
+            f"{path}: expected SHA-256 {expected}, found {found}; it is not the file of {PINNED['url']} "
+            "(another one needs --sha256)"
         )
     return path
 
@@ -280,9 +280,10 @@ def _place_python(root: Path, interpreter: Path) -> Part:
     write(root / f"python/python{digits}._pth", "".join(f"{folder}\r\n" for folder in folders).encode())
     write(root / "licenses/Python/LICENSE.txt", contents["LICENSE.txt"])
     sha256 = hashlib.sha256(interpreter.read_bytes()).hexdigest()
-    pinned = tomllib.loads((HERE / "python.toml").read_text("utf-8"))
-    name = pinned["url"].rpartition("/")[2] if sha256 == pinned["sha256"] else "another"
-    version = name.split("-")[1] if sha256 == pinned["sha256"] else PYTHON
+    name, version = "another", PYTHON
+    if sha256 == PINNED["sha256"]:
+        name = PINNED["url"].rpartition("/")[2]
+        version = name.split("-")[1]
     return Part("Python", version, f"pkg:generic/python@{version}?file_name={name}", "PSF-2.0", sha256)
 
 
