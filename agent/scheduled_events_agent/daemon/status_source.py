@@ -133,6 +133,7 @@ class StatusSource:
         return is_waiting and time.monotonic() - self._started > snapshot.settings.agent.healthy_within
 
     def _facts(self) -> Status:
+        """The status without its texts. The first with a problem notes since when the agent is unhealthy."""
         snapshot = self._snapshot()
         settings = snapshot.settings
         now = datetime.now(UTC)
