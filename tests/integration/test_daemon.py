@@ -42,8 +42,10 @@ def running(
     rules: tuple[Rule, ...] = RULES,
     hooks: dict[str, Hook] = {},  # noqa: B006 - no test changes it
     agent: AgentSettings = AGENT,
+    *,
+    request_timeout: float = 10.0,
 ) -> Iterator[Daemon]:
-    imds = ImdsSettings(endpoint=endpoint, poll_interval=0.25)
+    imds = ImdsSettings(endpoint=endpoint, poll_interval=0.25, request_timeout=request_timeout)
     settings = Settings(imds=imds, agent=agent, rules=rules, hooks=hooks)
     directory.mkdir(exist_ok=True)
     store = Store.open(directory, datetime.now(UTC))

@@ -3,28 +3,23 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from static_policy import Given, loaded
+from test_daemon import running
 
 from scheduled_events_agent.daemon import poller as polling
-from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.engine import Message, Snapshot
 from scheduled_events_agent.imds import client as imds
 from scheduled_events_agent.imds.client import ImdsClient, ImdsError
 from scheduled_events_agent.imds.document import ApiVersion, Document
-from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, LogSettings, Settings
+from scheduled_events_agent.policy.settings import ImdsSettings, Settings
 from scheduled_events_agent.simulator import Simulator
-from scheduled_events_agent.store import Store
 from scheduled_events_agent.telemetry.metrics import Metrics
 
 PATIENCE = 60.0
@@ -164,27 +159,6 @@ def test_the_longer_limit_is_for_the_requests_before_the_first_answer(monkeypatc
     assert asked == [True, True, True, True, False]
 
 
-@contextmanager
-def running(state: Path, azure: Simulator) -> Iterator[Daemon]:
-    settings = Settings(
-        imds=ImdsSettings(endpoint=azure.endpoint(), poll_interval=0.25, request_timeout=60.0),
-        agent=AgentSettings(listen="off", log=LogSettings(level="error", format="json")),
-        rules=(Rule(name="all", approve="immediately"),),
-    )
-    state.mkdir(exist_ok=True)
-    store = Store.open(state, datetime.now(UTC))
-    daemon = Daemon(loaded(settings), Given(lambda: settings), store)
-    thread = threading.Thread(target=daemon.run)
-    thread.start()
-    try:
-        yield daemon
-    finally:
-        daemon.stop()
-        thread.join(PATIENCE)
-        store.close()
-    assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("has_run", [True, False], ids=["after a restart", "at the first start"])
 def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_run: bool
@@ -199,11 +173,11 @@ def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
 
     with Simulator(vms=("vm-1",)) as azure:
         if has_run:
-            with running(tmp_path, azure) as daemon:
+            with running(tmp_path, azure.endpoint(), request_timeout=60.0) as daemon:
                 wait_until(lambda: daemon._poller.succeeded, "the service has answered")
         azure.fault("vm-1", "stall", on="poll", count=1)
         monkeypatch.setattr(polling, "connect", connecting)
-        with running(tmp_path, azure) as daemon:
+        with running(tmp_path, azure.endpoint(), request_timeout=60.0) as daemon:
             azure.wait_until(lambda: not azure.faults(), "the first request has no answer")
             event = azure.schedule("Preempt", notice_seconds=30)
             approved_at = azure.wait_approved(event, timeout_seconds=25).approved_at
