@@ -853,8 +853,12 @@ def test_a_name_that_takes_long_to_look_up_does_not_move_the_deadline(
     assert time.monotonic() - begun_at < 30
 
 
-def test_a_node_that_changes_meanwhile_is_read_again(cluster: Cluster) -> None:
-    changes = 3
+@pytest.mark.parametrize("changes", [3, 7])
+def test_a_node_that_changes_meanwhile_is_read_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, changes: int
+) -> None:
+    monkeypatch.setattr(node, "_CONFLICT_SECONDS", (0.01, 0.01))
+    conflicts = [409] * changes
 
     def change(call: Call) -> None:
         nonlocal changes
@@ -866,8 +870,18 @@ def test_a_node_that_changes_meanwhile_is_read_again(cluster: Cluster) -> None:
 
     cluster.api.before = change
     assert cluster.drain().code == 0
-    assert [one.status for one in cluster.api.seen("patch", "nodes")] == [409, 409, 409, 200]
+    assert [one.status for one in cluster.api.seen("patch", "nodes")] == [*conflicts, 200]
     assert cluster.mark == EVENT
+
+
+def test_a_node_that_changes_all_the_time_is_read_again_until_the_deadline(cluster: Cluster) -> None:
+    def refuse(call: Call) -> None:
+        if call.verb == "patch":
+            raise kube_status.ApiError(409, "the object has been modified", reason="Conflict")
+
+    cluster.api.before = refuse
+    done = cluster.drain("--timeout", "1s")
+    assert (done.code, "the object has been modified" in done.err) == (1, True)
 
 
 def test_a_drain_that_was_killed_is_finished_by_the_next(cluster: Cluster) -> None:

@@ -25,7 +25,8 @@ from scheduled_events_agent.kubernetes.node_status import (
     node_path,
 )
 
-_CONFLICTS = 5
+_CONFLICT_SECONDS = (0.1, 8.0)
+"""The first pause after a change that another has made meanwhile, and the longest."""
 _OTHER_MACHINE_SECONDS = 30.0
 _LOOK_AGAIN_SECONDS = 2.0
 _LEAST_SECONDS = 0.5  # for an answer, also at the deadline
@@ -131,13 +132,15 @@ class NodeClient:
 
     def _change(self, change: Callable[[ObservedNode], T]) -> T:
         """Read the node and change it, again if it has changed meanwhile."""
-        for _ in range(_CONFLICTS - 1):
+        backoff = Backoff(*_CONFLICT_SECONDS)
+        while True:
             try:
                 return change(self._read())
             except ApiError as error:
-                if error.kind != "conflict":
+                pause = backoff.next_delay(error.retry_after)
+                if error.kind != "conflict" or time.monotonic() + pause >= self._deadline:
                     raise
-        return change(self._read())
+            self._background.sleep(pause)
 
     def _read(self) -> ObservedNode:
         """The node, when it is sure to be this machine: a kubelet reports the id of a new boot late."""
