@@ -693,6 +693,21 @@ def test_a_webhook_that_denies_one_pod_does_not_keep_the_others(cluster: Cluster
     assert denial in done.err
 
 
+def test_a_pod_that_was_not_asked_for_yet_comes_before_one_that_was(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else pods whose webhook is slow would take all places again and again, and the others would never go."""
+    monkeypatch.setattr(drain, "_MAX_UNDER_WAY", 1)
+    monkeypatch.setattr(drain, "BACKOFF_SECONDS", (0.0, 0.0))  # an answer takes longer than the pause after it
+    cluster.add_sets(guarded=1, web=1)
+    cluster.api.go_wrong(
+        "webhook 500", lambda call: is_eviction(call) and call.name.startswith("guarded"), times=10
+    )
+    assert cluster.drain().code == 0
+    asked = [one.call.name.partition("-")[0] for one in cluster.api.seen("create", "pods/eviction")]
+    assert asked[:3] == ["guarded", "web", "guarded"]
+
+
 # The node.
 
 

@@ -171,7 +171,8 @@ class Drain:
         """Begin the evictions that are due, as many as may be under way."""
         if now < self._paused_until:
             return
-        for one in self._leaving.values():
+        # First the one that waits longest: pods whose answers take their time must not hold up the others.
+        for one in sorted(self._leaving.values(), key=lambda one: one.ask_at):
             if self._under_way >= _MAX_UNDER_WAY:
                 return
             if one.state == "kept" and one.ask_at <= now:
