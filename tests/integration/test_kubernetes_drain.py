@@ -297,7 +297,7 @@ def test_a_pod_with_two_budgets_is_asked_for_every_ten_seconds_only(cluster: Clu
 def test_a_budget_that_allows_one_at_a_time_takes_its_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "_BUDGET_PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(drain, "_BUDGET_PAUSE_SECONDS", (1.0, 1.0))
     cluster.api.add(set_of("ReplicaSet", "web", 3, {READY_AFTER: "0.5"}))
     cluster.wait_for(3)
     cluster.api.add(budget("web", maxUnavailable=1))
@@ -309,6 +309,25 @@ def test_a_budget_that_allows_one_at_a_time_takes_its_time(
     for name in names:
         times = [one.at for one in cluster.api.seen("create", "pods/eviction", name)]
         assert all(later_ - earlier >= 1 for earlier, later_ in pairwise(times))
+
+
+def test_a_budget_that_asks_for_an_hour_is_asked_again_sooner(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_BUDGET_PAUSE_SECONDS", (0.1, 0.1))
+    cluster.api.add_pod("one", "vm-1", ownerReferences=owned_by("ReplicaSet"))
+    denials = 1
+
+    def deny(call: Call) -> None:
+        nonlocal denials
+        if is_eviction(call) and denials:
+            denials -= 1
+            causes = {"causes": [{"reason": "DisruptionBudget", "message": "not now"}]}
+            raise kube_status.ApiError(429, "not now", details=causes, retry_after_seconds=3600)
+
+    cluster.api.before = deny
+    assert cluster.drain("--timeout", "20s").code == 0
+    assert cluster.evictions() == [429, 201]
 
 
 def test_a_grace_period_is_shortened_only_where_it_does_not_fit(cluster: Cluster) -> None:

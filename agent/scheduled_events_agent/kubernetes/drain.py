@@ -26,7 +26,7 @@ _MAX_UNDER_WAY = 5  # one that an admission webhook keeps waiting must not hold 
 _LOOK_EVERY_SECONDS = 1.0
 _PAGE = "100"
 _SPARE_SECONDS = 2.0  # between the end of a pod's grace and the deadline
-_BUDGET_PAUSE_SECONDS = 5.0
+_BUDGET_PAUSE_SECONDS = (5.0, 30.0)  # whatever the API server asks for
 _KEPT_PAUSE_SECONDS = 10.0
 _LATE_BINDING_SECONDS = 3.0
 """The scheduler may have chosen the node before it was cordoned, and bind a pod to it so much later."""
@@ -377,7 +377,9 @@ class Drain:
         """Note why the pod cannot go yet, and when to ask again."""
         budget = error.cause("DisruptionBudget")
         if budget is not None:
-            reason, pause = budget.message or str(error), error.retry_after or _BUDGET_PAUSE_SECONDS
+            reason = budget.message or str(error)
+            least, most = _BUDGET_PAUSE_SECONDS
+            pause = min(most, max(least, error.retry_after or 0.0))
         elif error.kind in ("unavailable", "conflict") and _TWO_BUDGETS not in str(error):
             reason, pause = str(error), one.backoff.next_delay(error.retry_after)
         else:
