@@ -349,8 +349,12 @@ def test_after_a_long_outage_no_vm_takes_a_slot_before_its_owner_has_renewed_it(
     assert waiting.client.statuses["b"].may_begin
 
 
+@pytest.mark.parametrize("next_fault", ["", "unavailable"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_table_that_is_made_anew_gives_no_slot_before_its_owner_has_written_it_again(seed: int) -> None:
+def test_a_table_that_is_made_anew_gives_no_slot_before_its_owner_has_written_it_again(
+    seed: int, next_fault: str
+) -> None:
+    """``next_fault``: the role for the new table, say, may come later."""
     group = Group()
     owner, waiting = vms = [Vm(group, name) for name in BOTH]
     for number, vm in enumerate(vms):
@@ -364,6 +368,9 @@ def test_a_table_that_is_made_anew_gives_no_slot_before_its_owner_has_written_it
     group.run(45.0, *vms)
     for record in group.store.list():
         group.store.delete(record.key, record.etag)
+    for vm in vms:
+        vm.way.faults = [next_fault] * 1000
+    group.run(60.0 if next_fault else 0.0, *vms)
     for vm in vms:
         vm.way.faults = []
     for _ in range(120):

@@ -98,6 +98,8 @@ class FleetClient:
         """Why the store cannot be used; None if it can."""
         self.unavailable_from: float | None = None
         """Since when the store is unavailable, monotonic; None if it is available."""
+        self._was_missing = False
+        """Whether there was no store since then: a new one has none of the records."""
         self._renewed_at = float("-inf")
         """When the records of all VMs are renewed after they may have been lost, monotonic."""
 
@@ -121,6 +123,7 @@ class FleetClient:
                 self.failures = 0
                 self.error = None
                 self.unavailable_from = None
+                self._was_missing = False
         self._observe_waits(requests)
 
     def _sync(self, requests: tuple[FleetRequest, ...]) -> None:
@@ -179,7 +182,7 @@ class FleetClient:
         if self.error is None or self.unavailable_from is None:
             return 0.0
         is_long = now - self.unavailable_from >= _LONG_OUTAGE_SECONDS
-        if self.error.kind != "not_found" and not is_long:
+        if not self._was_missing and not is_long:
             return 0.0
         return _RENEWAL_SECONDS + self.error.retry_after
 
@@ -246,6 +249,7 @@ class FleetClient:
         self.failures += 1
         self._retry_at = self.next_sync_at = now + self._backoff.next_delay(error.retry_after)
         self.error = error
+        self._was_missing = self._was_missing or error.kind == "not_found"
         if self.unavailable_from is None:
             self.unavailable_from = now
 
