@@ -369,7 +369,8 @@ def test_a_namespace_that_goes_takes_no_new_records(api: KubeApi) -> None:
     going = {**space, "metadata": {**space["metadata"], "deletionTimestamp": "2026-03-02T12:00:00Z"}}
     api.store.update(NAMESPACES, going)
     failed = error_of(lambda: backend(api).put("e|vm-1", FIELDS, ""))
-    assert failed.kind == "denied"
+    assert failed.kind == "not_found", "its records are gone when it is made anew"
+    assert str(failed).startswith(f"there is no namespace {NAMESPACE}: ")
     assert "because it is being terminated" in str(failed)
 
 

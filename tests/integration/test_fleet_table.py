@@ -140,6 +140,7 @@ def error_of(table: TableBackend) -> BackendError:
         (error("403 Forbidden", "AuthorizationFailure"), "denied", "the network rules of the storage account"),
         (error("403 Forbidden", "KeyBasedAuthenticationNotPermitted"), "denied", "use the identity of this VM"),
         (error("404 Not Found", "TableNotFound"), "not_found", "there is no table abc: create it, or"),
+        (error("409 Conflict", "TableBeingDeleted"), "not_found", "there is no table abc: create it, or"),
         (answer("404 Not Found", b"<html>", "Content-Type: text/html"), "not_found", "no table abc: create it"),
         (error("400 Bad Request", "InvalidInput"), "bad_response", "answers 400 (InvalidInput)"),
         (answer("302 Found", b"", "Location: http://127.0.0.1:1/"), "bad_response", "answers 302"),
@@ -365,7 +366,7 @@ def test_a_write_distinguishes_a_changed_record_from_a_missing_one(server: Serve
 @pytest.mark.parametrize(
     ("wire", "kind", "words"),
     [
-        (error("409 Conflict", "TableBeingDeleted"), "bad_response", "answers 409 (TableBeingDeleted)"),
+        (error("409 Conflict", "TableBeingDeleted"), "not_found", "answers 409 (TableBeingDeleted): there is no"),
         (error("404 Not Found", "TableNotFound"), "not_found", "there is no table abc"),
         (answer("412 Failed", b"<html>"), "bad_response", "answers 412: not the answer of a table"),
         (answer("200 OK", b"<html>", 'ETag: "1"'), "bad_response", "answers 200: not the answer of a table"),

@@ -239,7 +239,7 @@ class TableBackend:
             text += f" ({code})"
         if (status, code) in _CHANGED:
             return _PreconditionFailedError(text, is_gone=status == 404)
-        if failure.kind == "not_found":
+        if failure.kind == "not_found" or code == "TableBeingDeleted":
             remedy = "create it, or correct fleet.table"
             return BackendError(f"{text}: there is no table {self._table}: {remedy}", kind="not_found")
         if failure.kind == "denied":

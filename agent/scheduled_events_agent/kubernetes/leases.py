@@ -234,6 +234,8 @@ class LeaseBackend:
             return _ConflictError(str(error), kind="bad_response")
         if error.status is None:
             kind = _KIND_OF_FAILURE.get(error.failure or "unreachable", "unreachable")
+        elif error.cause("NamespaceTerminating"):
+            kind = "not_found"
         else:
             kind = _KIND_OF_STATUS.get(error.status, "bad_response")
         text = str(error)
