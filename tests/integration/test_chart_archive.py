@@ -100,7 +100,7 @@ def test_a_prerelease_has_no_chart_as_it_has_no_image(tmp_path: Path) -> None:
 
 def test_the_default_values_are_valid_and_the_schema_has_each_of_them() -> None:
     jsonschema.validate(VALUES, SCHEMA)
-    assert SCHEMA["properties"].keys() - VALUES.keys() == {"global"}
+    assert SCHEMA["properties"].keys() - VALUES.keys() == {"global", "enabled"}, "those of other charts"
 
 
 def test_every_object_of_the_schema_that_is_ours_refuses_unknown_keys() -> None:

@@ -614,6 +614,14 @@ def test_the_chart_can_be_a_part_of_another_one(helm: Helm, whole: Path) -> None
     assert "left-to-aks" in one.policy
 
 
+@pytest.mark.parametrize(("enabled", "kinds"), [(True, DEFAULT_KINDS), (False, [])])
+def test_another_chart_may_turn_it_on_and_off(helm: Helm, whole: Path, enabled: bool, kinds: list[str]) -> None:
+    part = {"name": "scheduled-events-agent", "version": "*", "condition": "scheduled-events-agent.enabled"}
+    file = whole / "Chart.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"dependencies": [part]}))
+    assert Rendered(helm, whole, {"scheduled-events-agent": {"enabled": enabled}}, "whole").kinds == kinds
+
+
 def test_helm_reads_on_and_off_as_the_readme_says(helm: Helm, whole: Path) -> None:
     values = "scheduled-events-agent: {policy: {notify: [{on: [held], 'on': [seen]}], agent: {listen: off}}}"
     (whole / "values.yaml").write_text(values)
