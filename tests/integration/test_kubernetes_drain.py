@@ -516,6 +516,22 @@ def test_a_list_that_breaks_off_between_pages_begins_anew(
     assert pages[:5] == [False, True, False, True, True]
 
 
+def test_a_list_that_is_denied_after_one_that_was_not_is_asked_for_again(cluster: Cluster) -> None:
+    """An API server that has just started denies everything until it has read the roles."""
+    lists = 0
+
+    def deny(call: Call) -> None:
+        nonlocal lists
+        lists += call.verb == "list"
+        if call.verb == "list" and lists == 2:
+            raise kube_status.forbidden("pods", "", "", 'User "x" cannot list resource "pods"')
+
+    cluster.api.before = deny
+    cluster.add_sets(web=1)
+    assert cluster.drain().code == 0
+    assert [one.status for one in cluster.api.seen("list", "pods")][:3] == [200, 403, 200]
+
+
 def test_a_pod_that_is_newer_than_the_cordon_by_another_clock_goes(cluster: Cluster) -> None:
     """An API server has created it whose clock is ahead of that of the one that answers."""
     cluster.api.add_pod("one", "vm-1", ownerReferences=owned_by("Job"))

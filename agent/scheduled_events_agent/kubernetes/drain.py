@@ -261,8 +261,8 @@ class Drain:
     def _on_list(self, what: Literal["list", "look"], result: Any, *, begun_at: float) -> None:
         now = time.monotonic()
         if isinstance(result, ApiError):
-            if result.kind == "forbidden":
-                raise result
+            if result.kind == "forbidden" and self._listed_at is None:
+                raise result  # later it is an API server that has just started, and knows no roles yet
             if not result.is_outage:
                 self._look_at = now + self._list_backoff.next_delay(result.retry_after)
                 if str(result) != self._list_error:
