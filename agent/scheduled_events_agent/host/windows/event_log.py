@@ -151,9 +151,11 @@ class _LogFile(io.TextIOBase):
         if used and used + size > MAX_LOG_BYTES and not self._is_in_line:
             self._close_file()
             with contextlib.suppress(OSError):  # a reader may have opened a file so that it cannot be renamed
-                for number in range(LOG_FILES - 1, 0, -1):
-                    if self._older(number - 1).exists():
-                        self._older(number - 1).replace(self._older(number))
+                # Each line tries again then. To move files beyond a gap would lose one more at each try.
+                last = LOG_FILES - 1
+                gap = next((number for number in range(1, last) if not self._older(number).exists()), last)
+                for number in range(gap, 0, -1):
+                    self._older(number - 1).replace(self._older(number))
             file = self._open()
             if file.tell() > 2 * MAX_LOG_BYTES:
                 file.truncate(file.seek(0))
