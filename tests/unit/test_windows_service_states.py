@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
@@ -338,6 +339,28 @@ def test_the_service_is_asked_to_reload_if_its_own_policy_is_valid(
     assert main(["service", "reload"]) == 0
     assert capsys.readouterr().out == f"{policy}: valid; the service reads it again\n"
     assert told == ["reload"]
+
+
+def test_a_service_that_is_still_stopping_is_started_when_it_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RejectionError(Exception):
+        winerror = 1056  # the SCM's answer until the service has stopped
+
+    states = [State.STOP_PENDING, State.STOP_PENDING, State.STOPPED]
+
+    def query(_: object) -> tuple[int, int, int, int, int]:
+        return 0x10, states.pop(0) if len(states) > 1 else states[0], 0, 0, 0
+
+    def start(*_: object) -> None:
+        if states != [State.STOPPED]:
+            raise RejectionError
+        states[:] = [State.START_PENDING, State.RUNNING]
+
+    scm = SimpleNamespace(QueryServiceStatus=query, StartService=start)
+    monkeypatch.setattr(windows_service, "win32service", scm, raising=False)
+    monkeypatch.setattr(windows_service, "pywintypes", SimpleNamespace(error=RejectionError), raising=False)
+    monkeypatch.setattr(windows_service, "_service", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(windows_service, "_POLL_SECONDS", 0.0)
+    assert windows_service.start()
 
 
 def test_a_program_is_quoted_even_without_need() -> None:

@@ -183,6 +183,7 @@ def remove() -> bool:
 def start() -> bool:
     """Start the service and wait until it runs. False if it did already. Raises HostError if it stops again."""
     with _service(_START | _QUERY) as service:
+        _wait(service, "stop pending", _STOP_TIMEOUT_SECONDS)  # until then the SCM says that it runs already
         try:
             win32service.StartService(service, None)
             was_stopped = True
