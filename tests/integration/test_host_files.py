@@ -75,6 +75,17 @@ def test_files_that_others_could_change_or_read_are_reported(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there a path is a name of the other system")
+def test_a_name_that_is_too_long_for_a_file_is_reported_in_advance(tmp_path: Path) -> None:
+    name = "/" + "x" * 300
+    assert _warnings(tmp_path, _policy(tmp_path, f"{{run: [{name}], cwd: {name}}}")) == [
+        f"3: hooks.drain.cwd: {name} is not a directory on this machine",
+        f"3: hooks.drain.run: {name} does not exist",
+    ]
+    (warning,) = _warnings(tmp_path, _policy(tmp_path, f"{{run: ['/bin/echo {name}']}}"))
+    assert warning.endswith("write [/bin/echo, ...], each argument an item of its own, or use shell")
+
+
 @pytest.mark.skipif(sys.platform != "win32", reason="Linux starts any of these, or says why not by itself")
 @pytest.mark.parametrize(
     ("name", "more", "expected"),

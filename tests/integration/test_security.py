@@ -45,6 +45,13 @@ def set_privileged(monkeypatch: pytest.MonkeyPatch, is_root: bool) -> None:
         monkeypatch.setattr(f"scheduled_events_agent.{module}.is_privileged", lambda: is_root)
 
 
+def _open_parents(tmp_path: Path) -> None:
+    """Let every account pass through the directories above."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.name.startswith(("pytest-", "popen-", "test_")):
+            folder.chmod(0o755)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """a/b/file, which is root's (or ours) alone."""
@@ -226,9 +233,7 @@ def test_a_hook_whose_directory_the_account_may_not_enter_is_a_warning(tmp_path:
         f"rules: [{{name: all, prepare: [drain], approve: when-prepared}}]\nhooks: {{drain: {{run: [{hook}]}}}}\n",
         encoding="utf-8",
     )
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.name.startswith(("pytest-", "popen-", "test_")):
-            folder.chmod(0o755)
+    _open_parents(tmp_path)
     closed.chmod(0o700)
     loaded = load_policy(policy)
     os.seteuid(NOBODY)
@@ -238,6 +243,27 @@ def test_a_hook_whose_directory_the_account_may_not_enter_is_a_warning(tmp_path:
         os.seteuid(0)
     what = f"{hook}: its interpreter {closed}/interpreter" if first else str(hook)
     assert found == [f"{what} is in a directory that this account may not enter"]
+
+
+@needs_root
+def test_a_working_directory_that_the_account_may_not_see_is_a_warning(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        "rules: [{name: all, prepare: [drain], approve: when-prepared}]\n"
+        f"hooks: {{drain: {{shell: 'true', cwd: {closed}/work}}}}\n",
+        encoding="utf-8",
+    )
+    _open_parents(tmp_path)
+    (closed / "work").mkdir(parents=True)
+    closed.chmod(0o700)
+    loaded = load_policy(policy)
+    os.seteuid(NOBODY)
+    try:
+        found = [one.message for one in check_machine(loaded, is_root=False) if one.subject == "hook"]
+    finally:
+        os.seteuid(0)
+    assert found == [f"{closed}/work is in a directory that this account may not enter"]
 
 
 # --- what of a hook is looked at

@@ -239,8 +239,8 @@ def _check_hooks(settings: Settings) -> Iterator[Finding]:
 
 def _hook_errors(hook: Hook) -> Iterator[tuple[str, str]]:
     """Why this machine cannot run the hook: the hook's key, and the reason."""
-    if hook.cwd is not None and not is_foreign_path(hook.cwd) and not Path(hook.cwd).is_dir():
-        yield "cwd", f"{hook.cwd} is not a directory on this machine"
+    if hook.cwd is not None and not is_foreign_path(hook.cwd) and (error := _cwd_error(hook.cwd)):
+        yield "cwd", error
     if run := command_of(hook):
         if error := _program_error(hook, run):
             yield "run", error
@@ -250,27 +250,46 @@ def _hook_errors(hook: Hook) -> Iterator[tuple[str, str]]:
         yield "user", f'this machine has no account "{hook.user}"'
 
 
+def _cwd_error(directory: str) -> str | None:
+    try:
+        is_there = stat.S_ISDIR(_mode_of(Path(directory)))
+    except PermissionError:
+        return f"{directory} is in a directory that this account may not enter"
+    return None if is_there else f"{directory} is not a directory on this machine"
+
+
+def _mode_of(file: Path) -> int:
+    """0 if there is no such file. Raises PermissionError, which some versions of ``Path.exists`` do not."""
+    try:
+        return file.stat().st_mode
+    except PermissionError:
+        raise
+    except (OSError, ValueError):  # ValueError, and some OSErrors: no file can have that name
+        return 0
+
+
 def _program_error(hook: Hook, run: Sequence[str]) -> str | None:
     name = run[0]
     if is_foreign_path(name):
         return None
     file = processes.find_program(name, hook.cwd, hook.env)
+    mode: int | None
     try:
-        is_there = file is not None and file.exists()
+        mode = 0 if file is None else _mode_of(file)
     except PermissionError:
-        is_there = None
-    if not is_there and re.search(r"\s", name):
+        mode = None
+    if not mode and re.search(r"\s", name):
         return _command_line_error(name, hook)
     if file is None:
         return f"{name} is not found in PATH"
-    if is_there is None:
+    if mode is None:
         return f"{file} is in a directory that this account may not enter"
-    if file.is_dir():
-        return f"{file} is a directory"
-    if not is_there:
+    if mode == 0:
         place = "" if Path(name).is_absolute() else ": the name is relative to cwd (default: /)"
         return f"{file} does not exist{place}"
-    if not file.is_file():
+    if stat.S_ISDIR(mode):
+        return f"{file} is a directory"
+    if not stat.S_ISREG(mode):
         return f"{file} is not a regular file"
     if not os.access(file, os.X_OK):
         return f"{file} is not executable: chmod +x {file}"
