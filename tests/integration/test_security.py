@@ -266,6 +266,29 @@ def test_a_working_directory_that_the_account_may_not_see_is_a_warning(tmp_path:
     assert found == [f"{closed}/work is in a directory that this account may not enter"]
 
 
+@needs_root
+@pytest.mark.parametrize("wrong", ["program", "cwd", "cwd's parent"])
+def test_a_hook_that_the_account_may_not_reach_fails_with_a_reason(tmp_path: Path, wrong: str) -> None:
+    """As an agent without privileges would start it."""
+    closed = tmp_path / "closed"
+    (closed / "work").mkdir(parents=True)
+    (closed / "drain").symlink_to("/bin/true")
+    _open_parents(tmp_path)
+    closed.chmod(0o700)
+    no_entry = "this account may not enter the directory to run in"
+    hook, detail = {
+        "program": (Hook(run=(f"{closed}/drain",)), f"not executable: {closed}/drain"),
+        "cwd": (Hook(run=("true",), cwd=f"{closed}"), f"{no_entry}: {closed}"),
+        "cwd's parent": (Hook(run=("true",), cwd=f"{closed}/work"), f"{no_entry}: {closed}/work"),
+    }[wrong]
+    os.seteuid(NOBODY)
+    try:
+        result = HookRun("drain", hook, environment={}).run()
+    finally:
+        os.seteuid(0)
+    assert (result.outcome, result.detail) == ("not_started", detail)
+
+
 # --- what of a hook is looked at
 
 

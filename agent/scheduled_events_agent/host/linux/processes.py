@@ -349,16 +349,17 @@ def _may(path: Path, right: str, user: str | None) -> bool:
 def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str, str], error: Exception) -> str:
     if not isinstance(error, OSError):
         return f"cannot be started: {error}"
-    if not Path(cwd).is_dir():
+    if isinstance(error, PermissionError) and error.filename == cwd:
+        return f"this account may not enter the directory to run in: {cwd}"
+    if not os.path.isdir(cwd):  # noqa: PTH112 - raises nothing
         return f"no such directory to run in: {cwd}"
-    path = Path(program)
     if isinstance(error, FileNotFoundError):
         if "/" not in program:
             return f"no such program on the PATH {env.get('PATH')}: {program}"
-        if path.exists():
+        if os.path.exists(program):  # noqa: PTH110 - raises nothing
             return f"the interpreter in the first line does not exist: {program}"
         return f"no such file: {program}"
-    if path.is_dir():
+    if os.path.isdir(program):  # noqa: PTH112 - raises nothing
         return f"a directory, not a program: {program}"
     if isinstance(error, PermissionError):
         what = f"not executable for {user}" if user else "not executable"
