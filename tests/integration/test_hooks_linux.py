@@ -180,6 +180,23 @@ def test_a_hook_that_delays_an_eviction_gets_less_time_to_end(
     assert [result.outcome for result in results] == ["canceled"]
 
 
+@pytest.mark.skipif(not _IS_ROOT, reason="only root can mount /proc so that it hides something")
+def test_a_hook_is_ended_whole_where_other_accounts_processes_cannot_be_read() -> None:
+    sleep = f"sleep 60.{os.getpid()}"
+    program = (
+        "import ctypes, os; from scheduled_events_agent.hooks.run import HookRun;"
+        "from scheduled_events_agent.policy import Hook;"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534);"
+        f"hook = Hook(shell='setsid -f {sleep}; (setsid -f {sleep})');"
+        "print(HookRun('test', hook, environment={}).run().detail)"
+    )
+    hide = 'mount -t proc -o hidepid=1 proc /proc && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", hide, "sh", sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout) == ("", "exit code 0\n")
+    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == sleep.split()]
+
+
 def test_one_hook_does_not_end_the_processes_of_another(tmp_path: Path) -> None:
     seen = threading.Event()
     lines: list[str] = []

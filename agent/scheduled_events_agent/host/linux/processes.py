@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -197,7 +198,7 @@ def reap_zombies() -> None:
             return
         session = os.getsid(0)
         leaders = {tree.pid for tree in _trees.values() if tree is not None}
-        for child in psutil.Process().children():
+        for child in _own_children(recursive=False):
             with suppress(ProcessLookupError):
                 if child.pid not in leaders and os.getsid(child.pid) != session:
                     os.waitpid(child.pid, os.WNOHANG)
@@ -376,7 +377,7 @@ def _owned_processes(trees: Mapping[str, ProcessTree | None]) -> list[tuple[psut
     tokens_by_session = {tree.pid: token for token, tree in trees.items() if tree is not None}
     owners: dict[int, str | None] = {}  # None for our own children that are no hooks, and for theirs
     owned = []
-    for process in psutil.Process().children(recursive=True):  # parents come before their children
+    for process in _own_children(recursive=True):
         try:
             parent = process.ppid()
             own_session = os.getsid(process.pid)
@@ -394,6 +395,24 @@ def _owned_processes(trees: Mapping[str, ProcessTree | None]) -> list[tuple[psut
         if inherited is not None:
             owned.append((process, inherited))
     return owned
+
+
+def _own_children(*, recursive: bool) -> list[psutil.Process]:
+    """The children of this process; ``recursive``: and theirs, each after its parent."""
+    me = psutil.Process()
+    try:
+        return me.children(recursive=recursive)
+    except (psutil.AccessDenied, PermissionError):
+        # /proc has processes of other accounts that cannot be read (hidepid=1), and psutil gives up at the first.
+        by_parent = defaultdict(list)
+        for process in running_processes():
+            with suppress(*UNREADABLE):
+                by_parent[process.ppid()].append(process)
+    found = [*by_parent[me.pid]]
+    if recursive:
+        for process in found:
+            found += by_parent[process.pid]
+    return found
 
 
 def _token_of(process: psutil.Process) -> str:
