@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,29 @@ def test_a_signal_that_another_thread_gets_is_handled_while_the_main_thread_wait
         [sys.executable, "-c", _PROGRAM, name], capture_output=True, text=True, timeout=30, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == (f"{call} wake\n", "", 0)
+
+
+# The signal comes when all of the start is done but the last step.
+_EARLY = """
+import os, signal, sys
+from scheduled_events_agent import cli
+from scheduled_events_agent.cli import run
+
+def get_the_signal_first(handlers, wake):
+    os.kill(os.getpid(), signal.SIGHUP)
+    reload_and_stop = lambda: (print("reload"), handlers["SIGHUP"](), handlers["SIGTERM"]())
+    handle_signals({**handlers, "SIGHUP": reload_and_stop}, wake)
+
+handle_signals, run.handle_signals = run.handle_signals, get_the_signal_first
+sys.exit(cli.main())
+"""
+
+
+def test_a_reload_that_is_requested_during_the_start_waits_for_its_end(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("imds: {endpoint: 'http://127.0.0.1:1'}\nagent: {listen: 'off'}\n", encoding="utf-8")
+    options = ["run", f"--config={policy}", f"--state-dir={tmp_path / 'state'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", _EARLY, *options], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.stdout, done.returncode) == ("reload\n", 0), done.stderr

@@ -7,6 +7,7 @@ reader of the output has gone.
 import argparse
 import gc
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
@@ -73,6 +74,9 @@ def _run(argv: Sequence[str] | None) -> int:
     is_process = argv is None  # its modules are no garbage: without a collection it starts a tenth faster
     if is_process:
         gc.disable()
+        if sys.argv[1:2] == ["run"] and hasattr(signal, "pthread_sigmask"):  # not on Windows
+            # It would end the agent until handle_signals, which most of the start is before.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # type: ignore[attr-defined,unused-ignore]
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     if is_process:
         gc.freeze()

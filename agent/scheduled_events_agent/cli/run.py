@@ -126,6 +126,9 @@ def handle_signals(handlers: Mapping[str, Callable[[], None]], wake: Callable[[]
     for name, handler in handlers.items():
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, handler=handler: handler())
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        # One that came during the start is handled now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # type: ignore[attr-defined,unused-ignore]
     try:
         receiving, sending = socket.socketpair()
     except OSError:  # then a signal may wait for the engine's next tick
