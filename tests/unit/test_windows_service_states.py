@@ -341,6 +341,25 @@ def test_the_service_is_asked_to_reload_if_its_own_policy_is_valid(
     assert told == ["reload"]
 
 
+def test_an_installation_without_the_right_to_it_makes_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def reject(_: int) -> None:
+        raise HostError(windows_service._explain(5, "Access is denied."), kind="service")
+
+    monkeypatch.setattr(
+        windows_service, "win32service", SimpleNamespace(SC_MANAGER_CREATE_SERVICE=2), raising=False
+    )
+    monkeypatch.setattr(windows_service, "need_windows", lambda: None)
+    monkeypatch.setattr(windows_service, "_check_command", lambda: None)
+    monkeypatch.setattr(windows_service, "query", lambda: None)
+    monkeypatch.setattr(windows_service, "_manager", reject)
+    monkeypatch.setattr(windows_service, "make_data_dirs", lambda *paths: made.extend(paths))
+    with pytest.raises(HostError, match="run it in an elevated prompt"):
+        windows_service.install([])
+    assert made == []
+
+
 def test_a_service_that_is_still_stopping_is_started_when_it_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     class RejectionError(Exception):
         winerror = 1056  # the SCM's answer until the service has stopped

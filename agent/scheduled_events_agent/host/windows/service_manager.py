@@ -130,6 +130,8 @@ def install(options: Sequence[str]) -> list[str]:
     _check_command()
     facts = query()
     account = facts.account if facts else "LocalSystem"
+    with _manager(win32service.SC_MANAGER_CREATE_SERVICE):
+        pass  # without this right, as in a prompt that is not elevated, the directories would be the user's
     # Before there is a service that would start with the machine: any user may have put a directory with a policy
     # there, and then this raises.
     make_data_dirs(data_dir(), None if is_system(account) else account)
