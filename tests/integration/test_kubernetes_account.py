@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -240,6 +241,17 @@ def test_a_list_of_kubeconfigs_is_an_error(write: Write) -> None:
         AccountError, match=r"^\$KUBECONFIG: expected one file; got .*: name one with --kubeconfig"
     ):
         find_account(None, {"KUBECONFIG": f"{file}:{file}"})
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="only root can become another account")
+def test_a_kubeconfig_that_the_account_may_not_see_is_an_error(tmp_path: Path) -> None:
+    if sys.platform != "win32":
+        os.seteuid(65534)
+        try:
+            with pytest.raises(AccountError, match=rf"^{tmp_path}/config: cannot be read: Permission denied$"):
+                find_account(None, {"KUBECONFIG": f"{tmp_path}/config"})
+        finally:
+            os.seteuid(0)
 
 
 def test_the_node_is_the_first_that_is_named(write: Write) -> None:

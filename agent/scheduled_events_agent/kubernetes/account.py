@@ -93,7 +93,7 @@ def find_account(kubeconfig: str | None, environ: Mapping[str, str], mounted: Pa
         account = _load_kubeconfig(Path(kubeconfig))
     elif listed := environ.get("KUBECONFIG"):
         separator = ";" if ";" in listed else ":"
-        if not Path(listed).exists() and separator in listed:
+        if not os.path.exists(listed) and separator in listed:  # noqa: PTH110 - raises nothing
             raise AccountError(f"$KUBECONFIG: expected one file; got {listed}: name one with --kubeconfig")
         account = _load_kubeconfig(Path(listed))
     elif credential.is_absolute() and os.path.lexists(credential):  # a link that leads nowhere is an error
