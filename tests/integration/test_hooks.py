@@ -57,7 +57,9 @@ def _hook(code: str, *arguments: str, **options: Any) -> Hook:
 
 
 def _run(code: str, *arguments: str, **options: Any) -> HookResult:
-    return HookRun("test", _hook(code, *arguments, **options), environment={}).run()
+    result = HookRun("test", _hook(code, *arguments, **options), environment={}).run()
+    print(result)  # for a test that fails: why
+    return result
 
 
 class _Background:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -404,14 +403,14 @@ def _own_children(*, recursive: bool) -> list[psutil.Process]:
         return me.children(recursive=recursive)
     except (psutil.AccessDenied, PermissionError):
         # /proc has processes of other accounts that cannot be read (hidepid=1), and psutil gives up at the first.
-        by_parent = defaultdict(list)
+        by_parent: dict[int, list[psutil.Process]] = {}
         for process in running_processes():
             with suppress(*UNREADABLE):
-                by_parent[process.ppid()].append(process)
-    found = [*by_parent[me.pid]]
+                by_parent.setdefault(process.ppid(), []).append(process)
+    found = by_parent.pop(me.pid, [])
     if recursive:
         for process in found:
-            found += by_parent[process.pid]
+            found += by_parent.pop(process.pid, [])
     return found
 
 
