@@ -706,6 +706,15 @@ def test_a_document_with_the_event_restarts_the_missing_count(tmp_path: Path, ex
         store.close()
 
 
+def test_the_identity_of_another_vm_leaves_nothing_behind(engine: Engine, operator: Store) -> None:
+    engine.receive(Identity(name="vmss_1", vm_id="id-1", group="vmss"))
+    assert engine.run_cycle(datetime.now(UTC))
+    engine.receive(Identity(name="", vm_id="another"))
+    assert engine.run_cycle(datetime.now(UTC))
+    assert (engine.names(), engine.identity.group) == ((), "")
+    assert (operator.get_meta("vm_name"), operator.get_meta("vm_group")) == ("", "")
+
+
 def test_without_a_change_no_decision_is_repeated(
     tmp_path: Path, executor: Approvals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

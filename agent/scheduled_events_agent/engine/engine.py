@@ -580,7 +580,9 @@ class Engine:
         known = self.identity
         if identity is None:
             return
+        learned = identity.merged_with(known)
         if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
+            learned = identity
             both = f"the state file is of VM {known.vm_id}, and this VM is {identity.vm_id}"
             text = f"{both}: the agent ignores it"
             self._store.discard_workflows(now, text)
@@ -588,7 +590,6 @@ class Engine:
             self.workflows = {}
             self.documents.recheck()
             self._log.warning(text, log_id=LogId.OTHER_VM)
-        learned = identity.merged_with(known)
         if learned != known or not self.is_identity_sure:
             save_identity(self._store, learned, self.boot_id)
             self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)
