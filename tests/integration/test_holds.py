@@ -192,6 +192,20 @@ def test_an_absent_event_can_be_released_and_nothing_else(agent: Agent) -> None:
     assert agent.operator_action == ""
 
 
+def test_a_release_counts_when_the_event_comes_back_before_its_recovery(agent: Agent) -> None:
+    other = replace(EVENT, id="E2")
+    agent.read(EVENT)
+    agent.end("drain")
+    agent.ask("hold")
+    agent.read(EVENT, other)
+    agent.end("drain")
+    agent.read(other, times=2)
+    assert agent.ask("release", "e1") == "released; the event is not in the document"
+    agent.read(EVENT, other)
+    assert [one.operator_action for one in agent.engine.workflows.values()] == ["", ""]
+    assert agent.engine.remembered.known == {}
+
+
 def test_a_release_meets_the_event_that_has_just_come_back(agent: Agent) -> None:
     agent.read(EVENT)
     agent.end("drain")

@@ -121,7 +121,7 @@ def _update(workflow: Workflow, event: ScheduledEvent, context: Context) -> Tran
     back: list[Record] = []
     if workflow.is_missing or workflow.is_over:
         back.append(Record(kind="changed", text="is in the document again"))
-        workflow = _without_what_a_reboot_has_undone(_resume(workflow), context)
+        workflow = _without_what_a_reboot_has_undone(_resume(workflow, context), context)
     if event.key != old.key:
         back.append(Record(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
     changed = {name for name in event.__struct_fields__ if getattr(event, name) != getattr(old, name)}
@@ -289,8 +289,10 @@ def can_resume(workflow: Workflow, event: ScheduledEvent) -> bool:
     return is_idle and is_untouched and not is_aborted_by_stop
 
 
-def _resume(workflow: Workflow) -> Workflow:
-    """The workflow as if the event had never been missing."""
+def _resume(workflow: Workflow, context: Context) -> Workflow:
+    """The workflow as if the event had never been missing; but a hold may have ended since it was over."""
+    if workflow.is_over and workflow.operator_action == "hold" and workflow.event.key not in context.remembered:
+        workflow = replace(workflow, operator_action="")
     if workflow.phase == "recovering":
         phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
         if workflow.was_started:
