@@ -493,6 +493,32 @@ def test_an_operator_approval_skips_the_lead() -> None:
     assert agent.ends("drain") == ["A: approve A"]
 
 
+@pytest.mark.parametrize("approve", ["immediately", "when-prepared"])
+def test_what_an_approval_began_early_waits_for_the_lead_once_it_is_released(approve: Any) -> None:
+    agent = Agent(a_rule(lead=900.0, approve=approve, prepare=(), drain_for=30.0))
+    not_before = START + timedelta(days=7)
+    event = an_event(not_before=not_before)
+    agent.document(event)
+    agent.operator("approve")
+    agent.answer("timeout")
+    assert agent.operator("release") == []
+    assert agent.document(event, after=60) == []
+    assert (agent.phase, agent.wait_message()) == ("prepared", "its time has not come")
+    begins_at = not_before - timedelta(minutes=15)
+    assert next_wake_at(agent.workflows, agent.context) == begins_at
+    agent.context = replace(agent.context, now=begins_at, document_at=begins_at)
+    assert agent.tick(0)[0].startswith("A: approve A")
+
+
+def test_a_failure_voids_an_early_approval_and_the_rule_waits_for_its_lead() -> None:
+    agent = Agent(a_rule(lead=900.0, prepare=("drain",), on_failure="approve"))
+    agent.document(an_event(not_before=START + timedelta(days=7)))
+    agent.operator("approve")
+    assert agent.ends("drain", "failed") == []
+    assert agent.wait_message() == "its time has not come"
+    assert agent.operator("approve") == ["A: approve A"]
+
+
 def test_an_immediate_rule_with_a_lead_does_not_approve_before_its_time() -> None:
     agent = Agent(Rule(name="early", approve="immediately", lead=900.0))
     assert agent.document(an_event(not_before=START + timedelta(hours=1))) == []

@@ -237,6 +237,8 @@ def next_wake_at(workflows: Workflows, context: Context) -> datetime | None:
                 times.append(context.now + _LATER_DOCUMENT)
         if approval.state == "none" and (approve_at := approval_turn_at(workflow)):
             times.append(approve_at)
+        if workflow.was_begun_early and approval.state == "none":
+            times.append(start_of(workflow, context).at)
         if can_start(workflow) and workflow.decision.rule and not workflow.is_over:
             times.append(start_of(workflow, context).at)
             latest = latest_begin(workflow, context)

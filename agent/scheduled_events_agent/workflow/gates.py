@@ -95,8 +95,14 @@ def operator_gate(workflow: Workflow, _: Context) -> GateResult:
     return ALLOW
 
 
-def not_started_gate(workflow: Workflow, _: Context) -> GateResult:
-    return _wait("too_early") if workflow.phase == "waiting" else ALLOW
+def not_started_gate(workflow: Workflow, context: Context) -> GateResult:
+    """Its time has come; or an operator's approval, which still counts, has begun it before."""
+    if workflow.phase == "waiting":
+        return _wait("too_early")
+    in_time = schedule_gate(workflow, context) if workflow.was_begun_early else ALLOW
+    if in_time.wait_reason is None:
+        return ALLOW
+    return GateResult("wait", WaitReason(kind="too_early", at=in_time.wait_reason.at))
 
 
 def shared_event_gate(workflow: Workflow, context: Context) -> GateResult:

@@ -150,6 +150,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     is_history_unknown: bool = False
     """First seen after the state file was lost."""
     handling_since: datetime | None = None  # with shared: first, this VM's delay counts from then
+    was_begun_early: bool = False
+    """An operator's approval began it before its time."""
     wait_reason: WaitReason | None = None
     """Why nothing is done now."""
     outcome: Outcome = ""

@@ -168,7 +168,8 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Transition | WaitRe
     if result.verdict != "allow":
         return result.wait_reason
     records = _note_without_slot(workflow, context)
-    workflow = replace(workflow, handling_since=context.now)
+    is_early = schedule_gate(replace(workflow, operator_action=""), context).verdict != "allow"
+    workflow = replace(workflow, handling_since=context.now, was_begun_early=is_early)
     if not decision.has_preparation:
         return _enter(workflow, "prepared", Record(kind="prepared", text="there is nothing to prepare"))
     drain_until = drain_deadline(decision, workflow.event, context) if decision.drain_for else None
