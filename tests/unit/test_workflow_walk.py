@@ -372,10 +372,11 @@ class World:
                 self._send()
             case [event, "operator", ("approve" | "hold" | "release") as action]:
                 name = self.present(event)
-                self.words[name] = action
-                is_held = action == "hold" and name not in self.started
-                self.held = self.held | {event} if is_held else self.held - {event}
-                self._begin_bare(event)
+                if action != "hold" or name not in self.confirmed:  # else it comes too late, and changes nothing
+                    self.words[name] = action
+                    is_held = action == "hold" and name not in self.started
+                    self.held = self.held | {event} if is_held else self.held - {event}
+                    self._begin_bare(event)
                 self._say(name, action)
             case [name, "retry"]:
                 self.stuck.pop(name, None)

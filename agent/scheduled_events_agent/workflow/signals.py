@@ -351,8 +351,10 @@ def _has_deadline(workflow: Workflow) -> bool:
     return not workflow.event.is_started or workflow.decision.on_early_start == "finish"
 
 
-def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context) -> Transition:
+def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context) -> Transition | None:
     action = signal.action
+    if action == "hold" and workflow.approval.state == "confirmed":
+        return None  # Azure's answer has come with the command
     record = Record(kind="operator", text=f"{ACTION_TEXTS[action]} by {signal.user or 'an operator'}")
     if action == "retry":
         return _retry(workflow, record, context)
