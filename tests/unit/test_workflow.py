@@ -741,15 +741,21 @@ def test_a_drain_is_over_when_its_event_vanishes() -> None:
 
 @pytest.mark.parametrize(
     ("approval", "after", "outcome"),
-    [("none", 1, "canceled"), ("none", 901, "unknown"), ("confirmed", 1, "unknown"), ("requested", 1, "unknown")],
+    [
+        ("none", 1, "canceled"),
+        ("none", 901, "unknown"),
+        ("confirmed", 1, "unknown"),
+        ("requested", 1, "unknown"),
+        ("failed", 1, "unknown"),
+    ],
 )
 def test_an_event_gone_unstarted_was_canceled_only_if_it_could_not_start(
     approval: str, after: float, outcome: str
 ) -> None:
     agent = Agent(Rule(name="any", approve="manual" if approval == "none" else "immediately"))
     agent.document(an_event())
-    if approval == "confirmed":
-        agent.answer()
+    if approval in ("confirmed", "failed"):
+        agent.answer("timeout" if approval == "failed" else "")
     agent.document(after=after)
     assert agent.journal[-2:] == [
         f"gone: is no longer in the document ({outcome})",

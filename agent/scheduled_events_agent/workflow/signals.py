@@ -315,6 +315,8 @@ def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition
     outcome: Outcome = "unknown"
     not_before = workflow.event.not_before
     missing_since = workflow.missing_since or context.now
+    # Azure may have accepted an approval whose answer was lost.
+    is_unapproved = workflow.approval.state == "none" and not workflow.approval.failures
     if signal.status:
         outcome = "completed" if signal.status == "Completed" else "canceled"
     elif workflow.was_started or workflow.event.is_started:
@@ -323,7 +325,7 @@ def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition
         outcome = "completed"  # this machine was down while it was Started
     elif workflow.event.is_recommendation:
         pass  # it says nothing about the eviction
-    elif workflow.approval.state == "none" and not_before is not None and missing_since < not_before:
+    elif is_unapproved and not_before is not None and missing_since < not_before:
         outcome = "canceled"
     text = "names only other VMs now" if signal.names_others else "is no longer in the document"
     record = Record(kind="gone", text=f"{text} ({outcome})")
