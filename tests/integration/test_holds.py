@@ -172,10 +172,11 @@ def test_a_released_hold_is_forgotten(agent: Agent, action: OperatorAction) -> N
     assert (agent.engine.remembered.known, agent.store.load_remembered()) == ({}, {})
 
 
-def test_the_start_of_the_event_ends_its_hold(agent: Agent) -> None:
+@pytest.mark.parametrize("new_id", ["E1", "E9"])
+def test_the_start_of_the_event_ends_its_hold(agent: Agent, new_id: str) -> None:
     agent.read(EVENT)
     agent.ask("hold")
-    agent.read(replace(EVENT, status="Started", not_before=None))
+    agent.read(replace(EVENT, id=new_id, status="Started", not_before=None))
     assert agent.store.load_remembered() == {}
 
 

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 
 from msgspec.structs import replace
 
+from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.store import RememberedChanges, Store
 from scheduled_events_agent.workflow import OperatorCommand, RememberedEvent, Signal, Transition, Workflow
 
@@ -84,9 +85,12 @@ def changes_by_transitions(
     now: datetime,
 ) -> RememberedChanges:
     """The changes by these transitions, to be committed with them. ``unlisted``: keys that two answers lack."""
+    signals = list(signals)
     transitions = list(transitions)
     put, removed = _changes_of_holds(known, signals, transitions, now)
     removed |= known.keys() & set(unlisted)
+    # Only an event that has started goes on under another id, and a hold ends with the start.
+    removed |= known.keys() & {one.renamed_from for one in signals if isinstance(one, Seen)}
     for transition in transitions:
         if any(record.kind == "expired" for record in transition.records):
             put[transition.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=now)
