@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from test_workflow import Agent, a_rule, an_event, started
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.workflow import PolicyChanged
+from scheduled_events_agent.workflow import PolicyChanged, WaitReason
 
 MANUAL = a_rule(approve="manual")
 WHY = "an operator must approve it before 12:15:00 UTC: rule impactful leaves it to an operator"
@@ -88,6 +88,15 @@ def test_an_approval_is_needed_only_in_these_cases(
     agent.document(event)
     assert any(one.approval_needed_since for one in agent.workflows.values()) == bool(why)
     assert [text.partition(" UTC: ")[2].partition(", and what")[0] for text in noted(agent)] == [why] * bool(why)
+
+
+def test_an_event_of_several_vms_waits_for_the_operator_and_is_not_held() -> None:
+    agent = Agent(replace(MANUAL, prepare=(), recover=(), lead=86400.0))
+    agent.document(an_event(resources=("vm_0", "vm_1")))
+    assert noted(agent) == [WHY]
+    assert [line for line in agent.journal if line.startswith("held")] == []
+    assert agent.of().wait_reason == WaitReason(kind="manual")
+    assert agent.operator("approve") == ["A: approve A"]
 
 
 def test_it_is_recorded_when_the_agent_begins_to_act() -> None:

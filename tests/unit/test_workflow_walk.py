@@ -863,6 +863,7 @@ def test_one_event_with_signals_in_every_order_and_a_crash_anywhere(
         Script({"A": a_rule(prepare=(), recover=("resume",))}, appearances=1),
         Script({"A": a_rule(prepare=(), recover=(), approve="immediately")}),
         Script({"A": a_rule(approve="manual")}, crashes=1, appearances=1, has_operator=True),
+        Script({"A": a_rule(approve="manual")}, appearances=1, has_operator=True, resources=SHARED),
         Script({"A": a_rule(prepare=("drain",))}, crashes=1, appearances=1, has_operator=True),
         Script({"A": a_rule(prepare=("drain",), approve="never")}, appearances=1, has_operator=True),
         Script({"A": a_rule(prepare=("drain",))}, appearances=1, has_operator=True, is_state_lost=True, crashes=0),
@@ -875,8 +876,8 @@ def test_one_event_with_signals_in_every_order_and_a_crash_anywhere(
     ],
     ids=[
         "three crashes", "on start", "finish early start", "drain", "drain alone", "recovery alone", "no hooks",
-        "manual", "operator", "never", "state lost", "shared hold", "shared any", "second of two", "another VM",
-        "leaves", "held while it is away",
+        "manual", "manual of two", "operator", "never", "state lost", "shared hold", "shared any", "second of two",
+        "another VM", "leaves", "held while it is away",
     ],
 )  # fmt: skip
 def test_one_event_under_special_rules_with_signals_in_every_order(script: Script, depth: int) -> None:

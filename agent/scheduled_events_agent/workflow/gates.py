@@ -109,8 +109,8 @@ def shared_event_gate(workflow: Workflow, context: Context) -> GateResult:
     """An approval counts for every VM that the event names, and not every VM may approve for all of them."""
     decision = workflow.decision
     approve_at = approval_turn_at(workflow)
-    if workflow.operator_action == "approve":
-        return ALLOW
+    if workflow.operator_action == "approve" or decision.approve == "manual":
+        return ALLOW  # an operator decides for all of them
     if not decision.can_approve_for_all:
         return _deny("shared")
     if approve_at is not None and not is_due(approve_at, context.now, decision.approve_after_seconds):
