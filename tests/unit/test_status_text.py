@@ -13,7 +13,7 @@ from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.status import ActivePolicy, CommandOptions, RunningHook, Status, Vm, WorkflowView
-from scheduled_events_agent.status.messages import to_view
+from scheduled_events_agent.status.messages import time_left, to_view
 from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.web.static import FILES, HEADERS
 from scheduled_events_agent.workflow import Approval, Context, StageStatus, advance
@@ -233,6 +233,12 @@ def test_the_browser_may_load_the_files_and_nothing_else() -> None:
         ("/status.css", 200, "text/css; charset=utf-8", HEADERS),
         ("/status.js", 200, "text/javascript; charset=utf-8", HEADERS),
     ]
+
+
+def test_the_page_says_of_a_recommendation_what_the_command_says() -> None:
+    script = (Path(scheduled_events_agent.__file__).parent / "web" / "status.js").read_text(encoding="utf-8")
+    recommendation = event(type="SpotRebalanceRecommendation", not_before=None)
+    assert f'count("a warning", "{time_left(recommendation, NOW)}")' in script
 
 
 def test_texts_never_become_markup_and_nothing_comes_from_elsewhere() -> None:

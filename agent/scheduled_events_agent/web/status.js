@@ -244,7 +244,7 @@
     const {status: state, not_before: at, type} = workflow.event;
     const count = (big, small) => el("p", {class: "count"}, el("b", {}, big), el("small", {}, small));
     if (workflow.is_over) return count("over", "at Azure");
-    if (type === "SpotRebalanceRecommendation") return count("a warning", "an eviction may poll");
+    if (type === "SpotRebalanceRecommendation") return count("a warning", "an eviction may follow");
     if (state === "Started") return count("started", "by Azure");
     if (!at || Date.parse(at) <= now()) return count("any moment", "it may start");
     return count(until(at), `until it may start, ${clock(at)}`);
