@@ -3,9 +3,11 @@
 import http.client
 import io
 import json
+import os
 import re
 import socket
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +24,12 @@ from msgspec.structs import replace
 from static_policy import Given
 from test_daemon import running
 
+from scheduled_events_agent.cli.status import ask_status
 from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.status import Status
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.web import endpoints as module
@@ -242,6 +246,18 @@ def test_the_page_and_its_files_are_served_with_a_content_security_policy(tmp_pa
         assert loaded == ["data:,", "status.css", "status.js", "status"]
         for name in loaded[1:]:
             assert get(daemon.web.port, f"/{name}")[0].status == 200
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="paths are text on Windows")
+def test_the_status_of_an_agent_whose_directory_has_no_text_as_its_name(tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(b"st\xffate")
+    with Simulator(vms=("vm-1",)) as azure, running(place, azure.endpoint()) as daemon:
+        wait_until(lambda: daemon.web)
+        assert daemon.web is not None
+        answer, page = get(daemon.web.port, "/status")
+        assert answer.status == 200
+        assert msgspec.json.decode(page)["state_file"] == str(tmp_path / "st?ate" / "state.db")
+        assert isinstance(ask_status(place, "1"), Status)
 
 
 def test_a_hung_disk_keeps_the_status_and_the_last_known_history(

@@ -29,8 +29,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.daemon.executor import ThreadExecutor
 from scheduled_events_agent.daemon.inbox import Command, Inbox, Item, PolicyReloaded
@@ -46,7 +44,7 @@ from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import ImdsClient, connect
 from scheduled_events_agent.policy.load import LoadedPolicy, PolicyFile
 from scheduled_events_agent.policy.settings import FleetSettings, Settings
-from scheduled_events_agent.status import NO_OPTIONS, CommandOptions
+from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, to_json
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
@@ -114,7 +112,7 @@ class Daemon:
             self._executor,
             put=self._put,
             notify=self._notifier.notify,
-            describe=lambda: msgspec.json.encode(self._status.status()),
+            describe=lambda: to_json(self._status.status()),
             publish_fleet_requests=self._publish_fleet_requests,
             command_options=command_options,
         )

@@ -16,7 +16,7 @@ from scheduled_events_agent.notifications import (
     notifications_of,
 )
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
-from scheduled_events_agent.status import CommandOptions, Status, Vm
+from scheduled_events_agent.status import CommandOptions, Status, Vm, to_json
 from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.store import Backlog, CommitResult, Loss, Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
@@ -78,7 +78,7 @@ class Outbox:
             for transition, notification in notifications_of(
                 transitions, self._status(workflows, now, vm, settings)
             ):
-                body = msgspec.json.encode(notification).decode()
+                body = to_json(notification).decode()
                 wanting = [target for target in targets if matches(target, transition, notification, vm.names)]
                 notifications += [(target.name, body) for target in wanting]
         except Exception:  # noqa: BLE001 - a bug in notifications must not affect events

@@ -29,6 +29,7 @@ from scheduled_events_agent.status.status import (
     Vm,
     WebConfigRejected,
     WorkflowView,
+    to_json,
 )
 
 __all__ = [
@@ -53,4 +54,5 @@ __all__ = [
     "Vm",
     "WebConfigRejected",
     "WorkflowView",
+    "to_json",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ The text below a field is its meaning in docs/json.md too; a field that its name
 known, or not there, is None, or "" in a text. ``tests/fixtures/json_page.py`` writes the page's tables.
 """
 
+import json
 from datetime import datetime
 from typing import Literal
 
@@ -290,3 +291,11 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     """True also if there was nothing to release."""
     message: str
     """The agent's answer, or why there is none."""
+
+
+def to_json(answer: msgspec.Struct) -> bytes:
+    """The answer as JSON, with a question mark for each byte of a path that is not UTF-8."""
+    try:
+        return msgspec.json.encode(answer)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(answer), ensure_ascii=False).encode(errors="replace")

@@ -18,7 +18,15 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.engine import Snapshot
-from scheduled_events_agent.status import History, HistoryItem, Journal, JournalRecord, Status, WebConfigRejected
+from scheduled_events_agent.status import (
+    History,
+    HistoryItem,
+    Journal,
+    JournalRecord,
+    Status,
+    WebConfigRejected,
+    to_json,
+)
 from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
@@ -138,7 +146,7 @@ class Endpoints:
     def _health_page(self) -> Response:
         problems = self._health_problems()
         if problems:
-            return Response(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode())
+            return Response(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode(errors="replace"))
         return Response(HTTPStatus.OK, b"ok\n")
 
     def _ready_page(self) -> Response:
@@ -191,7 +199,7 @@ def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) ->
 
 
 def _json_page(answer: Status | Journal) -> Response:
-    body = msgspec.json.encode(answer)
+    body = to_json(answer)
     if len(body) < _READABLE_BYTES:
         body = msgspec.json.format(body)
     return Response(HTTPStatus.OK, body + b"\n", "application/json")
