@@ -14,7 +14,7 @@ import pytest
 from scheduled_events_agent.fleet import table as table_module
 from scheduled_events_agent.fleet.backend import Backend
 from scheduled_events_agent.fleet.table import connect
-from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, parse_table
 from scheduled_events_agent.simulator.table import SimulatedTable
 
 
@@ -70,6 +70,13 @@ def test_simulate_serves_a_table(tmp_path: Path) -> None:
             assert [record.key for record in backend.list()] == ["a"]
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "0.0.0.0", "192.0.2.1"])
+def test_its_address_is_one_that_a_policy_may_name(bind: str) -> None:
+    with SimulatedTable(bind=bind) as table:
+        assert parse_table(table.url) is not None
+        assert httpx.get(table.url).status_code == 400
 
 
 def put(backend: Backend, key: str, fields: dict[str, str], etag: str = "") -> str:

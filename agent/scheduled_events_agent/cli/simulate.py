@@ -176,8 +176,8 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         "--table",
         type=int,
         metavar="PORT",
-        help="a port of a table for the policy's fleet, which accepts any signature (0: a free one); "
-        "the simulator then ends with Ctrl-C only",
+        help="a port of a table for the policy's fleet, for agents on this machine; it accepts any signature "
+        "(0: a free one; the simulator then ends with Ctrl-C only)",
     )
     parser.add_argument(
         "--bind",

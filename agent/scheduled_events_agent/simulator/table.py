@@ -3,6 +3,7 @@
 import re
 import threading
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from itertools import count
 from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -26,7 +27,12 @@ class SimulatedTable:
     SAS = "sv=2019-02-02&sig=simulated"
 
     def __init__(self, port: int = 0, *, bind: str = LOOPBACK) -> None:
-        """``port`` 0: a free one. Raises SimulatorError."""
+        """``port`` 0: a free one. Raises SimulatorError.
+
+        ``bind``: an address of this machine. Unless it stands for all of them, the table listens on loopback:
+        agents use a table without TLS there only.
+        """
+        bind = bind if ip_address(bind).is_unspecified else LOOPBACK
         self._entities: dict[tuple[str, str], Entity] = {}
         self._versions = count(1)
         self._lock = threading.Lock()
