@@ -734,7 +734,7 @@ def test_an_agent_that_differs_from_the_policy_file_is_a_warning(
             f"{runs}with the policy {policy}, and these checks looked at another",
             "name that one with --config, or restart the agent",
         )
-        policy.write_text(policy.read_text(encoding="utf-8"), encoding="utf-8")
+        policy.write_text(f"# {policy.read_text(encoding='utf-8')}", encoding="utf-8")
         changed = look(policy)
         assert changed.severity == "warning"
         assert re.match(re.escape(f"{runs}with the policy as it was read at "), changed.message)

@@ -43,7 +43,6 @@ from scheduled_events_agent.status import (
 )
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
-LATER = datetime(2100, 1, 1, tzinfo=UTC)
 STATUS = Status(
     at=NOON,
     version=__version__,
@@ -52,7 +51,7 @@ STATUS = Status(
     mode="act",
     ready=True,
     health="ok",
-    policy=ActivePolicy(file="p.yaml", read_at=LATER),
+    policy=ActivePolicy(file="p.yaml", read_at=NOON),
     rules=(),
     endpoint="auto",
     last_poll_at=NOON,
@@ -395,6 +394,9 @@ def test_healthy_targets_are_one_finding_and_so_are_none() -> None:
 # --- the agent
 
 
+CHANGED = "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since"
+
+
 @pytest.mark.parametrize(
     ("fields", "mode", "doubt"),
     [
@@ -402,15 +404,12 @@ def test_healthy_targets_are_one_finding_and_so_are_none() -> None:
         ({"mode": "observe"}, "observe", None),
         ({"version": "0.0.9"}, "act", f"{__version__} is installed"),
         (
-            {"policy": ActivePolicy(file=BUILT_IN_NAME, read_at=LATER)},
+            {"policy": {"file": BUILT_IN_NAME}},
             "act",
             "with the policy built-in policy, and these checks looked at another",
         ),
-        (
-            {"policy": ActivePolicy(file="p.yaml", read_at=NOON)},
-            "act",
-            "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since",
-        ),
+        ({"policy": {"hash": "another"}}, "act", CHANGED),
+        ({"policy": {"rejected": "it had an error"}}, "act", CHANGED),
         ({"mode": "observe"}, "act", "and only observes: no hook runs and nothing is approved"),
     ],
 )
@@ -419,7 +418,10 @@ def test_a_healthy_agent_that_differs_from_the_policy_is_a_warning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.yaml").write_text(f"agent: {{mode: {mode}}}\n")
-    found = check_running_agent("17", msgspec.structs.replace(STATUS, **fields), load_policy(Path("p.yaml")))
+    loaded = load_policy(Path("p.yaml"))
+    policy = {"file": "p.yaml", "read_at": NOON, "hash": loaded.hash, **fields.get("policy", {})}
+    status = msgspec.structs.replace(STATUS, **{**fields, "policy": ActivePolicy(**policy)})
+    found = check_running_agent("17", status, loaded)
     runs = f"runs (pid 17), version {fields.get('version', __version__)}"
     assert found.severity == ("warning" if doubt else "ok")
     assert found.message == (f"{runs}, {doubt}" if doubt else runs)

@@ -4,7 +4,6 @@ Invariant: it approves nothing, runs no hook, and changes nothing on the machine
 """
 
 import argparse
-import contextlib
 import os
 import shutil
 import socket
@@ -615,16 +614,13 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
     if loaded is not None and policy is not None:
-        changed_at = policy.read_at
-        with contextlib.suppress(OSError):  # the built-in policy has no file
-            changed_at = datetime.fromtimestamp(Path(loaded.name).stat().st_mtime, UTC)
         is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)
         looked = f"with the policy {policy.file}, and these checks looked at another"
         read = f"with the policy as it was read at {policy.read_at:%Y-%m-%d %H:%M:%S}Z; its file has changed since"
         observes = status.mode == "observe" and loaded.settings.agent.mode == "act"
         warnings += [
             (is_other, looked, "name that one with --config, or restart the agent"),
-            (changed_at > policy.read_at, read, _RELOAD),
+            (policy.hash != loaded.hash or bool(policy.rejected), read, _RELOAD),
             (observes, "and only observes: no hook runs and nothing is approved", "start it without --observe"),
         ]
     for is_so, problem, advice in warnings:
