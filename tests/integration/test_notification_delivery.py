@@ -467,6 +467,16 @@ def test_operator_commands_are_in_every_format(tmp_path: Path) -> None:
     assert body_of(str(file), **ASKED) == {"type": f"{retry}\n{approve}", "until": "2026-01-01T12:15:00+00:00"}
 
 
+@pytest.mark.parametrize(
+    ("seconds_left", "expected"),
+    [(61, "1m1s"), (0, "none: it may start at any moment"), (-5, "none: it may start at any moment")],
+)
+def test_people_learn_that_no_time_is_left(seconds_left: int, expected: str) -> None:
+    assert f"Time left: {expected}" in body_of("slack", seconds_left=seconds_left)["text"].splitlines()
+    facts = body_of("teams", seconds_left=seconds_left)["attachments"][0]["content"]["body"][2]["facts"]
+    assert {"title": "Time left", "value": expected} in facts
+
+
 def test_the_runbook_is_in_every_format_and_only_if_an_operator_must_act(tmp_path: Path) -> None:
     url = ASKED["runbook"]
     file = tmp_path / "body.json"

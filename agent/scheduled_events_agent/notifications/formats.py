@@ -85,11 +85,14 @@ def _facts(notification: Notification) -> dict[str, str]:
     event = notification.event
     left = notification.seconds_left
     not_before = utc(event.not_before) if event.not_before and left is not None else ""
+    time_left = ""
+    if left is not None:
+        time_left = format_duration(left) if left > 0 else "none: it may start at any moment"
     facts = {
         "Event": event.id,
         "VM": notification.vm,
         "Act before" if notification.deadline else "Not before": not_before,
-        "Time left": format_duration(left) if left is not None else "",
+        "Time left": time_left,
         "Rule": notification.rule or "none: only observed",
         "Source": event.source,
         "Description": event.description,
