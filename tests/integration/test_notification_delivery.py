@@ -467,6 +467,13 @@ def test_operator_commands_are_in_every_format(tmp_path: Path) -> None:
     assert body_of(str(file), **ASKED) == {"type": f"{retry}\n{approve}", "until": "2026-01-01T12:15:00+00:00"}
 
 
+@pytest.mark.parametrize("form", ["slack", "teams"])
+def test_people_learn_that_the_agent_only_observes(form: str) -> None:
+    expected = "observe: no hook runs, and nothing is approved"
+    assert expected in json.dumps(body_of(form, mode="observe"))
+    assert expected not in json.dumps(body_of(form))
+
+
 @pytest.mark.parametrize(
     ("seconds_left", "expected"),
     [(61, "1m1s"), (0, "none: it may start at any moment"), (-5, "none: it may start at any moment")],

@@ -94,6 +94,7 @@ def _facts(notification: Notification) -> dict[str, str]:
         "Act before" if notification.deadline else "Not before": not_before,
         "Time left": time_left,
         "Rule": notification.rule or "none: only observed",
+        "Mode": "observe: no hook runs, and nothing is approved" if notification.mode == "observe" else "",
         "Source": event.source,
         "Description": event.description,
     }
