@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from scheduled_events_agent import cli, host
+from scheduled_events_agent import AgentError, cli, host
 from scheduled_events_agent.cli import terminal
 from scheduled_events_agent.cli.config import find_config, load_policy, policy_file
+from scheduled_events_agent.cli.run import open_daemon
 from scheduled_events_agent.daemon import policy_reader
 from scheduled_events_agent.hooks.durations import encode, record_run
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE, ConfigError
@@ -1072,12 +1073,39 @@ def test_start_and_reload_do_not_wait_for_local_policy_checks(
     monkeypatch.setattr(policy_reader, "check_machine", look_up_accounts)
     file = policy_file(path)
     try:
-        policy_reader.read_policy(file, lambda *_: None, is_start=True)
-        policy_reader.read_policy(file, lambda *_: None)
+        policy_reader.check_in_background(file.load())
+        policy_reader.check_in_background(file.load())
     finally:
         may_answer.set()
         _await_policy_checks()
     assert was_allowed == [True, True]
+
+
+def test_an_agent_that_cannot_start_leaves_no_policy_check_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "policy.yaml").write_text("rules: [{name: all}]\n", encoding="utf-8")
+    (tmp_path / "state").touch()
+    checked: list[Any] = []
+
+    def note(loaded: Any) -> list[str]:
+        checked.append(loaded)
+        return []
+
+    monkeypatch.setattr(policy_reader, "machine_warnings", note)
+    with (
+        pytest.raises(AgentError, match="it is no directory"),
+        open_daemon(
+            config=str(tmp_path / "policy.yaml"),
+            state_dir=str(tmp_path / "state"),
+            is_observing=True,
+            stop_timeout=1.0,
+            set_up_log=lambda *_: None,
+        ),
+    ):
+        pass
+    _await_policy_checks()
+    assert checked == []
 
 
 def test_a_check_that_fails_by_a_bug_is_a_line_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1090,7 +1118,7 @@ def test_a_check_that_fails_by_a_bug_is_a_line_of_the_log(tmp_path: Path, monkey
 
     monkeypatch.setattr(policy_reader, "check_machine", fail)
     with structlog.testing.capture_logs() as entries:
-        policy_reader.read_policy(policy_file(path), lambda *_: None, is_start=True)
+        policy_reader.check_in_background(policy_file(path).load())
         _await_policy_checks()
     assert ("error", "a bug in the agent") in [(entry["log_level"], entry["event"]) for entry in entries]
 

@@ -16,7 +16,7 @@ from scheduled_events_agent.cli import add_config_option, duration, exit_code
 from scheduled_events_agent.cli.config import find_config, policy_file, state_dir_of
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon.daemon import Daemon
-from scheduled_events_agent.daemon.policy_reader import read_policy, run_in_background
+from scheduled_events_agent.daemon.policy_reader import check_in_background, read_policy, run_in_background
 from scheduled_events_agent.policy.checks import listen_error
 from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
@@ -195,6 +195,7 @@ def open_daemon(
             hash=loaded.hash,
             state_dir=str(directory),
         )
+        check_in_background(loaded)
         if settings.agent.mode == "act":
             run_in_background(_warn_of_other_agents, "other-agents")
         yield Daemon(

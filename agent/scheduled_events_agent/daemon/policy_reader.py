@@ -32,9 +32,15 @@ def read_policy(
     settings = loaded.settings.agent.log
     set_up_log(settings.level, settings.format)
     _warn(map(str, loaded.warnings))
-    # Looking up accounts may take minutes. Neither start nor reload waits for that.
-    run_in_background(lambda: _warn(machine_warnings(loaded)), "policy-check")
     return loaded
+
+
+def check_in_background(loaded: LoadedPolicy) -> None:
+    """Log the warnings about this machine. Looking up accounts may take minutes: no start or reload waits for it.
+
+    The thread may load certificates. If the process ended at that moment, OpenSSL's own clean-up would crash it.
+    """
+    run_in_background(lambda: _warn(machine_warnings(loaded)), "policy-check")
 
 
 class PolicyReader:
@@ -67,6 +73,7 @@ class PolicyReader:
             self._is_requested.clear()
             try:
                 loaded = read_policy(self.file, log.change)
+                check_in_background(loaded)
                 read = PolicyReloaded(loaded.settings, loaded.hash)
             except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
                 read = PolicyReloaded(None, error=str(error))
