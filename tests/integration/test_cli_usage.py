@@ -39,6 +39,22 @@ def test_wrong_usage_prints_the_usage_of_its_command_and_a_guess(
     assert message in lines[-1]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", ""),
+        ("check", "--config", ""),
+        ("run", "--config="),
+        ("run", "--state-dir", ""),
+        ("status", "--state-dir="),
+    ],
+)
+def test_an_empty_path_does_not_stand_for_the_default(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert refused(capsys, *words)[-1].endswith(": expected a path; got an empty text")
+
+
 def test_the_file_to_check_is_an_argument_or_an_option_but_not_both(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -169,8 +169,16 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
+        type=given_path,
         help="the policy file (default: $SCHEDULED_EVENTS_AGENT_CONFIG, else the system's place for it)",
     )
+
+
+def given_path(text: str) -> str:
+    """A path of an option, for argparse. An empty one is most often a variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path; got an empty text")
+    return text
 
 
 def duration(text: str) -> float:
@@ -186,6 +194,9 @@ def duration(text: str) -> float:
 def add_state_options(parser: argparse.ArgumentParser) -> None:
     """--state-dir and --config, as every command that asks the running agent has them."""
     parser.add_argument(
-        "--state-dir", metavar="DIR", help="the agent's state directory (overrides the policy file)"
+        "--state-dir",
+        metavar="DIR",
+        type=given_path,
+        help="the agent's state directory (overrides the policy file)",
     )
     add_config_option(parser)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.cli import add_config_option, given_path
 from scheduled_events_agent.cli.config import find_config, inspect_policy, load_policy
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
@@ -51,7 +51,9 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``check``."""
     parser.description = "Checks the policy file and shows what its rules do. Exit code 0: valid; 2: not valid."
-    parser.add_argument("file", nargs="?", metavar="FILE", help="the policy file; the same as --config FILE")
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", type=given_path, help="the policy file; the same as --config FILE"
+    )
     add_config_option(parser)
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors: exit code 2")
     parser.add_argument(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.cli import add_config_option, duration, exit_code
+from scheduled_events_agent.cli import add_config_option, duration, exit_code, given_path
 from scheduled_events_agent.cli.config import find_config, policy_file, state_dir_of
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon.daemon import Daemon
@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--observe", action="store_true", help="decide and report, but run no hooks, approve nothing"
     )
     parser.add_argument(
-        "--state-dir", metavar="DIR", help="where the state file is kept (overrides agent.state_dir)"
+        "--state-dir",
+        metavar="DIR",
+        type=given_path,
+        help="where the state file is kept (overrides agent.state_dir)",
     )
     parser.add_argument(
         "--listen",
