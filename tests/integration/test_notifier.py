@@ -22,7 +22,7 @@ from scheduled_events_agent.engine import NotificationDone
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.notifications import SAMPLE
 from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
-from scheduled_events_agent.store import Store
+from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.store.outbox import MAX_NOTIFICATIONS
 from scheduled_events_agent.telemetry.metrics import Metrics
 
@@ -242,6 +242,26 @@ def test_a_notification_is_dropped_after_a_day_but_tried_at_least_once(
     with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
         wait_until(lambda: run.reports.qsize() == 3, "all were reported")
         assert (ids(receiver), run.dropped("too_old")) == ([1, 2], 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failure_is_over_when_nothing_waits_any_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_readonly, failures = Store.open_readonly, iter([StoreError("the disk fails", kind="read")])
+
+    def fails_once(directory: Path) -> Store:
+        for error in failures:
+            raise error
+        return open_readonly(directory)
+
+    monkeypatch.setattr(Store, "open_readonly", fails_once)
+    with Receiver(lambda: "400") as receiver, sending(store, to(receiver)) as run:
+        worker = run.notifier._workers["ops"]
+        wait_until(lambda: worker._is_idle, "it waits for news")
+        assert run.notifier.failures() == {}
+        put(store, 1)
+        run.notifier.notify(is_urgent=False)
+        wait_until(lambda: run.reports.qsize() == 1 and worker._is_idle, "it was given up")
+        assert run.notifier.failures() == {}
 
 
 def test_only_an_urgent_notification_ends_the_pause(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

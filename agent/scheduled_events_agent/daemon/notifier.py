@@ -178,6 +178,8 @@ class _TargetWorker:
                 if item is None:
                     if is_stopping:
                         return
+                    # What has failed is lost, or the state file can be read again: nothing fails now.
+                    self.failure = self._failing_since = None
                     self._is_idle = True
                     self._wake.wait()
                     self._is_idle = False
