@@ -325,6 +325,12 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
     assert check_disk("/s", temporary, kind, free * MIB) == finding
 
 
+def test_a_state_that_the_system_clears_is_a_warning() -> None:
+    text = "/tmp/s is in a directory that the system clears, as at a reboot"
+    found = check_disk("/tmp/s", None, "ext4", 5000 * MIB, is_cleared=True)
+    assert found == warning("disk", text, ELSEWHERE)
+
+
 @pytest.mark.parametrize(
     ("life", "is_acting", "state", "text"),
     [

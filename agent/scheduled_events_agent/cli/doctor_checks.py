@@ -304,8 +304,13 @@ def check_service(service: OwnService | None, error: str) -> Finding:
     return ok("service", what)
 
 
-def check_disk(place: str, temporary: str | None, kind: str | None, free_bytes: int) -> Finding:
-    """Whether the state's disk survives, and has room. ``temporary``: the root of Azure's temporary disk."""
+def check_disk(
+    place: str, temporary: str | None, kind: str | None, free_bytes: int, *, is_cleared: bool = False
+) -> Finding:
+    """Whether the state's disk survives, and has room. ``temporary``: the root of Azure's temporary disk.
+
+    ``is_cleared``: whether the system clears the directory, as at a boot.
+    """
     elsewhere = "name a directory on the system's or a data disk with agent.state_dir"
     if temporary is not None:
         return failure(
@@ -320,6 +325,8 @@ def check_disk(place: str, temporary: str | None, kind: str | None, free_bytes: 
         )
     if free_bytes < _LEAST_FREE_BYTES:
         return warning("disk", f"{place}: {free}", "make room: the agent does nothing that it cannot store first")
+    if is_cleared:
+        return warning("disk", f"{place} is in a directory that the system clears, as at a reboot", elsewhere)
     if kind == "overlay":
         return warning(
             "disk",
