@@ -462,6 +462,17 @@ def test_a_secret_that_the_services_account_cannot_read_is_named(
         assert examine(endpoint.url).one("secrets").message == "systemd has loaded credentials for the service"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no sudo")
+def test_the_command_that_tries_a_target_is_as_its_reader_types_it(
+    examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SUDO_USER", "kim")
+    policy = f"notify: [{{name: ops, to: {{file: {tmp_path / 'missing'}}}}}]\n"
+    found = examine(endpoint.url, policy).one("notifications")
+    line = f"sudo scheduled-events-agent notify test ops --config {tmp_path / 'p.yaml'}"
+    assert found.hint == f"correct it, and try it: {line}"
+
+
 @needs_root
 def test_a_file_of_notifications_that_the_services_account_cannot_read_is_named(
     examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch

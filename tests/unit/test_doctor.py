@@ -35,7 +35,6 @@ from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.status import (
     ActivePolicy,
     Attention,
-    CommandOptions,
     NotifiedTarget,
     Status,
     TargetFailure,
@@ -373,16 +372,14 @@ def a_target(**fields: Any) -> NotifiedTarget:
     return NotifiedTarget(**{"name": "ops", "waiting": 0, "oldest_at": None, "failure": None, **fields})
 
 
-TRY = "correct it, and try it: scheduled-events-agent notify test ops --config /p.yaml"
+TRY = "correct it, and try it: test ops"
 
 
 def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning() -> None:
     failing = a_target(failure=TargetFailure(since=NOON, reason="it answers 401"))
     lossy = a_target(lost=2, lost_at=NOON, lost_reason="it answers 400")
     unusable = [("ops", "to: /nowhere: cannot be read")]
-    assert [
-        *check_notifications(("ops",), unusable, (failing, lossy), CommandOptions(policy="--config /p.yaml"))
-    ] == [
+    assert [*check_notifications(("ops",), unusable, (failing, lossy), "test {}".format)] == [
         warning("notifications", "ops: to: /nowhere: cannot be read", TRY),
         warning("notifications", "ops: has failed since 2026-04-11 12:00:00 UTC: it answers 401", TRY),
         warning("notifications", "ops: 2 notifications lost since 2026-04-11 12:00:00 UTC: it answers 400", TRY),
@@ -390,11 +387,11 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
 
 
 def test_healthy_targets_are_one_finding_and_so_are_none() -> None:
-    assert [*check_notifications(("ops", "audit"), (), (a_target(),), CommandOptions())] == [
+    assert [*check_notifications(("ops", "audit"), (), (a_target(),), "test {}".format)] == [
         ok("notifications", "2 targets: nothing is known to be wrong")
     ]
     none = ok("notifications", "the policy names no service to notify")
-    assert [*check_notifications((), (), (), CommandOptions())] == [none]
+    assert [*check_notifications((), (), (), "test {}".format)] == [none]
 
 
 # --- the agent

@@ -55,7 +55,7 @@ from scheduled_events_agent.policy.settings import (
     is_started_as_root,
 )
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
-from scheduled_events_agent.status.actions import command
+from scheduled_events_agent.status.actions import command, quoted
 from scheduled_events_agent.store import LOCK_NAME
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
@@ -449,7 +449,10 @@ def _check_notifications(
         yield hidden("notifications", host.account_name())
         return
     yield from doctor_checks.check_notifications(
-        [target.name for target in targets], unusable, known_targets, options
+        [target.name for target in targets],
+        unusable,
+        known_targets,
+        lambda name: as_typed(command(options, "notify", "test", quoted(name))),
     )
 
 

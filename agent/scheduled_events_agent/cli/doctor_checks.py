@@ -4,7 +4,7 @@ Does no I/O and reads no clock.
 Invariant: a warning or an error says what to do, and a check that was skipped says why.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Literal
@@ -21,8 +21,7 @@ from scheduled_events_agent.imds.document import parse_document
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.settings import VmSettings
-from scheduled_events_agent.status import CommandOptions, NotifiedTarget
-from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status import NotifiedTarget
 from scheduled_events_agent.status.messages import utc
 
 Severity = Literal["ok", "warning", "error", "skipped"]
@@ -247,11 +246,12 @@ def check_notifications(
     names: Sequence[str],
     unusable: Sequence[tuple[str, str]],
     known_targets: Sequence[NotifiedTarget],
-    options: CommandOptions,
+    test_command: Callable[[str], str],
 ) -> Iterator[Finding]:
     """Whether targets receive notifications. ``unusable``: names of targets, and why they cannot be used here.
 
-    ``known_targets``: the targets in a running agent's status. ``options``: the command-line options in force.
+    ``known_targets``: the targets in a running agent's status. ``test_command``: the command line that sends a
+    target a test.
     """
     found = [*unusable]
     for target in known_targets:
@@ -264,7 +264,7 @@ def check_notifications(
         yield warning(
             "notifications",
             f"{name}: {text}",
-            f"correct it, and try it: {command(options, 'notify', 'test', quoted(name))}",
+            f"correct it, and try it: {test_command(name)}",
         )
     if not found:
         well = f"{plural(len(names), 'target')}: nothing is known to be wrong"
