@@ -15,7 +15,7 @@ from test_prometheus_package import PACKAGE, VALUES, alerts, exposed, parse_quer
 
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.status import RUNBOOK_URL, Attention
-from scheduled_events_agent.status.attention import ATTENTION_KINDS
+from scheduled_events_agent.status.attention import ATTENTION_KINDS, NO_AGENT
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_WORDS = 130
@@ -102,6 +102,24 @@ def test_the_kinds_that_an_alert_counts_are_linked_in_its_section() -> None:
         before = rule["expr"].partition("unless")[0]
         kinds = [kind for _, labels in parse_query(before).selectors for kind in labels.get("kind", ())]
         assert [kind for kind in kinds if f"(#{kind})" not in part(name, "Mitigation")] == []
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        NO_AGENT,
+        "the agent (pid 17) does not answer",
+        "no poll has succeeded since 2026-04-11 22:12:00 UTC: timeout",
+        "the engine has run no cycle for 21s",
+        "the poller has sent no heartbeat for 21s",
+        "what is pending cannot be handled: a bug in the agent (KeyError); see the log",
+        "the metadata service has not said since the boot which VM this is: no event is acted on",
+        "the web server is not listening: its port is taken",
+    ],
+)
+def test_the_section_of_an_agent_that_is_not_healthy_has_each_reason(reason: str) -> None:
+    found = re.findall(r'"([^"]+)"', part("unhealthy", "Mitigation"))
+    assert [text for text in found if text.lower() in reason.lower()] != []
 
 
 def test_agent_project_and_alerts_have_the_same_address() -> None:
