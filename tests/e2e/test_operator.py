@@ -513,6 +513,15 @@ def test_explain_needs_only_one_of_agent_and_endpoint(endpoint_agent: tuple[Endp
     assert "  agent    when it last ran: waits: an operator must approve it; first seen " in left
 
 
+def test_explain_does_not_take_an_outage_for_an_empty_document(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+    endpoint, agent = endpoint_agent
+    agent.write_policy()
+    agent.start()
+    endpoint.status = 500
+    *_, last = ask(agent, "explain").stdout.splitlines()
+    assert re.fullmatch(r"The agent knows no event: its last successful poll was at [0-9:]+Z\.", last)
+
+
 def test_explain_raw_prints_the_document_unchanged(endpoint_agent: tuple[Endpoint, Agent]) -> None:
     endpoint, agent = endpoint_agent
     agent.write_policy()

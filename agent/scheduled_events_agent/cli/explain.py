@@ -654,7 +654,12 @@ def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
         yield "The agent's mode is observe: nothing of what follows would be done."
     if not assumed.is_same_policy:
         yield "The agent has another policy in force than this file says now: what it has decided counts."
-    if not found.events:
+    if not found.events and found.source == "agent":
+        polled = "no poll has succeeded"
+        if found.received_at is not None:
+            polled = f"its last successful poll was at {format_clock(found.received_at, found.at)}"
+        yield f"The agent knows no event: {polled}."
+    elif not found.events:
         yield "The document lists no event."
 
 
