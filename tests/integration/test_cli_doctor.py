@@ -583,7 +583,7 @@ def test_a_state_directory_that_is_open_to_others_is_a_failure(
     )
 
 
-AS_AGENT = "run this as root, or as the agent's account"
+AS_AGENT = "run this as root or administrator, or as the agent's account"
 
 
 @contextlib.contextmanager
@@ -650,7 +650,7 @@ def test_an_ordinary_account_gets_no_failure_for_hidden_information(
         file.write_text(f"agent: {{state_dir: '{closed}'}}\n" + HOOKS.format(f"{{run: ['{closed / 'drain'}']}}"))
         monkeypatch.setattr(processes, "own_service", lambda: service_of("root"))
         seen = examine_as_nobody(file)
-        told = ("skipped", "cannot be checked by nobody: run as root")
+        told = ("skipped", "cannot be checked by nobody: run as root or administrator")
         of_root = ("hooks", "secrets", "permissions", "state", "disk", "agent")
         assert {name: found for name, found in seen.items() if found[0] == "skipped"} == dict.fromkeys(
             of_root, told

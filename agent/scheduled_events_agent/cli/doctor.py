@@ -64,7 +64,7 @@ _SPACING_SECONDS = 0.5
 # Checks of what the metadata service answers.
 _NEED_AN_ANSWER = ("vm-name", "version", "events", "clock")
 
-_AS_AGENT = "run this as root, or as the agent's account"
+_AS_AGENT = "run this as root or administrator, or as the agent's account"
 _DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
 _RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was accepted"
@@ -330,7 +330,7 @@ def _check_hooks(
     for text in found.values():
         yield failure("hooks", text, preflight.HOOK_HINT)
     for text in sorted(unknown):
-        yield warning("hooks", text, "run this as root, or as the account that runs the hooks")
+        yield warning("hooks", text, "run this as root or administrator, or as the account that runs the hooks")
     if not found and not unknown:
         yield ok("hooks", f"{plural(len(hooks), 'hook')}: all programs exist and can be started")
 

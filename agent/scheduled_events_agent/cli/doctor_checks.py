@@ -96,7 +96,7 @@ def waiting(checks: Iterable[str], needed: str) -> Iterator[Finding]:
 
 def hidden(check: str, account: str) -> Finding:
     """The check needs rights that this account does not have."""
-    return skipped(check, f"cannot be checked by {account}: run as root")
+    return skipped(check, f"cannot be checked by {account}: run as root or administrator")
 
 
 def format_findings(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:

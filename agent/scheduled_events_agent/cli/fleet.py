@@ -369,7 +369,9 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
             if problem := processes.find_access_error(Path(credential.sas_file), "read", account):
                 return failure("fleet", problem, "let the account of the service read it")
         except host.HostError as error:
-            return warning("fleet", str(error), "run this as root, or as the account of the service")
+            return warning(
+                "fleet", str(error), "run this as root or administrator, or as the account of the service"
+            )
     try:
         group = fleet.group or _ask_group(settings)
     except AgentError as error:
