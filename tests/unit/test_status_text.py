@@ -173,6 +173,8 @@ def test_urgent_events_come_first_and_events_of_others_last() -> None:
     assert [summary.workflow_id for summary in found.summaries] == [soon.id, late.id, others.id]
     assert found.headline == "Reboot is pending, and 2 more"
     assert headline(others) == ("1 event pending, none for this VM")
+    unknown = replace(others, decision=replace(others.decision, affects="unknown"))
+    assert headline(unknown) == "1 event pending, and nothing says whether for this VM"
 
 
 def steps(workflow: WorkflowView) -> list[str]:

@@ -235,7 +235,9 @@ def headline(status: Status) -> str:
         return "Nothing was pending at the last successful poll" if status.poll_failure else "Nothing is pending"
     first = next(filter(is_for_this_vm, by_urgency(status.pending)), None)
     if first is None:
-        return f"{plural(len(status.pending), 'event')} pending, none for this VM"
+        is_unknown = any(workflow.decision.affects == "unknown" for workflow in status.pending)
+        whose = "and nothing says whether for this VM" if is_unknown else "none for this VM"
+        return f"{plural(len(status.pending), 'event')} pending, {whose}"
     phase: str = first.phase
     if first.event.is_recommendation and phase == "prepared":
         phase = "recommendation_prepared"
