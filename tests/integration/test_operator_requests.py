@@ -17,7 +17,7 @@ from scheduled_events_agent.policy.settings import AgentSettings, Settings
 from scheduled_events_agent.status.actions import available_actions
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import Approve, HookOutcome, OperatorAction, RunHook
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, OperatorAction, RunHook
 
 EVENT = ScheduledEvent(
     id="E1", type="Reboot", status="Scheduled", source="Platform", resources=("vm-1",),
@@ -45,6 +45,8 @@ class Recorder:
     def cancel_hook(self, _: object, *, is_urgent: bool) -> None: ...
 
     def approve(self, _: list[Approve], __: str) -> None: ...
+
+    def approval_received(self, _: object) -> None: ...
 
 
 class Agent:
@@ -216,6 +218,18 @@ def test_a_release_without_an_operator_action_does_nothing_and_is_not_recorded(a
     assert (agent.say("release") or "").startswith("released: ")
     assert agent.told().count("released by kim") == 1
     assert agent.say("release") == "nothing to release"
+
+
+def test_a_release_does_not_take_back_what_azure_has_accepted(agent: Agent) -> None:
+    agent.say("approve")
+    agent.end("drain")
+    agent.end("save")
+    (workflow_id,) = agent.engine.workflows
+    agent.engine.receive(ApprovalAnswered(workflow_id=workflow_id))
+    agent.turn()
+    assert agent.phase == "approved"
+    for action in ("hold", "release"):
+        assert agent.say(action) == "rejected: Azure has accepted the approval; it cannot be withdrawn"
 
 
 def test_a_release_cancels_the_hold_requested_just_before_it(agent: Agent, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from scheduled_events_agent.workflow import (
     is_applied,
 )
 
+_CONFIRMED = "Azure has accepted the approval; it cannot be withdrawn"
+
 
 def why_rejected(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
     """Why the request is rejected; "" if it is not. ``why_not_acting``: "" for an agent that acts."""
@@ -30,7 +32,7 @@ def why_rejected(request: Request, workflow: Workflow | None, context: Context, 
         case "approve":
             return why_not_acting or _why_no_approval(workflow, context)
         case _:
-            return ""
+            return _CONFIRMED if workflow.approval.state == "confirmed" and workflow.operator_action else ""
 
 
 def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting: Sequence[Request]) -> bool:
@@ -46,9 +48,7 @@ def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting:
 def _why_no_hold(workflow: Workflow) -> str:
     if workflow.was_started or workflow.event.is_started:
         return "the event has started"
-    if workflow.approval.state == "confirmed":
-        return "Azure has accepted the approval; it cannot be withdrawn"
-    return ""
+    return _CONFIRMED if workflow.approval.state == "confirmed" else ""
 
 
 def _why_no_approval(workflow: Workflow, context: Context) -> str:
