@@ -309,6 +309,15 @@ def test_the_commands_say_what_they_do() -> None:
     ]
 
 
+def test_a_reason_that_ends_as_a_sentence_gets_no_second_stop() -> None:
+    rejected = 'policy.yaml:3: unknown key "rulez"; did you mean "rules"?'
+    status = a_status(policy=ActivePolicy(file="policy.yaml", read_at=NOW, rejected=rejected, rejected_at=NOW))
+    assert one_of(status).message == f"The policy file is rejected: {rejected}"
+    reason = "its certificate is not trusted: it is not valid for '127.0.0.1'."
+    failing = target(failure=TargetFailure(since=NOW - timedelta(minutes=5), reason=reason))
+    assert one_of(a_status(notify=(failing,))).message == f"Notifications to ops fail: {reason}"
+
+
 def test_doctor_comes_before_the_errors_of_approvals_if_polls_fail_too() -> None:
     status = of_event(a_workflow(phase="prepared", approval=FAILING), poll_failure="timeout")
     assert one_of(status).commands[0].command == "scheduled-events-agent doctor"

@@ -171,7 +171,7 @@ def _of_agent(status: Status) -> Iterator[Attention]:
             kind="unhealthy",
             severity="act",
             since=status.unhealthy_since,
-            message=f"{reason[:1].upper()}{reason[1:]}.",
+            message=_sentence(f"{reason[:1].upper()}{reason[1:]}"),
             consequence=_ABSENT if reason == NO_AGENT else "",
             commands=status.supervisor_commands if is_absence else (_doctor(status),),
         )
@@ -193,7 +193,7 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             kind="policy_rejected",
             severity="fix",
             since=policy.rejected_at,
-            message=f"The policy file is rejected: {_first_line(policy.rejected)}.",
+            message=_sentence(f"The policy file is rejected: {_first_line(policy.rejected)}"),
             consequence=f"The one read at {utc(policy.read_at, status.at)} is in force until the agent stops; "
             "with this file it does not start again.",
             commands=(_check(status, "show all that is wrong with it"),),
@@ -203,7 +203,7 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             kind="web_config_rejected",
             severity="fix",
             since=rejected.since,
-            message=f"agent.web_config is rejected: {_first_line(rejected.reason)}.",
+            message=_sentence(f"agent.web_config is rejected: {_first_line(rejected.reason)}"),
             consequence="Its previous content is in force, and its certificate may expire.",
             commands=(_check(status, "show what is wrong with it"),),
         )
@@ -223,7 +223,7 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             kind="fleet_unavailable",
             severity="fix",
             since=status.fleet.unavailable_since,
-            message=f"The store of the fleet cannot be used: {status.fleet.error}.",
+            message=_sentence(f"The store of the fleet cannot be used: {status.fleet.error}"),
             commands=(SuggestedCommand(command=ask, effect="ask the store"),),
         )
     for target in status.notify:
@@ -236,10 +236,10 @@ def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
     if target.lost_at is not None:
         are = "is" if target.lost == 1 else "are"
         what = plural(target.lost, "notification")
-        message = f"{what} to {target.name} {are} lost: {target.lost_reason}."
+        message = f"{what} to {target.name} {are} lost: {target.lost_reason}"
         since = target.lost_at
     elif failure is not None and status.at - failure.since >= _NOTIFIED_WITHIN:
-        message = f"Notifications to {target.name} fail: {failure.reason}."
+        message = f"Notifications to {target.name} fail: {failure.reason}"
         since = failure.since
     else:
         return None
@@ -248,7 +248,7 @@ def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
         kind="notifications_failing",
         severity="fix",
         since=since,
-        message=message,
+        message=_sentence(message),
         commands=(SuggestedCommand(command=test, effect="send it a test"),),
     )
 
@@ -259,6 +259,11 @@ def _doctor(status: Status) -> SuggestedCommand:
 
 def _check(status: Status, effect: str) -> SuggestedCommand:
     return SuggestedCommand(command=command(status.command_options, "check"), effect=effect)
+
+
+def _sentence(text: str) -> str:
+    """The text with a full stop, unless it ends as a sentence already."""
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _first_line(text: str) -> str:
