@@ -350,6 +350,11 @@ def test_when_sentinel_rejects_the_failover_writes_continue(servers: RedisSet, w
     assert (code, said.splitlines()[-1]) == (
         *(1, f"redis-prepare: Sentinel does not hand over: {refusal}; nothing was stopped"),
     )
+    # A password that Sentinel does not ask for: redis-cli complains of that first.
+    code, said = run_hook(servers, "redis-prepare", REDISCLI_AUTH="secret")
+    assert code == 1
+    assert f"redis-prepare: Sentinel does not hand over: {refusal}; nothing was stopped" in said.splitlines()
+    assert servers.manager.runs(UNIT)
     assert servers.fact(servers.port, "role") == "master"
     writer.wait_written()
 
