@@ -3,14 +3,16 @@
 One is a single process; another has a launcher and workers, and writes as three frameworks do under torchrun.
 """
 
+import platform
 import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from examples import ServiceManager, Unit
 from harness import PATIENCE, Agent, MakeAgent, Simulator
-from training_job import UNIT, a_job, launched, trainer
+from training_job import UNIT, Job, a_job, launched, trainer
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux")
 
@@ -30,6 +32,18 @@ signal.signal(signal.SIGTERM, lambda *_: print("is to end", flush=True))
 print("up", flush=True)
 while not disk.joinpath("end").exists():
     time.sleep(0.05)
+"""
+# Writes a checkpoint at SIGUSR1, but not before a file allows it.
+WRITES_WHEN_ALLOWED = """
+import pathlib, signal, sys, time
+checkpoint, allowed = map(pathlib.Path, sys.argv[1:])
+wanted = []
+signal.signal(signal.SIGUSR1, lambda *_: wanted.append(print("is to write", flush=True)))
+print("up", flush=True)
+while not (wanted and allowed.exists()):
+    time.sleep(0.05)
+checkpoint.write_text("all")
+time.sleep(300)
 """
 
 
@@ -182,7 +196,7 @@ def test_a_checkpoint_that_is_late_is_a_failure_that_says_how_far_it_came(agent:
             output, errors = hook.communicate(timeout=PATIENCE)
         how_far = "6 bytes in 1 file written since the signal"
         assert (hook.returncode, output, errors) == (143, "", f"training-checkpoint: not complete: {how_far}\n")
-        assert not (disk / ".asked").exists()
+        assert list(disk.glob(".asked*")) == []
         assert job.manager.runs(UNIT)
 
         done = job.run_hook("training-checkpoint", **last, TRAINING_WAIT="1")
@@ -190,6 +204,42 @@ def test_a_checkpoint_that_is_late_is_a_failure_that_says_how_far_it_came(agent:
         assert re.fullmatch(rf"training-checkpoint: no new checkpoint is complete: {how_far}\n", done.stderr)
         assert (done.returncode, done.stdout) == (1, "")
         assert job.manager.runs(UNIT)
+
+
+def test_the_hook_of_another_job_with_the_same_folder_does_not_disturb(agent: Agent, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    units = {
+        f"{name}.service": Unit(
+            (sys.executable, "-ISc", WRITES_WHEN_ALLOWED, str(disk / name), str(tmp_path / f"{name} may"))
+        )
+        for name in ("slow", "quick")
+    }
+    with ServiceManager(tmp_path / "bin", units) as manager:
+        job = Job(tmp_path, manager, "")
+
+        def variables(name: str) -> dict[str, str]:
+            return {
+                "TRAINING_UNIT": f"{name}.service",
+                "TRAINING_CHECKPOINT": str(disk / name),
+                "TRAINING_MARK": str(tmp_path / f"{name} mark"),
+                "TRAINING_WAIT": "20",
+            }
+
+        for unit in units:
+            manager.start(unit)
+        agent.wait_until(
+            lambda: manager.log.read_text("utf-8").count("up") == len(units), "both jobs were at work"
+        )
+        with job.hook("training-checkpoint", **variables("slow")) as slow:
+            agent.wait_until(
+                lambda: "is to write" in manager.log.read_text("utf-8"), "the slow one had the signal"
+            )
+            (tmp_path / "quick may").touch()
+            assert job.run_hook("training-checkpoint", **variables("quick")).returncode == 0
+            (tmp_path / "slow may").touch()
+            _, errors = slow.communicate(timeout=PATIENCE)
+        assert (slow.returncode, errors) == (0, "")
 
 
 def test_the_wait_for_a_checkpoint_ends_before_the_event(agent: Agent, tmp_path: Path) -> None:
@@ -334,7 +384,7 @@ def test_a_hook_without_disk_space_for_its_file_still_gets_a_checkpoint(agent: A
     with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
-        (tmp_path / "disk" / ".asked").symlink_to(tmp_path / "missing" / "file")
+        (tmp_path / "disk" / f".asked-{UNIT}-{platform.node()}").symlink_to(tmp_path / "missing" / "file")
         done = job.run_hook("training-checkpoint")
         assert done.returncode == 1
         assert done.stderr.endswith("the workers have the signal, but their checkpoint is not waited for\n")
