@@ -1,0 +1,66 @@
+"""The hook pgbouncer, with a program in psql's place."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
+
+HOOK = Path(__file__).parents[2] / "config/hooks/pgbouncer"
+# psql -XAtqwx -v ON_ERROR_STOP=1 -d CONNECTION -c COMMAND; a PgBouncer is a file: there while "app" is paused.
+PSQL = """#!/bin/sh
+bouncer=${5%% *}
+case $bouncer:$7 in
+    gone:*) exit 2 ;;
+    *:SHOW*) printf 'name|app\\npaused|%s\\n' "$([ ! -e "$bouncer" ]; echo $?)" ;;
+    *:PAUSE*) sleep 1.1; touch "$bouncer" ;;
+    *:RESUME*) rm "$bouncer" ;;
+esac
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_program(tmp_path / "bin/psql", PSQL)
+    return tmp_path
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+def run(place: Path, *arguments: str, **more: str) -> tuple[int, list[str]]:
+    variables = {
+        "PATH": f"{place}/bin:{os.environ['PATH']}",
+        "PGBOUNCER": "one",
+        "PGBOUNCER_DATABASE": "app",
+        "PGBOUNCER_MARK": "mark",
+        **more,
+    }
+    done = subprocess.run(
+        [HOOK, *arguments],
+        cwd=place,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, [line.removeprefix("pgbouncer: ") for line in done.stdout.splitlines()]
+
+
+def test_clients_of_one_go_on_although_another_does_not_answer(place: Path) -> None:
+    for name in ("mark", "one"):
+        (place / name).touch()
+    assert run(place, "resume", PGBOUNCER="gone\none") == (
+        *(1, ["no answer from gone", 'not resumed everywhere: RESUME "app"']),
+    )
+    assert not (place / "one").exists()
+    assert (place / "mark").exists()  # for the next attempt
