@@ -64,3 +64,9 @@ def test_clients_of_one_go_on_although_another_does_not_answer(place: Path) -> N
     )
     assert not (place / "one").exists()
     assert (place / "mark").exists()  # for the next attempt
+
+
+def test_each_database_has_a_mark_of_its_own(place: Path) -> None:
+    write_program(place / "bin/tee", "#!/bin/sh\nexit 1\n")
+    mark = "/var/lib/scheduled-events-agent/pgbouncer-app.paused-by-agent"
+    assert run(place, "pause", "true", PGBOUNCER_MARK="") == (1, [f"the mark cannot be written: {mark}"])
