@@ -70,3 +70,13 @@ def test_each_database_has_a_mark_of_its_own(place: Path) -> None:
     write_program(place / "bin/tee", "#!/bin/sh\nexit 1\n")
     mark = "/var/lib/scheduled-events-agent/pgbouncer-app.paused-by-agent"
     assert run(place, "pause", "true", PGBOUNCER_MARK="") == (1, [f"the mark cannot be written: {mark}"])
+
+
+def test_the_command_is_told_how_much_time_the_pause_has_left_it(place: Path) -> None:
+    left = {"SCHEDULED_EVENT_SECONDS_LEFT": "300", "SCHEDULED_EVENT_TIMEOUT_SECONDS": "100"}
+    command = 'echo "$SCHEDULED_EVENT_SECONDS_LEFT $SCHEDULED_EVENT_TIMEOUT_SECONDS"'
+    code, said = run(place, "pause", "sh", "-c", command, **left)
+    of_event, of_hook = (int(word) for word in said[-1].split())
+    assert code == 0
+    assert of_event < 300
+    assert of_event - of_hook == 200
