@@ -50,9 +50,9 @@ get_package() { # sets what is installed
             wanted=$(realpath "$source")
             ;;
     esac
-    [ -s "$wanted" ] || fail "$source: there is no such package"
+    [ -s "$wanted" ] || fail "${source%%\?*}: there is no such package"
     if [ "$proof" != - ]; then
-        echo "$proof  $wanted" | sha256sum --check --quiet - || fail "$source: its SHA-256 is not $proof"
+        echo "$proof  $wanted" | sha256sum --check --quiet - || fail "${source%%\?*}: its SHA-256 is not $proof"
     fi
     is_file=yes # its sum was checked, or it is trusted: it needs no signature
 }

@@ -1,0 +1,63 @@
+"""packaging/cloud-init/install.sh, as far as it goes without changing this machine."""
+
+import functools
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("the script is for Linux", allow_module_level=True)
+
+SCRIPT = Path(__file__).parents[2] / "packaging/cloud-init/install.sh"
+NEEDED = ("cat", "dirname", "mktemp", "python3", "realpath", "rm", "sh", "sha256sum")
+
+
+class Files(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing: the address is part of the test."""
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """Where the files in ``tmp_path`` are."""
+    with HTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def run(tmp_path: Path, *arguments: str, zypper: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it for root on a system with zypper, with what the program says about itself in its place."""
+    place = tmp_path / "bin"
+    place.mkdir()
+    for name in NEEDED:
+        found = next(path for path in (Path("/usr/bin") / name, Path("/bin") / name) if path.exists())
+        (place / name).symlink_to(found)
+    for name, text in {"id": "echo 0", "zypper": zypper}.items():
+        (place / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (place / name).chmod(0o755)
+    return subprocess.run(
+        ["sh", str(SCRIPT), *arguments],
+        env={"PATH": str(place), "TMPDIR": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        umask=0o077,
+    )
+
+
+def test_a_token_in_the_address_is_not_shown(tmp_path: Path, address: str) -> None:
+    (tmp_path / "agent.rpm").write_text("another package")
+    done = run(tmp_path, f"{address}/agent.rpm?sig=a-token", "0" * 64)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"install.sh: {address}/agent.rpm: its SHA-256 is not {'0' * 64}"
+    assert "a-token" not in done.stdout + done.stderr
