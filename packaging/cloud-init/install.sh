@@ -113,7 +113,11 @@ case $kind in
         elif command -v tdnf >/dev/null; then
             tdnf install --assumeyes ${is_file:+--nogpgcheck} "$wanted"
         elif command -v zypper >/dev/null; then
-            zypper --non-interactive install ${is_file:+--allow-unsigned-rpm} "$wanted"
+            zypper --non-interactive install ${is_file:+--allow-unsigned-rpm} "$wanted" ||
+                case $? in
+                    102 | 103 | 106 | 107) ;; # done, but another repository does not answer, for one
+                    *) fail "zypper did not install $name" ;;
+                esac
         else
             fail "$name: found neither dnf nor tdnf nor zypper to install it with"
         fi

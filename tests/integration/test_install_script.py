@@ -61,3 +61,18 @@ def test_a_token_in_the_address_is_not_shown(tmp_path: Path, address: str) -> No
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"install.sh: {address}/agent.rpm: its SHA-256 is not {'0' * 64}"
     assert "a-token" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 106])
+def test_a_repository_that_zypper_skipped_ends_nothing(tmp_path: Path, code: int) -> None:
+    (tmp_path / "agent.rpm").write_text("a package")
+    done = run(tmp_path, "agent.rpm", zypper=f"exit {code}")
+    # It goes on with the command of the agent, which this zypper did not install.
+    assert done.returncode == 127
+    assert "/usr/bin/scheduled-events-agent" in done.stderr
+
+
+def test_a_package_that_zypper_did_not_install_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "agent.rpm").write_text("a package")
+    done = run(tmp_path, "agent.rpm", zypper="exit 104")
+    assert (done.returncode, done.stderr) == (1, "install.sh: zypper did not install agent.rpm\n")
