@@ -12,6 +12,7 @@
 #
 # Run again, it installs what is newer, takes the policy over, and restarts the agent, which is harmless.
 set -eu
+umask 022 # users read apt's sources and the units; the strict set-up's account runs what is in /opt
 
 fail() {
     echo "install.sh: $*" >&2

@@ -76,3 +76,8 @@ def test_a_package_that_zypper_did_not_install_is_a_failure(tmp_path: Path) -> N
     (tmp_path / "agent.rpm").write_text("a package")
     done = run(tmp_path, "agent.rpm", zypper="exit 104")
     assert (done.returncode, done.stderr) == (1, "install.sh: zypper did not install agent.rpm\n")
+
+
+def test_the_umask_of_root_does_not_keep_others_from_what_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "agent.rpm").write_text("a package")
+    assert int(run(tmp_path, "agent.rpm", zypper="umask; exit 104").stdout, 8) == 0o022
