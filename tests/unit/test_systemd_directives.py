@@ -50,3 +50,14 @@ def test_the_unit_is_not_started_again_after_the_exit_code_of_the_launcher() -> 
     final = re.findall(r"^RestartPreventExitStatus=(.+)$", unit, re.MULTILINE)
     assert final == re.findall(r"^ +exit (\d+)$", launcher, re.MULTILINE)
     assert len(final) == 1
+
+
+def test_the_image_is_started_again_for_ever_as_the_unit_is() -> None:
+    places = (SYSTEMD / "scheduled-events-agent.service", PACKAGING / "container/scheduled-events-agent.container")
+    names = ("StartLimitIntervalSec", "Restart", "RestartSec")
+    of_unit, of_image = (
+        [re.findall(rf"^{name}=(.+)$", place.read_text(encoding="utf-8"), re.MULTILINE) for name in names]
+        for place in places
+    )
+    assert of_unit == [["0"], ["always"], ["5s"]]
+    assert of_image == of_unit
