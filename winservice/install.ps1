@@ -70,7 +70,12 @@ $venv = Join-Path $Path 'Scripts\python.exe'
 if (-not (Test-Path -LiteralPath $venv)) {
     Invoke-Checked $Python @('-I', '-m', 'venv', $Path)
 }
-Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--upgrade', $Package)
+try {
+    Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--upgrade', $Package)
+} catch {   # without a network, for one: the version before goes on
+    if ($service -and $service.State -eq 'Running') { Start-Service -Name ScheduledEventsAgent }
+    throw
+}
 $options = @()
 if ($Config) { $options += "--config=$Config" }
 if ($StateDir) { $options += "--state-dir=$StateDir" }
