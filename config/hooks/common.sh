@@ -22,9 +22,9 @@
 #   unit_processes            prints the processes of $unit, one a line
 #   unit_process NAME         prints the first of them with this name; fails if there is none
 #
-# The mark is the file $mark. A prepare hook sets it before it stops something; a recover hook starts only what is
-# marked, and removes the mark. It says for which event, and when what was stopped had been started: if that has changed,
-# an administrator has started it since, and its next stop is theirs.
+# The mark is the file $mark, in $state_dir by default. A prepare hook sets it before it stops something; a recover hook
+# starts only what is marked, and removes the mark. It says for which event, and when what was stopped had been started: if
+# that has changed, an administrator has started it since, and its next stop is theirs.
 #
 #   set_mark                  sets it; with a third line, if $mark_text is set
 #   keep_mark                 sets it again after a start, and when the hook fails after all: neither that start nor those
@@ -47,6 +47,10 @@ fail() { say "$*" >&2; exit 1; }
 # Not the clock: it may be set while a hook waits, after a freeze above all.
 uptime() { read -r up _ </proc/uptime && echo "${up%%.*}"; }
 began=$(uptime)
+
+# A unit of the hook's own has a place where only root can write; the agent's belongs to the agent's account.
+# shellcheck disable=SC2034  # the hooks have their marks there
+state_dir=${STATE_DIRECTORY:-/var/lib/scheduled-events-agent}
 
 timeout() { command timeout -k 5 "$@"; } # a client may outlive SIGTERM
 

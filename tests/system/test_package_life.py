@@ -392,6 +392,7 @@ def test_purging_it_leaves_nothing_behind(bare: Container, package: Format) -> N
         make_strict(machine)
         assert machine.path(f"{DROP_INS}/50-strict.conf").exists()
         assert machine.path(POLKIT_RULE).exists()
+        machine.write(f"/var/lib/{NAME}-hooks/nginx.service.stopped-by-agent", "mark\n")
         assert state_of(machine) == ("enabled", "active")
         machine.run("dpkg", "--purge", NAME)
         after = files_of(machine)

@@ -259,6 +259,10 @@ def test_the_redis_hook_with_15_seconds_left_ends_itself_before_the_deadline(
     said = machine.run("journalctl", "-u", unit_of("redis-prepare"), "--output=cat").stdout
     (limit,) = re.findall(r"there is no other primary within (\d+) s\n", said)
     assert 4 <= int(limit) <= 9  # six seconds less than were left, and not its own 30
+    # The mark is where the agent's account can place no link for root to write through.
+    assert machine.path("/var/lib/scheduled-events-agent-hooks/redis-server.service.stopped-by-agent").exists()
+    modes = machine.run("stat", "-c", "%a %U", "/var/lib/scheduled-events-agent-hooks").stdout
+    assert modes == "700 root\n"
     # Sentinel may hand over yet, and what was written here then would be lost.
     assert "there is no other primary yet: redis-server.service was stopped" in said
     assert is_active(strict, "redis-server.service") == "inactive"

@@ -1,0 +1,60 @@
+"""Where the shipped hooks keep what they have stopped."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("the hooks are for Linux", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+HOOKS = ROOT / "config/hooks"
+AGENTS = "/var/lib/scheduled-events-agent"
+
+
+def test_no_hook_of_root_writes_into_a_directory_of_the_agents_account() -> None:
+    """The account of an agent that uses run-as-root could have root write through a link in its own directory."""
+    unit = (ROOT / "systemd/scheduled-events-agent-hook@.service").read_text("utf-8")
+    (name,) = re.findall(r"^StateDirectory=(.+)$", unit, re.MULTILINE)
+    assert f"/var/lib/{name}" != AGENTS
+    assert f"rm -rf /etc/scheduled-events-agent {AGENTS} /var/lib/{name} " in (
+        ROOT / "packaging/deb/postrm"
+    ).read_text("utf-8")
+    named = {
+        (hook.name, line)
+        for hook in HOOKS.iterdir()
+        for line in hook.read_text("utf-8").splitlines()
+        if AGENTS in line and not line.startswith(("#", "    CI_RUNNER_MARK")) and hook.suffix != ".md"
+    }
+    assert named == {
+        ("common.sh", f"state_dir=${{STATE_DIRECTORY:-{AGENTS}}}"),
+        ("ci-runner-api", f'        os.environ.get("STATE_DIRECTORY", "{AGENTS}"), name'),
+    }
+
+
+def test_a_mark_is_in_the_directory_that_systemd_names(tmp_path: Path) -> None:
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(
+        f"#!/bin/sh\ncase $1 in stop) touch {tmp_path}/stopped; exit ;; esac\n"
+        f"if [ -e {tmp_path}/stopped ]; then state=inactive; else state=active; fi\n"
+        'printf "LoadState=loaded\\nActiveState=%s\\n" "$state"\n'
+    )
+    systemctl.chmod(0o755)
+    done = subprocess.run(
+        [HOOKS / "service", "stop"],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SERVICE_UNIT": "web.service",
+            "STATE_DIRECTORY": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "web.service.stopped-by-agent").exists()
