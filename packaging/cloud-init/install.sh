@@ -103,9 +103,14 @@ case $kind in
     deb)
         agent=/usr/bin/scheduled-events-agent
         # Others may be at it while a machine is set up: wait for them. A policy that is there is kept.
-        set -- -o DPkg::Lock::Timeout=600 -o Dpkg::Options::=--force-confold
+        set -- -o DPkg::Lock::Timeout=600 -o Dpkg::Options::=--force-confold install --yes --no-install-recommends
         chmod 0755 "$work" # for apt's own account
-        DEBIAN_FRONTEND=noninteractive apt-get "$@" install --yes --no-install-recommends "$wanted"
+        export DEBIAN_FRONTEND=noninteractive
+        # A new machine may have no list yet of what the package depends on.
+        apt-get "$@" "$wanted" || {
+            apt-get -o DPkg::Lock::Timeout=600 update
+            apt-get "$@" "$wanted"
+        }
         ;;
     rpm)
         agent=/usr/bin/scheduled-events-agent

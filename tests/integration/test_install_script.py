@@ -14,7 +14,7 @@ if sys.platform == "win32":
     pytest.skip("the script is for Linux", allow_module_level=True)
 
 SCRIPT = Path(__file__).parents[2] / "packaging/cloud-init/install.sh"
-NEEDED = ("cat", "dirname", "mktemp", "python3", "realpath", "rm", "sh", "sha256sum")
+NEEDED = ("chmod", "mktemp", "python3", "realpath", "rm", "sh", "sha256sum", "touch")
 
 
 class Files(SimpleHTTPRequestHandler):
@@ -33,16 +33,16 @@ def address(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def run(tmp_path: Path, *arguments: str, zypper: str = "") -> subprocess.CompletedProcess[str]:
-    """Run it for root on a system with zypper, with what the program says about itself in its place."""
+def run(tmp_path: Path, *arguments: str, **programs: str) -> subprocess.CompletedProcess[str]:
+    """Run it for root on a system that has these package managers, each a line of shell."""
     place = tmp_path / "bin"
     place.mkdir()
     for name in NEEDED:
         found = next(path for path in (Path("/usr/bin") / name, Path("/bin") / name) if path.exists())
         (place / name).symlink_to(found)
-    for name, text in {"id": "echo 0", "zypper": zypper}.items():
-        (place / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        (place / name).chmod(0o755)
+    for name, text in {"id": "echo 0", **programs}.items():
+        (place / name.replace("_", "-")).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (place / name.replace("_", "-")).chmod(0o755)
     return subprocess.run(
         ["sh", str(SCRIPT), *arguments],
         env={"PATH": str(place), "TMPDIR": str(tmp_path)},
@@ -81,3 +81,12 @@ def test_a_package_that_zypper_did_not_install_is_a_failure(tmp_path: Path) -> N
 def test_the_umask_of_root_does_not_keep_others_from_what_is_installed(tmp_path: Path) -> None:
     (tmp_path / "agent.rpm").write_text("a package")
     assert int(run(tmp_path, "agent.rpm", zypper="umask; exit 104").stdout, 8) == 0o022
+
+
+@pytest.mark.parametrize(("update", "code"), [("touch lists", 127), ("exit 100", 100)])
+def test_a_new_machine_fetches_the_list_of_what_the_package_depends_on(
+    tmp_path: Path, update: str, code: int
+) -> None:
+    (tmp_path / "agent.deb").write_text("a package")
+    apt_get = f"case $* in *update) {update} ;; *) [ -e lists ] || exit 100 ;; esac"
+    assert run(tmp_path, "agent.deb", apt_get=apt_get).returncode == code  # 127: it goes on, as above
