@@ -380,11 +380,20 @@ def test_a_job_that_systemd_sees_as_starting_fails_the_hook_and_keeps_running(
         assert job.manager.runs(UNIT)
 
 
+def test_root_creates_no_file_through_a_link_of_the_job(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        (tmp_path / "disk" / f".asked-{UNIT}-{platform.node()}").symlink_to(tmp_path / "nologin")
+        assert job.run_hook("training-checkpoint").returncode == 0
+    assert not (tmp_path / "nologin").exists()
+
+
 def test_a_hook_without_disk_space_for_its_file_still_gets_a_checkpoint(agent: Agent, tmp_path: Path) -> None:
     with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
-        (tmp_path / "disk" / f".asked-{UNIT}-{platform.node()}").symlink_to(tmp_path / "missing" / "file")
+        (tmp_path / "disk" / f".asked-{UNIT}-{platform.node()}").mkdir()
         done = job.run_hook("training-checkpoint")
         assert done.returncode == 1
         assert done.stderr.endswith("the workers have the signal, but their checkpoint is not waited for\n")
