@@ -119,6 +119,7 @@ case $kind in
         elif command -v tdnf >/dev/null; then
             tdnf install --assumeyes ${is_file:+--nogpgcheck} "$wanted"
         elif command -v zypper >/dev/null; then
+            export ZYPP_LOCK_TIMEOUT=600 # as for apt
             zypper --non-interactive install ${is_file:+--allow-unsigned-rpm} "$wanted" ||
                 case $? in
                     102 | 103 | 106 | 107) ;; # done, but another repository does not answer, for one

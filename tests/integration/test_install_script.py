@@ -90,3 +90,9 @@ def test_a_new_machine_fetches_the_list_of_what_the_package_depends_on(
     (tmp_path / "agent.deb").write_text("a package")
     apt_get = f"case $* in *update) {update} ;; *) [ -e lists ] || exit 100 ;; esac"
     assert run(tmp_path, "agent.deb", apt_get=apt_get).returncode == code  # 127: it goes on, as above
+
+
+def test_zypper_waits_for_another_one(tmp_path: Path) -> None:
+    """While a machine is set up: without this it ends at once, with exit code 7."""
+    (tmp_path / "agent.rpm").write_text("a package")
+    assert run(tmp_path, "agent.rpm", zypper='echo "$ZYPP_LOCK_TIMEOUT"').stdout == "600\n"
