@@ -207,6 +207,18 @@ def test_a_release_counts_when_the_event_comes_back_before_its_recovery(agent: A
     assert agent.engine.remembered.known == {}
 
 
+def test_a_hold_that_comes_with_the_end_of_its_event_counts_when_that_comes_back(agent: Agent) -> None:
+    lead_to(agent, "prepared")
+    agent.read()
+    (workflow_id,) = agent.engine.workflows
+    with contextlib.closing(Store.open_client(agent.directory)) as operator:
+        operator.add_request(workflow_id, "hold", "kim", agent.machine.now())
+    agent.read()
+    agent.end("resume")
+    agent.read(EVENT)
+    assert agent.operator_action == "hold"
+
+
 def test_a_release_meets_the_event_that_has_just_come_back(agent: Agent) -> None:
     agent.read(EVENT)
     agent.end("drain")

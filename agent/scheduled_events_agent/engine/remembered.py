@@ -111,7 +111,7 @@ def _changes_of_holds(
     for workflow in {transition.workflow.id: transition.workflow for transition in transitions}.values():
         key = workflow.event.key
         hold = known.get(key)
-        if workflow.is_over:
+        if workflow.is_over and workflow.id not in users:
             continue
         has_started = workflow.was_started or workflow.event.is_started
         if workflow.operator_action != "hold" or has_started:
