@@ -204,12 +204,15 @@ def test_an_answered_request_is_applied_even_if_the_disk_fails(
     assert answer.succeeded
 
 
-def test_a_hold_that_comes_with_the_answer_to_the_approval_is_rejected(engine: Engine, operator: Store) -> None:
+@pytest.mark.parametrize("action", ["hold", "release"])
+def test_what_comes_with_the_answer_to_the_approval_cannot_withdraw_it(
+    engine: Engine, operator: Store, action: OperatorAction
+) -> None:
     ask_for_approval(engine, operator)
     assert engine.run_cycle(datetime.now(UTC))
     (workflow_id,) = engine.workflows
     engine.receive(ApprovalAnswered(workflow_id=workflow_id))
-    request = operator.add_request(workflow_id, "hold", "kim", datetime.now(UTC))
+    request = operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
     assert engine.run_cycle(datetime.now(UTC))
     answer = operator.load_answer(request)
     assert answer is not None

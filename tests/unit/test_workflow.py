@@ -747,6 +747,7 @@ def test_a_drain_is_over_when_its_event_vanishes() -> None:
         ("confirmed", 1, "unknown"),
         ("requested", 1, "unknown"),
         ("failed", 1, "unknown"),
+        ("restarted", 1, "unknown"),
     ],
 )
 def test_an_event_gone_unstarted_was_canceled_only_if_it_could_not_start(
@@ -756,6 +757,8 @@ def test_an_event_gone_unstarted_was_canceled_only_if_it_could_not_start(
     agent.document(an_event())
     if approval in ("confirmed", "failed"):
         agent.answer("timeout" if approval == "failed" else "")
+    if approval == "restarted":
+        agent.restart(document=False)
     agent.document(after=after)
     assert agent.journal[-2:] == [
         f"gone: is no longer in the document ({outcome})",

@@ -316,7 +316,7 @@ def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition
     not_before = workflow.event.not_before
     missing_since = workflow.missing_since or context.now
     # Azure may have accepted an approval whose answer was lost.
-    is_unapproved = workflow.approval.state == "none" and not workflow.approval.failures
+    is_unapproved = workflow.approval.state == "none" and workflow.approval.failing_since is None
     if signal.status:
         outcome = "completed" if signal.status == "Completed" else "canceled"
     elif workflow.was_started or workflow.event.is_started:
@@ -355,7 +355,8 @@ def _has_deadline(workflow: Workflow) -> bool:
 
 def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context) -> Transition | None:
     action = signal.action
-    if action == "hold" and workflow.approval.state == "confirmed":
+    is_withdrawal = action == "hold" or (action == "release" and workflow.operator_action == "approve")
+    if is_withdrawal and workflow.approval.state == "confirmed":
         return None  # Azure's answer has come with the command
     record = Record(kind="operator", text=f"{ACTION_TEXTS[action]} by {signal.user or 'an operator'}")
     if action == "retry":
@@ -440,7 +441,9 @@ def _restart(workflow: Workflow, context: Context) -> Transition:
             stage_status = replace(stage_status, current=None, is_canceling=False, state=state)
             workflow = workflow.with_stage(stage, stage_status)
     if workflow.approval.state == "requested":
-        workflow = replace(workflow, approval=replace(workflow.approval, state="none", retry_at=None))
+        since = workflow.approval.failing_since or context.now  # its answer is lost
+        approval = replace(workflow.approval, state="none", retry_at=None, failing_since=since)
+        workflow = replace(workflow, approval=approval)
     workflow = _without_what_a_reboot_has_undone(workflow, context)
     is_same_boot = context.boot_id in (workflow.boot_id, workflow.prepare_boot_id)
     where = "the same boot" if is_same_boot else "after a reboot"
