@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -20,6 +21,8 @@ from scheduled_events_agent.daemon import daemon as module
 from scheduled_events_agent.daemon import status_source
 from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.daemon.poller import Poller
+from scheduled_events_agent.daemon.service_status import ServiceReporter
+from scheduled_events_agent.daemon.status_source import StatusSource
 from scheduled_events_agent.engine import HookDone, RunOnClear, not_run_result
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.document import ScheduledEvent
@@ -163,6 +166,21 @@ class Told(host.ServiceManager):
     def notify(self, state: str, status: str) -> None:
         del status
         self.words.append(state)
+
+
+def test_a_reload_during_the_start_makes_no_agent_ready() -> None:
+    manager, poller, on_ready = Told(), mock.create_autospec(Poller, instance=True), mock.Mock()
+    poller.has_tried = False
+    now = mock.Mock(cycle_began_at=0.0)
+    status = mock.create_autospec(StatusSource, instance=True)
+    status.headline.return_value = "Nothing is pending"
+    reporter = ServiceReporter(manager, lambda: now, poller, status, running=tuple, on_ready=on_ready)
+    reporter.report_reloading()
+    reporter.report_reloaded()
+    assert manager.words == []
+    poller.has_tried = True
+    reporter.report()
+    assert (manager.words, on_ready.call_count) == (["ready"], 1)
 
 
 def test_a_policy_that_is_slow_to_read_blocks_nothing(tmp_path: Path) -> None:

@@ -50,12 +50,14 @@ class ServiceReporter:
         self.reported = line
 
     def report_reloading(self) -> None:
-        self._service.notify("reloading", self.line())
+        if self.reported is not None:
+            self._service.notify("reloading", self.line())
 
     def report_reloaded(self) -> None:
-        """Report that a reload has ended, in success or failure."""
-        self.reported = self.line()
-        self._service.notify("ready", self.reported)
+        """Report that a reload has ended, in success or failure. One during the start makes no agent ready."""
+        if self.reported is not None:
+            self.reported = self.line()
+            self._service.notify("ready", self.reported)
 
     def report_stopping(self, line: str) -> None:
         self._service.notify("stopping", line)
