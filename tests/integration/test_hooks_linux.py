@@ -193,6 +193,8 @@ def test_a_hook_is_ended_whole_where_other_accounts_processes_cannot_be_read() -
     hide = 'mount -t proc -o hidepid=1 proc /proc && exec "$@"'
     words = ["unshare", "--mount", "sh", "-c", hide, "sh", sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no mount can be made here: {done.stderr}")
     assert (done.stderr, done.stdout) == ("", "exit code 0\n")
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == sleep.split()]
 

@@ -380,6 +380,10 @@ def test_a_service_that_is_still_stopping_is_started_when_it_has_stopped(monkeyp
     monkeypatch.setattr(windows_service, "_service", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(windows_service, "_POLL_SECONDS", 0.0)
     assert windows_service.start()
+    states[:] = [State.STOP_PENDING]
+    monkeypatch.setattr(windows_service, "_STOP_TIMEOUT_SECONDS", 0.0)
+    with pytest.raises(HostError, match="has not stopped within 0s"):
+        windows_service.start()
 
 
 def test_a_program_is_quoted_even_without_need() -> None:

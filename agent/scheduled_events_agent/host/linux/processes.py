@@ -230,7 +230,7 @@ def find_leftovers(prefix: str) -> set[psutil.Process]:
     """The processes that run and carry a token that begins with ``prefix``, and their descendants."""
     leftovers = {process for process in running_processes() if _token_of(process).startswith(prefix)}
     for process in list(leftovers):
-        with suppress(psutil.Error):
+        with suppress(*UNREADABLE):
             leftovers.update(process.children(recursive=True))
     return {process for process in leftovers if process.pid != os.getpid() and not _is_zombie(process)}
 
@@ -349,7 +349,9 @@ def _may(path: Path, right: str, user: str | None) -> bool:
 def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str, str], error: Exception) -> str:
     if not isinstance(error, OSError):
         return f"cannot be started: {error}"
-    if isinstance(error, PermissionError) and error.filename == cwd:
+    is_denied = isinstance(error, PermissionError)
+    # Python may name the directory also if it could not change to the account.
+    if is_denied and error.filename == cwd and not os.access(cwd, os.X_OK, effective_ids=True):
         return f"this account may not enter the directory to run in: {cwd}"
     if not os.path.isdir(cwd):  # noqa: PTH112 - raises nothing
         return f"no such directory to run in: {cwd}"
@@ -361,7 +363,7 @@ def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str,
         return f"no such file: {program}"
     if os.path.isdir(program):  # noqa: PTH112 - raises nothing
         return f"a directory, not a program: {program}"
-    if isinstance(error, PermissionError):
+    if is_denied:
         what = f"not executable for {user}" if user else "not executable"
         return f"{what}: {program}"
     if error.errno == errno.ENOEXEC:

@@ -185,7 +185,10 @@ def remove() -> bool:
 def start() -> bool:
     """Start the service and wait until it runs. False if it did already. Raises HostError if it stops again."""
     with _service(_START | _QUERY) as service:
-        _wait(service, "stop pending", _STOP_TIMEOUT_SECONDS)  # until then the SCM says that it runs already
+        # Until then the SCM says that it runs already.
+        state, _ = _wait(service, "stop pending", _STOP_TIMEOUT_SECONDS)
+        if state == "stop pending":
+            raise HostError(f"the service has not stopped within {_STOP_TIMEOUT_SECONDS:.0f}s: see {log_dir()}")
         try:
             win32service.StartService(service, None)
             was_stopped = True
