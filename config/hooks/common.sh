@@ -16,6 +16,8 @@
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
 #   unit_state                prints whether $unit is active, activating, inactive, ...; ends the hook if systemd does not
 #                             know it, and names $unit_variable, which sets it
+#   settled_state             the same, when no stop of it is under way any more: a restart may follow the stop, and what
+#                             the agent would stop then, it would not start again
 #   ask_systemd PROPERTY      prints another property of $unit
 #   lives PID                 succeeds if the process is there, and has not ended without its parent's notice
 #   main_pid                  prints the process that $pid_file names, or else $unit's; nothing if it does not run
@@ -51,6 +53,7 @@ began=$(uptime)
 # A unit of the hook's own has a place where only root can write; the agent's belongs to the agent's account.
 # shellcheck disable=SC2034  # the hooks have their marks there
 state_dir=${STATE_DIRECTORY:-/var/lib/scheduled-events-agent}
+state_dir=${state_dir%%:*} # a drop-in may have added another
 
 timeout() { command timeout -k 5 "$@"; } # a client may outlive SIGTERM
 
@@ -125,6 +128,14 @@ unit_state() {
         *ActiveState=*) printf '%s\n' "$properties" | sed -n 's/^ActiveState=//p' ;;
         *) fail "systemctl does not report the state of $unit: see ${unit_variable:?}" ;;
     esac
+}
+is_not_stopping() {
+    unit_is=$(unit_state) || exit 1
+    [ "$unit_is" != deactivating ]
+}
+settled_state() {
+    within "$(time_left 300)" is_not_stopping || fail "$unit is still stopping"
+    printf '%s\n' "$unit_is"
 }
 ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }
 lives() { grep -qs '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$1/status"; }

@@ -32,7 +32,7 @@ def test_no_hook_of_root_writes_into_a_directory_of_the_agents_account() -> None
     }
     assert named == {
         ("common.sh", f"state_dir=${{STATE_DIRECTORY:-{AGENTS}}}"),
-        ("ci-runner-api", f'        os.environ.get("STATE_DIRECTORY", "{AGENTS}"), name'),
+        ("ci-runner-api", f'    state_dir = (os.environ.get("STATE_DIRECTORY") or "{AGENTS}").split(":")[0]'),
     }
 
 

@@ -21,12 +21,17 @@ UNITS = {
 }
 
 
+@pytest.mark.parametrize("then", ["inactive", "activating"])
 @pytest.mark.parametrize("hook", UNITS)
-def test_a_unit_that_is_stopping_is_waited_for(tmp_path: Path, hook: str) -> None:
-    """As in a run that follows one whose agent was killed, or whose time was over, in the middle of the stop."""
+def test_a_unit_that_is_stopping_is_waited_for(tmp_path: Path, hook: str, then: str) -> None:
+    """As in a run that follows one whose agent was killed in the middle of the stop; or in a restart by others.
+
+    What is stopped in a restart is marked, so that it is started again.
+    """
     prefix, unit = UNITS[hook]
     with ServiceManager(tmp_path, {unit: Unit(("true",))}) as manager:
-        manager.states[unit] = "deactivating"
+        manager.passing[unit] = ["deactivating"] * 2
+        manager.states[unit] = then
         done = subprocess.run(
             [CHECKOUT / "config/hooks" / hook],
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}", f"{prefix}_MARK": str(tmp_path / "mark")},
@@ -36,5 +41,26 @@ def test_a_unit_that_is_stopping_is_waited_for(tmp_path: Path, hook: str) -> Non
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
-        assert ("stop", unit) in [call.arguments for call in manager.calls]
-    assert not (tmp_path / "mark").exists()
+        assert manager.passing[unit] == []
+    assert (tmp_path / "mark").exists() == (then == "activating")
+
+
+@pytest.mark.parametrize("hook", UNITS)
+def test_a_unit_that_does_not_stop_in_time_fails_the_hook(tmp_path: Path, hook: str) -> None:
+    prefix, unit = UNITS[hook]
+    with ServiceManager(tmp_path, {unit: Unit(("true",))}) as manager:
+        manager.states[unit] = "deactivating"
+        done = subprocess.run(
+            [CHECKOUT / "config/hooks" / hook],
+            env={
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                f"{prefix}_MARK": str(tmp_path / "mark"),
+                "SCHEDULED_EVENT_SECONDS_LEFT": "11",
+            },
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (1, f"{hook}: {unit} is still stopping\n")
+        assert "stop" not in [call.arguments[0] for call in manager.calls]
