@@ -86,8 +86,10 @@ def _facts(notification: Notification) -> dict[str, str]:
     left = notification.seconds_left
     not_before = utc(event.not_before) if event.not_before and left is not None else ""
     time_left = ""
-    if left is not None:
-        time_left = format_duration(left) if left > 0 else "none: it may start at any moment"
+    if left is not None and left > 0:
+        time_left = format_duration(left)
+    elif left is not None and not event.is_recommendation:
+        time_left = "none: it may start at any moment"
     facts = {
         "Event": event.id,
         "VM": notification.vm,
