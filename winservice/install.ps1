@@ -67,19 +67,19 @@ if ($service) {
     if ($service.ProcessId) { Wait-Process -Id $service.ProcessId -Timeout 30 -ErrorAction SilentlyContinue }
 }
 $venv = Join-Path $Path 'Scripts\python.exe'
-if (-not (Test-Path -LiteralPath $venv)) {
-    Invoke-Checked $Python @('-I', '-m', 'venv', $Path)
-}
-try {
-    Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--upgrade', $Package)
-} catch {   # without a network, for one: the version before goes on
-    if ($service -and $service.State -eq 'Running') { Start-Service -Name ScheduledEventsAgent }
-    throw
-}
 $options = @()
 if ($Config) { $options += "--config=$Config" }
 if ($StateDir) { $options += "--state-dir=$StateDir" }
-Invoke-Checked $venv (@('-I', '-m', 'scheduled_events_agent', 'service', 'install') + $options)
+try {
+    if (-not (Test-Path -LiteralPath $venv)) {
+        Invoke-Checked $Python @('-I', '-m', 'venv', $Path)
+    }
+    Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--upgrade', $Package)
+    Invoke-Checked $venv (@('-I', '-m', 'scheduled_events_agent', 'service', 'install') + $options)
+} catch {   # without a network, for one: the service goes on as it is
+    if ($service -and $service.State -eq 'Running') { Start-Service -Name ScheduledEventsAgent -ErrorAction Continue }
+    throw
+}
 if ($Account) {
     # The same lines are in docs/windows.md.
     $data = "$env:ProgramData\ScheduledEventsAgent"

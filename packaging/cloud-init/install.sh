@@ -58,11 +58,20 @@ get_package() { # sets what is installed
     is_file=yes # its sum was checked, or it is trusted: it needs no signature
 }
 
+update_lists() { # apt waits for the lock of packages, but not for that of its lists
+    tries=30
+    until apt-get update; do
+        tries=$((tries - 1))
+        [ "$tries" -gt 0 ] || fail "apt-get update fails"
+        sleep 10
+    done
+}
+
 add_repository() { # sets what is installed, and its kind
     source=${source%/} key=$proof
     case $source in
         http://* | https://*) ;;
-        *) fail "$source: expected a .deb, a .rpm, a .whl or the address of a repository" ;;
+        *) fail "${source%%\?*}: expected a .deb, a .rpm, a .whl or the address of a repository" ;;
     esac
     if [ "$key" = - ]; then
         key=$work/key
@@ -75,7 +84,7 @@ add_repository() { # sets what is installed, and its kind
         install -D -m 0644 "$key" "$kept"
         printf '%s\n' 'Types: deb' "URIs: $source/apt" 'Suites: stable' 'Components: main' "Signed-By: $kept" \
             >/etc/apt/sources.list.d/scheduled-events-agent.sources
-        apt-get -o DPkg::Lock::Timeout=600 update
+        update_lists
     else
         kind=rpm
         kept=/etc/pki/rpm-gpg/RPM-GPG-KEY-scheduled-events-agent
@@ -108,7 +117,7 @@ case $kind in
         export DEBIAN_FRONTEND=noninteractive
         # A new machine may have no list yet of what the package depends on.
         apt-get "$@" "$wanted" || {
-            apt-get -o DPkg::Lock::Timeout=600 update
+            update_lists
             apt-get "$@" "$wanted"
         }
         ;;

@@ -930,7 +930,7 @@ def test_a_node_that_changes_all_the_time_is_read_again_until_the_deadline(clust
             raise kube_status.ApiError(409, "the object has been modified", reason="Conflict")
 
     cluster.api.before = refuse
-    done = cluster.drain("--timeout", "1s")
+    done = cluster.drain("--timeout", "3s")
     assert (done.code, "the object has been modified" in done.err) == (1, True)
 
 
