@@ -59,12 +59,14 @@ get_package() { # sets what is installed
 }
 
 update_lists() { # apt waits for the lock of packages, but not for that of its lists
-    tries=30
-    until apt-get update; do
+    tries=60
+    until LC_ALL=C.UTF-8 apt-get update 2>"$work/errors"; do
+        cat "$work/errors" >&2
         tries=$((tries - 1))
-        [ "$tries" -gt 0 ] || fail "apt-get update fails"
+        if [ "$tries" -eq 0 ] || ! grep -q /lists/lock "$work/errors"; then fail "apt-get update failed"; fi
         sleep 10
     done
+    cat "$work/errors" >&2
 }
 
 add_repository() { # sets what is installed, and its kind

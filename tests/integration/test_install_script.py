@@ -17,7 +17,7 @@ if Path("/usr/bin/scheduled-events-agent").exists():
     pytest.skip("the script would use the agent that is installed here", allow_module_level=True)
 
 SCRIPT = Path(__file__).parents[2] / "packaging/cloud-init/install.sh"
-NEEDED = ("chmod", "mktemp", "realpath", "rm", "sh", "sha256sum", "touch")
+NEEDED = ("cat", "chmod", "grep", "mktemp", "realpath", "rm", "sh", "sha256sum", "touch")
 
 
 class Files(SimpleHTTPRequestHandler):
@@ -88,11 +88,13 @@ def test_the_umask_of_root_does_not_keep_others_from_what_is_installed(tmp_path:
     assert int(run(tmp_path, "agent.rpm", zypper="umask; exit 104").stdout, 8) == 0o022
 
 
-LOCKED_ONCE = "if [ -e locked ]; then touch lists; else touch locked; exit 100; fi"
+LOCKED = "echo 'E: Could not get lock /var/lib/apt/lists/lock. It is held by process 7 (apt-get)' >&2; exit 100"
+LOCKED_ONCE = f"if [ -e locked ]; then touch lists; else touch locked; {LOCKED}; fi"
 
 
 @pytest.mark.parametrize(
-    ("update", "code", "sleeps"), [("touch lists", 127, 0), (LOCKED_ONCE, 127, 1), ("exit 100", 1, 29)]
+    ("update", "code", "sleeps"),
+    [("touch lists", 127, 0), (LOCKED_ONCE, 127, 1), (LOCKED, 1, 59), ("exit 100", 1, 0)],
 )
 def test_a_new_machine_fetches_the_list_of_what_the_package_depends_on(
     tmp_path: Path, update: str, code: int, sleeps: int
