@@ -235,14 +235,18 @@ def test_a_hook_whose_directory_the_account_may_not_enter_is_a_warning(tmp_path:
     )
     _open_parents(tmp_path)
     closed.chmod(0o700)
+    found = _hook_warnings_for_nobody(policy)
+    what = f"{hook}: its interpreter {closed}/interpreter" if first else str(hook)
+    assert found == [f"{what} is in a directory that this account may not enter"]
+
+
+def _hook_warnings_for_nobody(policy: Path) -> list[str]:
     loaded = load_policy(policy)
     os.seteuid(NOBODY)
     try:
-        found = [one.message for one in check_machine(loaded, is_root=False) if one.subject == "hook"]
+        return [one.message for one in check_machine(loaded, is_root=False) if one.subject == "hook"]
     finally:
         os.seteuid(0)
-    what = f"{hook}: its interpreter {closed}/interpreter" if first else str(hook)
-    assert found == [f"{what} is in a directory that this account may not enter"]
 
 
 @needs_root
@@ -257,12 +261,7 @@ def test_a_working_directory_that_the_account_may_not_see_is_a_warning(tmp_path:
     _open_parents(tmp_path)
     (closed / "work").mkdir(parents=True)
     closed.chmod(0o700)
-    loaded = load_policy(policy)
-    os.seteuid(NOBODY)
-    try:
-        found = [one.message for one in check_machine(loaded, is_root=False) if one.subject == "hook"]
-    finally:
-        os.seteuid(0)
+    found = _hook_warnings_for_nobody(policy)
     assert found == [f"{closed}/work is in a directory that this account may not enter"]
 
 
