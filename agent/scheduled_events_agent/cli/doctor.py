@@ -567,9 +567,12 @@ def _check_disk(directory: Path) -> Finding:
     except (OSError, StopIteration) as error:
         return warning("disk", f"{directory}: {error}", _AS_AGENT)
     kind = system[0] if system else None
-    is_cleared = any(directory.is_relative_to(one) for one in host.cleared_places())
     return doctor_checks.check_disk(
-        str(directory), None if temporary is None else str(temporary), kind, free_bytes, is_cleared=is_cleared
+        str(directory),
+        None if temporary is None else str(temporary),
+        kind,
+        free_bytes,
+        is_cleared=preflight.is_cleared(directory),
     )
 
 

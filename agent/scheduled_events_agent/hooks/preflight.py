@@ -190,6 +190,11 @@ def _literal_secrets(settings: Settings) -> list[str]:
     return paths
 
 
+def is_cleared(directory: Path) -> bool:
+    """Whether the system clears the directory, as at a reboot."""
+    return any(directory.is_relative_to(place) for place in host.cleared_places())
+
+
 def _check_state_dir(loaded: LoadedPolicy) -> Iterator[Finding]:
     """Why other accounts could reach the state, or the system or Azure could delete it."""
     settings = loaded.settings
@@ -197,8 +202,8 @@ def _check_state_dir(loaded: LoadedPolicy) -> Iterator[Finding]:
     if chosen and is_foreign_path(chosen):
         return
     state_dir = Path(chosen) if chosen else host.default_state_dir()
-    is_cleared = any(state_dir.is_relative_to(place) for place in host.cleared_places())
-    if is_cleared and "agent.state_dir" in loaded.parsed.lines:  # for a trial, an option may name such a directory
+    # For a trial, an option may name such a directory.
+    if is_cleared(state_dir) and "agent.state_dir" in loaded.parsed.lines:
         text = f"{state_dir} is in a directory that the system clears: a reboot may lose the state"
         yield Finding("state", "agent.state_dir", "warning", text, _STATE_HINT)
     if disk := processes.temporary_disk(state_dir):
