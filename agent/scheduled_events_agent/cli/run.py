@@ -15,8 +15,9 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, duration, exit_code, given_path
 from scheduled_events_agent.cli.config import find_config, policy_file, state_dir_of
 from scheduled_events_agent.cli.operator import options_in_force
+from scheduled_events_agent.daemon.background import run_in_background
 from scheduled_events_agent.daemon.daemon import Daemon
-from scheduled_events_agent.daemon.policy_reader import check_in_background, read_policy, run_in_background
+from scheduled_events_agent.daemon.policy_reader import check_in_background, read_policy
 from scheduled_events_agent.policy.checks import listen_error
 from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError

@@ -6,6 +6,7 @@ Nothing here decides about events.
     inbox.py           what the threads put in and the engine's thread takes out
     poller.py          asks for the document, and who this VM is
     executor.py        one thread for each hook and each request to approve
+    background.py      one thread for other work, such as the checks of a policy
     notifier.py        one thread for each target of notifications
     fleet.py           asks the store of the VMs that act together
     node.py            keeps the conditions of a Kubernetes node up to date

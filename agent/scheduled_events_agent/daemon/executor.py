@@ -3,12 +3,12 @@
 Invariant: each hook and each approval is answered through the inbox, even one that could not begin.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.daemon.background import run_in_background
 from scheduled_events_agent.daemon.poller import Put, request_error
 from scheduled_events_agent.engine import HookCommand, HookDone, HookKey, hook_key, not_run_result
 from scheduled_events_agent.hooks.run import HookQueue, HookQueues, HookRun
@@ -20,7 +20,6 @@ from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import RunningHook
 from scheduled_events_agent.status.messages import of_event
 from scheduled_events_agent.telemetry.log import Logger, get_logger, is_debugging
-from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 
@@ -81,9 +80,9 @@ class ThreadExecutor:
             _log_command(log, hook, deadline)
         self._runs[hook_key(effect)] = (run, effect)
         self._have_run = True
-        _start_thread(
-            f"hook-{name}",
+        run_in_background(
             lambda: self._put(HookDone(effect, run.run())),
+            f"hook-{name}",
             lambda _, reason: self._put(HookDone(effect, not_run_result(name, "not_started", reason))),
         )
 
@@ -147,7 +146,7 @@ class ThreadExecutor:
             self._answer(approvals, kind, detail)
 
         self._unanswered |= {approve.workflow_id for approve in approvals}
-        _start_thread("approval", work, partial(self._answer, approvals))
+        run_in_background(work, "approval", partial(self._answer, approvals))
 
     def approval_received(self, workflow_id: str) -> None:
         """Note that the answer to the approval has been taken from the inbox."""
@@ -156,22 +155,6 @@ class ThreadExecutor:
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
         for approve in approvals:
             self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
-
-
-def _start_thread(name: str, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
-    """``fail`` gets a kind and a reason, if the thread cannot start or ends by a bug."""
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - the workflow would wait for ever
-            get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
-            fail("bug", f"a bug in the agent: {error!r}")
-
-    try:
-        threading.Thread(target=guarded, name=name, daemon=True).start()
-    except RuntimeError as error:  # no memory for a thread
-        fail("no_thread", str(error))
 
 
 def _of_hook(hook: str, environment: Mapping[str, str]) -> str:

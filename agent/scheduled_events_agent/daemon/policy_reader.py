@@ -1,6 +1,5 @@
 """Reads the policy file: at the start, and again on request, on a thread that nothing waits for."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -8,6 +7,7 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from scheduled_events_agent import host
+from scheduled_events_agent.daemon.background import run_in_background
 from scheduled_events_agent.daemon.inbox import PolicyReloaded
 from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
 from scheduled_events_agent.notifications import warnings as notification_warnings
@@ -99,19 +99,6 @@ class PolicyReader:
         """Note that the new policy is rejected: the previous one stays in force."""
         rejected_at = self.in_force.rejected_at or datetime.now(UTC)
         self.in_force = replace(self.in_force, rejected=reason, rejected_at=rejected_at)
-
-
-def run_in_background(function: Callable[[], None], name: str) -> None:
-    """Run the function on its own thread, if there is memory for one. If it fails, that is logged."""
-
-    def guarded() -> None:
-        try:
-            function()
-        except Exception:  # noqa: BLE001 - a traceback that Python prints itself would tear a line of the log apart
-            get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
-
-    with contextlib.suppress(RuntimeError):
-        threading.Thread(target=guarded, name=name, daemon=True).start()
 
 
 def machine_warnings(loaded: LoadedPolicy) -> list[str]:
