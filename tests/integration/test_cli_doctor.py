@@ -512,7 +512,8 @@ def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
         assert (report.one("hooks").severity, report.one("permissions").severity) == ("ok", "ok")
         shutil.chown(of_root, 12345)
         message = examine(endpoint.url, policy).one("permissions").message
-        assert message.startswith(f"{of_root} can be changed by its owner, uid 12345, ")
+        assert f": hooks.drain.run: {of_root} can be changed by its owner, uid 12345, " in message
+        shutil.chown(of_root, 0)
         old = service_of("daemon")._replace(units_error="polkit 0.105 does not read polkit.rules")
         monkeypatch.setattr(processes, "own_service", lambda: old)
         assert examine(endpoint.url, policy).one("hooks").message == (
@@ -541,8 +542,10 @@ def test_a_policy_that_others_can_change_is_reported(examine: Examine, endpoint:
     (tmp_path / "p.yaml").chmod(0o666)
     found = examine(endpoint.url).one("permissions")
     file = tmp_path / "p.yaml"
-    assert found.severity == ("error" if host.is_privileged() else "warning")
-    assert found.message.startswith(f"{file} can be changed by every account")
+    is_root = host.is_privileged()
+    assert found.severity == ("error" if is_root else "warning")
+    line = f"{file}:1: " if is_root else ""
+    assert found.message.startswith(f"{line}{file} can be changed by every account")
 
 
 # --- the state

@@ -21,6 +21,7 @@ from scheduled_events_agent.fleet.credentials import read_sas
 from scheduled_events_agent.hooks.preflight import check_machine, find_hook_write_risk
 from scheduled_events_agent.hooks.run import HookResult, HookRun
 from scheduled_events_agent.host import processes
+from scheduled_events_agent.kubernetes.account import AccountError, find_account
 from scheduled_events_agent.notifications import SAMPLE, NotificationError, deliver
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.load import ConfigError
@@ -411,12 +412,13 @@ EXCHANGE = {
         "fleet: {group: g, table: 'https://acme.table.core.windows.net/vms', max_events: 1, "
         "credential: {sas_file: 'FILE'}}"
     ),
+    "kubernetes.kubeconfig": "kubernetes: {kubeconfig: 'FILE'}",
 }
 
 
 @pytest.fixture(params=EXCHANGE)
 def exchange(request: pytest.FixtureRequest, file: Path, tmp_path: Path) -> tuple[str, Path, str]:
-    """The key of a file that notify or fleet need, the policy that names it, and the fault of the file."""
+    """The key of a file that is needed for an exchange, the policy that names it, and the fault of the file."""
     file.write_text("sv=1&sig=1&sp=raud", encoding="utf-8")
     file.chmod(0o666)
     policy = tmp_path / "policy.yaml"
@@ -462,6 +464,10 @@ def test_an_action_that_needs_an_insecure_file_fails_with_the_reason(
         with pytest.raises(BackendError) as failed:
             read_sas(Path(settings.fleet.credential.sas_file))
         assert (failed.value.kind, str(failed.value)) == ("setup", fault)
+        return
+    if settings.kubernetes is not None and settings.kubernetes.kubeconfig:
+        with pytest.raises(AccountError, match=re.escape(fault)):
+            find_account(settings.kubernetes.kubeconfig, {})
         return
     with pytest.raises(NotificationError) as caught:
         deliver(settings.notify[0], SAMPLE)

@@ -10,10 +10,10 @@ import msgspec
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, given_path
-from scheduled_events_agent.cli.config import find_config, inspect_policy, load_policy
+from scheduled_events_agent.cli.config import find_config, inspect_policy, load_trusted_policy
 from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
-from scheduled_events_agent.hooks.preflight import Finding, check_machine, problems, rejections
+from scheduled_events_agent.hooks.preflight import Finding, check_machine, problems
 from scheduled_events_agent.imds.api_version import candidate_versions
 from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.policy import Rule, When, names_recommendations, promised_times
@@ -141,8 +141,8 @@ def _in_order(problems: tuple[Problem, ...]) -> tuple[str, ...]:
 
 def load_checked(config: str | None) -> LoadedPolicy:
     """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
-    loaded = load_policy(find_config(config))
-    if errors := problems(loaded, (*rejections(loaded), *_fleet_errors(loaded.settings))):
+    loaded = load_trusted_policy(find_config(config), is_reload=True)
+    if errors := problems(loaded, _fleet_errors(loaded.settings)):
         raise ConfigError(tuple(map(str, errors)))
     return loaded
 

@@ -48,6 +48,13 @@ def load_policy(path: Path | None) -> LoadedPolicy:
     return without_errors(inspect_policy(path))
 
 
+def load_trusted_policy(path: Path | None, *, is_reload: bool = False) -> LoadedPolicy:
+    """The policy for a command that sends or runs what is in it. Raises ConfigError; see ``require_trusted``."""
+    from scheduled_events_agent.hooks.preflight import require_trusted  # noqa: PLC0415  # most commands only read it
+
+    return require_trusted(load_policy(path), is_reload=is_reload)
+
+
 def inspect_policy(path: Path | None) -> InspectedPolicy:
     """A policy file, or the built-in policy, with all errors. Raises ConfigError if it cannot be read."""
     name = BUILT_IN_NAME if path is None else str(path)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 import scheduled_events_agent
 from scheduled_events_agent import __version__, host, notifications
 from scheduled_events_agent.cli import add_state_options, doctor_checks
-from scheduled_events_agent.cli.config import find_config, load_policy, state_dir_of
+from scheduled_events_agent.cli.config import find_config, load_trusted_policy, state_dir_of
 from scheduled_events_agent.cli.doctor_checks import (
     UNMASK,
     Finding,
@@ -65,6 +65,7 @@ _SPACING_SECONDS = 0.5
 _NEED_AN_ANSWER = ("vm-name", "version", "events", "clock")
 
 _AS_AGENT = "run this as root or administrator, or as the agent's account"
+_UNTRUSTED = "run that command: before, root uses nothing of this policy"
 _DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
 _RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was accepted"
@@ -129,7 +130,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     loaded: LoadedPolicy | None = None
     policy_error: ConfigError | None = None
     try:
-        loaded = load_policy(path)
+        loaded = load_trusted_policy(path)
     except ConfigError as error:
         policy_error = error
     # Without a valid policy, the other checks use the running agent's settings, or else the defaults.
@@ -149,17 +150,10 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     account = service.account if service is not None and service.account != host.account_name() else None
 
     yield from _check_imds(settings)
-    if policy_error is not None:
-        denied = policy_error.__cause__
-        if isinstance(denied, PermissionError):
-            yield warning("policy", f"{denied.filename}: cannot be read: {denied.strerror}", _AS_AGENT)
-        else:
-            for problem in policy_error.problems:
-                yield failure("policy", problem, "correct it: the agent does not start with this policy")
     options = agent.options(options_in_force(state_option, path, state_dir))
-    if loaded is None:
-        yield from waiting(("hooks", "secrets", "permissions", "fleet", "kubernetes", "notifications"), "policy")
-    else:
+    if policy_error is not None:
+        yield from _policy_failures(policy_error)
+    if loaded is not None:
         yield from _check_policy(loaded, service, account)
         yield _check_fleet(settings, account)
         yield from _check_kubernetes(loaded.settings, account)
@@ -275,6 +269,22 @@ def _check_imds(settings: Settings) -> Iterator[Finding]:
 
 
 # --- the policy and what it names
+
+
+def _policy_failures(error: ConfigError) -> Iterator[Finding]:
+    """Why the policy cannot be used, and the checks that are not made because of it."""
+    if isinstance(error, preflight.UntrustedPolicyError):
+        for problem in error.problems:
+            yield failure("permissions", problem, _UNTRUSTED)
+        yield from waiting(("policy", "hooks", "secrets", "fleet", "kubernetes", "notifications"), "permissions")
+        return
+    denied = error.__cause__
+    if isinstance(denied, PermissionError):
+        yield warning("policy", f"{denied.filename}: cannot be read: {denied.strerror}", _AS_AGENT)
+    else:
+        for problem in error.problems:
+            yield failure("policy", problem, "correct it: the agent does not start with this policy")
+    yield from waiting(("hooks", "secrets", "permissions", "fleet", "kubernetes", "notifications"), "policy")
 
 
 def _check_policy(loaded: LoadedPolicy, service: OwnService | None, account: str | None) -> Iterator[Finding]:

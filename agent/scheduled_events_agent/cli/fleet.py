@@ -13,7 +13,7 @@ import msgspec
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option
-from scheduled_events_agent.cli.config import find_config, load_policy
+from scheduled_events_agent.cli.config import find_config, load_trusted_policy
 from scheduled_events_agent.cli.doctor_checks import Finding, failure, ok, warning
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json, printable
 from scheduled_events_agent.daemon.fleet import connect
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.action == "release") != bool(arguments.event):
         raise AgentError("expected: fleet status, or fleet release EVENT", kind="usage")
-    loaded = load_policy(find_config(arguments.config))
+    loaded = load_trusted_policy(find_config(arguments.config))
     settings = loaded.settings
     if settings.fleet is None:
         raise AgentError(f"{loaded.name} has no fleet", kind="usage")

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import add_config_option
-from scheduled_events_agent.cli.config import find_config, load_policy
+from scheduled_events_agent.cli.config import find_config, load_trusted_policy
 from scheduled_events_agent.cli.terminal import print_json
 from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.notifications import SAMPLE, Deliver, NotificationError, deliver
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    settings = load_policy(find_config(arguments.config)).settings
+    settings = load_trusted_policy(find_config(arguments.config)).settings
     names = [target.name for target in settings.notify]
     if not names:
         raise AgentError("the policy names no service to notify: add one as notify", kind="usage")

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from scheduled_events_agent import host
 from scheduled_events_agent.daemon.background import run_in_background
 from scheduled_events_agent.daemon.inbox import PolicyReloaded
-from scheduled_events_agent.hooks.preflight import check_machine, problems, rejections
+from scheduled_events_agent.hooks.preflight import check_machine, problems, require_trusted
 from scheduled_events_agent.notifications import warnings as notification_warnings
-from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy, PolicyFile, keys_for_next_start
+from scheduled_events_agent.policy.load import LoadedPolicy, PolicyFile, keys_for_next_start
 from scheduled_events_agent.policy.settings import AgentSettings, LogFormat, LogLevel
 from scheduled_events_agent.status import ActivePolicy
 from scheduled_events_agent.telemetry import log
@@ -26,9 +26,7 @@ def read_policy(
 
     Raises ConfigError, also if others could change what the agent would run.
     """
-    loaded = file.load()
-    if rejected := problems(loaded, rejections(loaded, is_start=is_start)):
-        raise ConfigError(tuple(map(str, rejected)))
+    loaded = require_trusted(file.load(), is_reload=not is_start)
     settings = loaded.settings.agent.log
     set_up_log(settings.level, settings.format)
     _warn(map(str, loaded.warnings))

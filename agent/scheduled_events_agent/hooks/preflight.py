@@ -15,7 +15,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.hooks.command import command_of, program_of_root
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook, is_secret_name, web_config
-from scheduled_events_agent.policy.load import BUILT_IN_NAME, LoadedPolicy
+from scheduled_events_agent.policy.load import BUILT_IN_NAME, ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import (
     AgentSettings,
     FleetCredential,
@@ -33,7 +33,7 @@ _SHEBANG = rb"#![ \t]*([^ \t\r\n]+)"
 
 
 Use = Literal["code", "exchange", "pages"]
-"""Use of a file. code: it decides what runs. exchange: for notify and fleet. pages: for the web server."""
+"""Use of a file. code: it decides what runs. exchange: for other servers. pages: for the web server."""
 
 
 # Hints for files that an agent as root does not use if others could change them.
@@ -87,6 +87,8 @@ def named_files(loaded: LoadedPolicy, use: Use) -> Iterator[NamedFile]:
         credential = settings.fleet.credential if settings.fleet else None
         if isinstance(credential, FleetCredential) and credential.sas_file:
             yield NamedFile("fleet.credential.sas_file", Path(credential.sas_file))
+        if settings.kubernetes and settings.kubernetes.kubeconfig:
+            yield NamedFile("kubernetes.kubeconfig", Path(settings.kubernetes.kubeconfig))
     elif settings.agent.web_config is not None and settings.agent.listen != "off":
         from scheduled_events_agent.web import tls  # noqa: PLC0415  # 8 ms of OpenSSL
 
@@ -112,16 +114,24 @@ def check_machine(loaded: LoadedPolicy, *, is_root: bool) -> Iterator[Finding]:
     yield from _check_hooks(loaded.settings)
 
 
-def rejections(loaded: LoadedPolicy, *, is_start: bool = False) -> Iterator[Finding]:
-    """Why a process that is root rejects the policy: others could change it or files that it names.
+class UntrustedPolicyError(ConfigError):
+    """This process is root, and other accounts could change the policy or files that it names."""
 
-    An agent that starts goes on without the files of ``notify`` and ``fleet``: requests that need them fail.
+
+def require_trusted(loaded: LoadedPolicy, *, is_reload: bool = False) -> LoadedPolicy:
+    """The policy, for a process that sends or runs what is in it. Raises UntrustedPolicyError.
+
+    Root rejects a policy that others could change, and one whose hooks they could change. At a reload it also
+    rejects exposed files of ``notify``, ``fleet`` and ``kubernetes``; else only what needs such a file fails.
     """
     if not host.is_privileged():
-        return
-    yield from _exposed_files(loaded, "code", is_root=True)
-    if not is_start:
-        yield from _exposed_files(loaded, "exchange", is_root=True)
+        return loaded
+    exposed = [*_exposed_files(loaded, "code", is_root=True)]
+    if is_reload:
+        exposed += _exposed_files(loaded, "exchange", is_root=True)
+    if exposed:
+        raise UntrustedPolicyError(tuple(map(str, problems(loaded, exposed))))
+    return loaded
 
 
 def problems(loaded: LoadedPolicy, findings: Iterable[Finding]) -> tuple[Problem, ...]:

@@ -249,7 +249,7 @@ def _load_kubeconfig(file: Path) -> Account:
     from scheduled_events_agent.policy import yaml_nodes  # noqa: PLC0415  # 20 ms, which a pod does not need
 
     try:
-        content = host.read_small_file(file, _MAX_FILE_BYTES)
+        content = host.read_trusted_file(file, _MAX_FILE_BYTES)  # it says which file is sent to which server
         root = yaml_nodes.compose(content)
         config = msgspec.convert(_value_of(root), _Kubeconfig, strict=False)
     except host.HostError as error:
