@@ -118,7 +118,9 @@ _TIMES = (
     "Mon, 11 Apr 99999 22:26:58 GMT", "Fri, 31 Dec 9999 23:59:59 -1200", "0001-01-01T00:00:00+23:59",
     "9999-12-31T23:59:59-23:59", "Mon, 00 Foo 2022 25:61:61 GMT", "11 Apr 2022 22:26:58 +999999", "1 1 1 1 1 1",
     "2022-W15-1", "2022-04-11T22:26:58.999999999Z", "Mon, 11 Apr 2022 22:26:58", "-0001-01-01", "Mon,,,,",
-    "a b c d",
+    "a b c d", "Mon, 11 Apr 2022 22:26:58 GMT+01:00", "Mon, 11 Apr 2022 10:26:58 PM GMT",
+    "11 Apr 2022 22:26:58 UTC", "2022-04-11 22:26", "2022-04-11T22:26:58.1234567+02:00",
+    "Mon, 1 Apr 2022 22:26:58 -0130",
 )  # fmt: skip
 _WORDS = (
     "Freeze", "Reboot", "Redeploy", "Preempt", "Terminate", "Scheduled", "Started", "Completed", "Canceled",
@@ -242,6 +244,26 @@ def _plain_event(random: Random) -> str:
         "NotBefore": f'"{random.choice(_TIMES)}"',
     }
     return json.dumps(values)
+
+
+_TIME_PARTS = (
+    ("", "Mon, ", "Monday, ", "Mon "), ("11 ", "1 ", "011 ", "31 ", "April "), ("Apr ", "apr ", "Foo ", "04 "),
+    ("2022", "22", "99999"), (" ", "  ", "T"), ("22:26:58", "10:26:58", "24:00:00", "22:26", "22:26:60"),
+    ("", " GMT", " UTC", " Z", " +0200", " -0130", " PM", "+01:00", " EST"),
+    ("", "", "", " PM", "+01:00", " GMT", "\u200b", " (late)"),
+)  # fmt: skip
+_ISO_PARTS = (
+    ("2022-04-11", "2022-4-11", "20220411", "2022-W15-1"), ("T", " ", "t", "x", ""),
+    ("22:26:58", "22:26", "24:00:00", "22", "10:26:58"), ("", ".5", ".1234567", ",5", "."),
+    ("", "Z", "z", "+02:00", "-01:30", "+0200", " GMT"), ("", "", "", " PM", "Z", "+01:00"),
+)  # fmt: skip
+_TIME_TOKENS = tuple(part.encode() for parts in (*_TIME_PARTS, *_ISO_PARTS) for part in parts if part)
+
+
+def _time(random: Random) -> bytes:
+    parts = _TIME_PARTS if random.random() < 0.5 else _ISO_PARTS
+    # Mostly the first ones, so that there are known forms among them.
+    return "".join(random.choice((one[0], one[0], random.choice(one))) for one in parts).encode()
 
 
 @cache
@@ -816,6 +838,7 @@ def _request(random: Random) -> bytes:
 
 _SOURCES = {
     "document": _Source(_document, _payloads, _JSON_TOKENS),
+    "time": _Source(_time, lambda: tuple(time.encode() for time in _TIMES), _TIME_TOKENS),
     "story": _Source(_story, _stories, (*_JSON_TOKENS, STORY_BREAK)),
     "policy": _Source(_yaml(Settings), _policies, _yaml_tokens(Settings)),
     "scenario": _Source(_yaml(Scenario), _scenarios, _yaml_tokens(Scenario)),

@@ -5,6 +5,7 @@ raises if not. Only the agent's own error types are an answer; anything else tha
 """
 
 import atexit
+import contextlib
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
@@ -104,8 +105,53 @@ def check_document(data: bytes) -> None:
         assert len(known) == len(document.events), "two events of one key"
         for event in document.events:
             _check_event(event)
+            if event.affects(["vm-1"]) in ("self", "shared"):
+                assert _is_named_as_it_came(data), "it names this VM only when it is cleaned"
         assert compare(known, document) == []
         assert compare({}, document) == [Seen(event) for event in document.events]
+
+
+_CLOCKS = [f"%H:%M{seconds}" for seconds in ("", ":%S", ":%S.%f")]
+_KNOWN_TIMES = [
+    *(f"{day}%d %b %Y %H:%M:%S{zone}" for day in ("", "%a, ") for zone in ("", " GMT", " UTC", " %z")),
+    *(f"%Y-%m-%d{between}{clock}{zone}" for between in "T " for clock in _CLOCKS for zone in ("", "%z")),
+]
+
+
+def check_time(data: bytes) -> None:
+    """A NotBefore is read only if one of the known forms is all of it, and then as that form says."""
+    text = data.decode(errors="replace")
+    found = parse_event(json.dumps({"EventType": "Freeze", "NotBefore": text}).encode()).not_before
+    if found is None:
+        return
+    whole = re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text.strip())  # strptime knows microseconds at most
+    times = [time for form in _KNOWN_TIMES for time in _times_by_form(whole, form)]
+    assert found in times, (text, found, times)
+
+
+def _times_by_form(text: str, form: str) -> Iterator[datetime]:
+    with contextlib.suppress(ValueError, OverflowError):
+        time = datetime.strptime(text, form)  # noqa: DTZ007 - most forms have no offset
+        yield time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _is_named_as_it_came(data: bytes) -> bool:
+    """Whether any text of the document is the name vm-1 to the letter, case and one ``_`` aside."""
+    texts: list[str] = []
+
+    def gather(value: Any) -> None:
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            for item in value:
+                gather(item)
+
+    def gather_object(pairs: list[tuple[str, Any]]) -> None:
+        for _, value in pairs:
+            gather(value)
+
+    json.loads(data.decode("utf-8-sig"), object_pairs_hook=gather_object)
+    return any(text.casefold() in ("vm-1", "_vm-1") for text in texts)
 
 
 def _parse_one(data: bytes) -> Document:
@@ -113,9 +159,10 @@ def _parse_one(data: bytes) -> Document:
 
 
 def _check_event(event: ScheduledEvent) -> None:
+    for text in (event.id, event.type, event.status, event.source, event.description):
+        assert text == text.strip()
     for text in (event.id, event.type, event.status, event.source, event.description, *event.resources):
         assert text.isprintable(), text
-        assert text == text.strip()
         assert len(text) <= 4096
     assert event.not_before is None or event.not_before.tzinfo is UTC
     assert event.duration_seconds is None or 0 <= event.duration_seconds < float("inf")
@@ -543,7 +590,8 @@ def _check_answer(data: bytes, answer: bytes) -> None:
 
 
 TARGETS = {
-    "document": Target(check_document, 36),
+    "document": Target(check_document, 32),
+    "time": Target(check_time, 4),
     "story": Target(check_story, 3),
     "policy": Target(check_policy, 6),
     "scenario": Target(check_scenario, 6),

@@ -234,6 +234,8 @@ def test_documents_are_served_when_they_were_with_not_before_as_far_ahead(speed:
         ("Mon, 28 Jun 2026 12:00:10 GMT", "Tue, 01 Jan 2030 00:00:10 GMT"),  # with the wrong weekday
         ("", ""),
         (None, None),
+        ("28 Jun 2026 12:00:10 GMT", "Tue, 01 Jan 2030 00:00:10 GMT"),
+        ("Sun, 28 Jun 2026 12:00:10 GMT+01:00", "Sun, 28 Jun 2026 12:00:10 GMT+01:00"),
         ("soon", "soon"),
         (17, 17),
         ("9999-99-99T00:00:00Z", "9999-99-99T00:00:00Z"),

@@ -229,6 +229,15 @@ def test_an_invalid_document_is_a_failure() -> None:
             ),
         ),
         (
+            VmSettings(name="__vm_0"),
+            "vm_0",
+            warning(
+                "vm-name",
+                "the policy calls this VM __vm_0, the service vm_0",
+                "remove vm.name from the policy, unless Resources use that name",
+            ),
+        ),
+        (
             VmSettings(),
             "",
             failure(

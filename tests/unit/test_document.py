@@ -33,6 +33,7 @@ FULL: dict[str, Any] = {
     "EventSource": "Platform",
     "DurationInSeconds": 5,
 }
+HIDDEN = ("\u200b", "\u200d", "\ufeff", "\u00ad", "\u202e", "\x00", "\x1b", "\U000e0041")
 NOON = datetime(2026, 4, 29, 12, 0, tzinfo=UTC)
 
 
@@ -90,6 +91,37 @@ def message_of(text: bytes) -> str:
         ("0001-01-01T00:00:00+14:00", None),
         ("Fri, 99 Zzz 2026 12:00:00 GMT", None),
         ("Wed, 29 Apr 99999999999999999999 12:00:00 GMT", None),
+        ("Wed, 9 Apr 2026 12:00:00 gmt", datetime(2026, 4, 9, 12, 0, tzinfo=UTC)),
+        ("Wed, 29 Apr 2026 12:00:00 UTC", NOON),
+        ("Wed, 29 Apr 2026 09:30:00 -0230", NOON),
+        ("2026-04-29T14:00:00+0200", NOON),
+        ("2026-04-29T12:00:00.5Z", NOON.replace(microsecond=500_000)),
+        # Of these a part would read as a time, and the rest may mean another one.
+        ("Wed, 29 Apr 2026 12:00:00 GMT+01:00", None),
+        ("Wed, 29 Apr 2026 12:00:00 GMT-1", None),
+        ("Wed, 29 Apr 2026 10:00:00 PM GMT", None),
+        ("Wed, 29 Apr 2026 10:00:00 GMT PM", None),
+        ("Wed, 29 Apr 2026 10:00 PM", None),
+        ("Wed, 29 Apr 2026 12:00:00 CET", None),
+        ("Wed, 29 Apr 2026 12:00:00 Z", None),
+        ("Wed, 29 Apr 2026 12:00:00 +2", None),
+        ("Wed, 29 Apr 2026 12:00:00 +0275", None),
+        ("Wed, 29 Apr 2026 12:00 GMT", None),
+        ("Wed, 29 Apr 26 12:00:00 GMT", None),
+        ("Wednesday, 29-Apr-26 12:00:00 GMT", None),
+        ("Wed Apr 29 12:00:00 2026", None),
+        ("Wed, 29 Apr 2026 12:00:00 GMT (or later)", None),
+        ("Wed, 29 Apr 2026 12:00:00\u200b GMT", None),
+        ("Wed, 29 Apr 2026 12:00:0\u0663 GMT", None),
+        ("Mi, 29 Apr 2026 12:00:00 GMT", None),
+        ("2026-04-29T12:00:00 GMT", None),
+        ("2026-04-29T10:00:00 PM", None),
+        ("2026-04-29x12:00:00Z", None),
+        ("2026-04-29T12", None),
+        ("2026-04-29T24:00:00Z", None),
+        ("2026-04-29", None),
+        ("2026-W18-3T12:00:00Z", None),
+        ("04/29/2026 12:00:00", None),
         ("20170702", None),
         ("soon", None),
         ("", None),
@@ -124,6 +156,11 @@ def test_not_before_is_read_in_both_forms_and_means_now_when_it_cannot_be_read(
         ("-1", None),
         ("", None),
         ("unknown", None),
+        ("5 minutes", None),
+        ("0_9", None),
+        ("0x9", None),
+        ("\u0669", None),
+        (" 9.5 ", 9.5),
         ("inf", None),
         ("nan", None),
         (None, None),
@@ -151,6 +188,14 @@ def test_unknown_values_and_unknown_keys_pass() -> None:
     assert (event.type, event.status, event.source) == ("Hibernate", "Paused", "Robot")
 
 
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_word_with_a_hidden_character_is_not_the_known_one(hidden: str) -> None:
+    event = parse(EventType=f"Free{hidden}ze", EventStatus=f"Scheduled{hidden}", EventSource=f"{hidden}User")
+
+    assert (event.type, event.status, event.source) == ("Free\ufffdze", "Scheduled\ufffd", "\ufffdUser")
+    assert [e.status for e in parse_document(body({**FULL, "EventStatus": f"Completed{hidden}"})).events] != []
+
+
 @pytest.mark.parametrize("nothing", [None, ..., "", "  ", [], {}, {"a": 1}])
 def test_a_field_without_a_value_is_empty(nothing: object) -> None:
     names = ("EventStatus", "EventType", "ResourceType", "Resources", "Description", "EventSource")
@@ -169,7 +214,7 @@ def test_texts_are_one_printable_line_of_bounded_length() -> None:
     event = parse(Description=" one\r\ntwo\x1b[31m\u2028three\u200b\x00", Resources=["vm\n1", "v" * 5000, 7])
 
     assert event.description == "one  two [31m three"
-    assert event.resources == ("vm 1", "v" * 4096, "7")
+    assert event.resources == ("vm\ufffd1", "v" * 4095 + "\ufffd", "7")
 
 
 def test_a_single_resource_may_come_without_a_list() -> None:
@@ -235,6 +280,17 @@ def test_whole_names_decide_whom_an_event_affects(
     resources: list[str], names: list[str], expected: Affects
 ) -> None:
     assert parse(Resources=resources).affects(names) == expected
+
+
+@pytest.mark.parametrize("hidden", [*HIDDEN, "\u00a0", "\n", " ", "\ufe0f"])
+def test_a_name_with_a_character_more_is_another_name(hidden: str) -> None:
+    for name in (f"vm_1{hidden}", f"{hidden}vm_1", f"vm{hidden}_1"):
+        event = parse(Resources=[name])
+
+        assert (event.affects(["vm_1"]), event.position(["vm_1"])) == ("others", None)
+        assert all(resource.isprintable() for resource in event.resources)
+        assert parse(Resources=[name, "vm_1"]).affects(["vm_1"]) == "shared"
+        assert parse(Resources=[name]).affects(event.resources) == "self"
 
 
 @pytest.mark.parametrize(
@@ -644,7 +700,8 @@ def check(text: bytes) -> None:
     assert document.incarnation.isprintable()
     for event in document.events:
         texts = (event.id, event.type, event.status, event.source, event.description, event.resource_type)
-        assert all(text.isprintable() and text == text.strip() for text in (*texts, *event.resources))
+        assert all(text.isprintable() and text == text.strip() for text in texts)
+        assert all(name.isprintable() for name in event.resources)
         assert event.not_before is None or event.not_before.tzinfo is UTC
         assert event.duration_seconds is None or event.duration_seconds >= 0
         assert event.affects(["vm_1"]) in {"self", "shared", "others", "unknown"}

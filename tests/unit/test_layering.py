@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine", "fleet", "hooks", "host", "http", "imds", "kubernetes", "notifications", "policy", "status",
         "store", "telemetry", "web", "workflow",
     },
-    "simulator": {"host", "policy", "status", "store"},
+    "simulator": {"host", "imds", "policy", "status", "store"},
     "cli": {
         "daemon", "fleet", "hooks", "host", "http", "imds", "kubernetes", "notifications", "policy", "simulator",
         "status", "store", "telemetry", "workflow",

@@ -6,7 +6,6 @@ Invariant: a warning or an error says what to do, and a check that was skipped s
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from typing import Literal
 
 import msgspec
@@ -14,10 +13,10 @@ import msgspec
 from scheduled_events_agent import host
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal
 from scheduled_events_agent.host.conflicts import STOP_ONE, ActingAgent, Approver, OwnService
-from scheduled_events_agent.http.errors import HttpErrorKind
+from scheduled_events_agent.http.errors import HttpErrorKind, parse_date
 from scheduled_events_agent.imds.api_version import FallbackResult, not_available, reason_of
 from scheduled_events_agent.imds.client import ImdsError, RawResponse
-from scheduled_events_agent.imds.document import parse_document
+from scheduled_events_agent.imds.document import normalized_name, parse_document
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.settings import VmSettings
@@ -199,7 +198,7 @@ def check_vm_name(vm: VmSettings, reported: str) -> Finding:
             "the service does not know this VM's name",
             "set vm.name in the policy to the name in Resources: without a name nothing is approved",
         )
-    if vm.name and reported and vm.name.casefold().lstrip("_") != reported.casefold().lstrip("_"):
+    if vm.name and reported and normalized_name(vm.name) != normalized_name(reported):
         return warning(
             "vm-name",
             f"the policy calls this VM {vm.name}, the service {reported}",
@@ -211,9 +210,8 @@ def check_vm_name(vm: VmSettings, reported: str) -> Finding:
 
 def check_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> Finding:
     """Compare this clock with the Date header, which has whole seconds and was written between the two moments."""
-    try:
-        reported = parsedate_to_datetime(date or "")
-    except ValueError:
+    reported = parse_date(date or "")
+    if reported is None:
         return warning(
             "clock",
             "the answer has no Date header, so this clock cannot be compared",

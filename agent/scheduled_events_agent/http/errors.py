@@ -8,7 +8,6 @@ import re
 import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Literal, NamedTuple
 
 import httpx
@@ -103,9 +102,8 @@ def _parse_retry_after(value: str) -> float | None:
 
 
 def parse_date(value: str) -> datetime | None:
-    """The time in a header such as Date; None if it has none, or one without an offset."""
+    """The time in a header such as Date; None if the header is not a date of HTTP to its end."""
     try:
-        date = parsedate_to_datetime(value)
-    except (ValueError, TypeError, OverflowError):
+        return datetime.strptime(value, "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC)
+    except ValueError:
         return None
-    return date if date.tzinfo else None

@@ -19,7 +19,7 @@ from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.imds.api_version import BASELINE_VERSION
 from scheduled_events_agent.imds.document import ApiVersion
 from scheduled_events_agent.imds.endpoint import parse_endpoint
-from scheduled_events_agent.imds.text import DocumentError, clean_text, excerpt, parse_json
+from scheduled_events_agent.imds.text import DocumentError, clean_name, excerpt, parse_json
 
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 # DHCP option 245 inside a virtual network: another service of the host, which has no scheduled events.
@@ -124,7 +124,7 @@ def parse_identity(body: bytes) -> Identity | None:
     compute = document.get("compute")
     known: dict[str, Any] = compute if isinstance(compute, dict) else {}
     texts = [known.get(field) for field in ("name", "vmId", "vmScaleSetName")]
-    name, vm_id, group = [clean_text(text) if isinstance(text, str) else "" for text in texts]
+    name, vm_id, group = [clean_name(text) if isinstance(text, str) else "" for text in texts]
     return Identity(name=name, vm_id=vm_id, group=group)
 
 

@@ -7,13 +7,20 @@ an empty list, because an event that is missing counts as over.
 import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
 
-from scheduled_events_agent.imds.text import MAX_TEXT, DocumentError, clean_text, excerpt, parse_json, shown
+from scheduled_events_agent.imds.text import (
+    MAX_TEXT,
+    DocumentError,
+    clean_name,
+    clean_text,
+    excerpt,
+    parse_json,
+    shown,
+)
 
 ApiVersion = Literal[
     "2017-03-01", "2017-08-01", "2017-11-01", "2019-01-01", "2019-04-01", "2019-08-01", "2020-07-01", "2024-07-09"
@@ -47,6 +54,19 @@ _FINAL_STATUSES = ("Completed", "Canceled")
 _CANONICAL = {
     word.casefold(): word for word in (*EVENT_TYPES, "Scheduled", "Started", *_FINAL_STATUSES, "Platform", "User")
 }
+
+# The forms that are known, each to its end. What is left out reads as UTC; the weekday is often wrong.
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_HOUR, _SIXTIETH = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
+_RFC_1123 = (
+    rf"(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun), )?([0-9]{{1,2}}) ({'|'.join(_MONTHS)}) ([0-9]{{4}})"
+    rf" ({_HOUR}:{_SIXTIETH}:{_SIXTIETH})(?: (?:GMT|UTC|([+-]{_HOUR})({_SIXTIETH})))?"
+)
+_ISO_8601 = (
+    rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}[T ]{_HOUR}:{_SIXTIETH}(?::{_SIXTIETH}(?:\.[0-9]{{1,9}})?)?"
+    rf"(?:Z|[+-]{_HOUR}:?{_SIXTIETH})?"
+)
+_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 
 
 class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,7 +274,7 @@ def _to_event(item: Any, where: str) -> ScheduledEvent:
         status=_word(get("EventStatus")),
         source=_word(get("EventSource")),
         resources=_names(get("Resources")),
-        not_before=_parse_time(clean_text(get("NotBefore"))),
+        not_before=parse_not_before(get("NotBefore")),
         duration_seconds=_duration(get("DurationInSeconds")),
         description=clean_text(get("Description")),
         resource_type=clean_text(get("ResourceType")),
@@ -281,7 +301,7 @@ def _identify(value: Any) -> tuple[str, str, str]:
 
 
 def _word(value: Any) -> str:
-    text = clean_text(value)
+    text = clean_name(value.strip() if isinstance(value, str) else value)
     return _CANONICAL.get(text.casefold(), text)
 
 
@@ -290,27 +310,29 @@ def _names(value: Any) -> tuple[str, ...]:
         value = [value]
     if not isinstance(value, list):
         return ()
-    return tuple([clean_text(name) for name in value])
+    return tuple([clean_name(name) for name in value])
 
 
 def _duration(value: Any) -> float | None:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError):
+    seconds = float(value) if isinstance(value, str) and re.fullmatch(_NUMBER, value.strip()) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return None
-    return seconds if 0 <= seconds <= _LONGEST_DURATION_SECONDS and not isinstance(value, bool) else None
+    return float(seconds) if 0 <= seconds <= _LONGEST_DURATION_SECONDS else None
 
 
-@lru_cache(maxsize=1024)
-def _parse_time(text: str) -> datetime | None:
-    from email.utils import parsedate_to_datetime  # noqa: PLC0415  # 5 ms, and most commands parse no document
-
+def parse_not_before(value: Any) -> datetime | None:
+    """The time in one of the known forms; None for any other text, for a rest may change its meaning."""
+    text = value.strip() if isinstance(value, str) else ""
+    if parts := re.fullmatch(_RFC_1123, text, re.ASCII | re.IGNORECASE):
+        day, month, year, clock, hours, minutes = parts.groups()
+        offset = f"{hours}:{minutes}" if hours else "Z"
+        text = f"{year}-{_MONTHS.index(month.title()) + 1:02}-{day:>02}T{clock}{offset}"
+    if not re.fullmatch(_ISO_8601, text):
+        return None
     try:
-        # RFC 1123 as the endpoint sends it (the weekday is often wrong and is ignored), or ISO 8601
-        # as Microsoft's pages and mock server write it. A bare "20170702" is neither.
-        time = datetime.fromisoformat(text) if text[4:5] == "-" else parsedate_to_datetime(text)
+        time = datetime.fromisoformat(text)
         return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
-    except (ValueError, OverflowError, TypeError, IndexError):
+    except (ValueError, OverflowError):
         return None
 
 

@@ -16,6 +16,8 @@ _BOM = b"\xef\xbb\xbf"
 MAX_TEXT = 4096
 _MAX_VALUES = 300_000
 _EXCERPT_BYTES = 220
+# Stands for what cannot be shown.
+_HIDDEN = "\N{REPLACEMENT CHARACTER}"
 
 
 DocumentErrorKind = Literal["document", "too_many"]
@@ -61,6 +63,18 @@ def clean_text(value: Any) -> str:
     return printable(text[:MAX_TEXT]).strip()
 
 
+def clean_name(value: Any) -> str:
+    """A name from outside as it came, as far as it can be shown; "" for a value without one.
+
+    Names are compared. So what cannot be shown leaves a mark, which no name of Azure's has.
+    """
+    if not clean_text(value):
+        return ""
+    text = str(value)
+    whole = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}{_HIDDEN}"
+    return printable(whole, mark=_HIDDEN)
+
+
 def printable(text: str, *, keep: str = "", mark: str = " ") -> str:
     """``text`` with ``mark`` in place of each character that cannot be shown and is not in ``keep``."""
     if text.isprintable():
@@ -79,5 +93,5 @@ def shown(value: Any) -> str:
 def excerpt(data: bytes) -> str:
     """The beginning of ``data`` as one printable line; "nothing" if that is empty."""
     text = " ".join(data[:_EXCERPT_BYTES].removeprefix(_BOM).decode("utf-8", "replace").split())
-    shown = printable(text, mark="\N{REPLACEMENT CHARACTER}")
+    shown = printable(text, mark=_HIDDEN)
     return f"{shown}..." if len(data) > _EXCERPT_BYTES else shown or "nothing"

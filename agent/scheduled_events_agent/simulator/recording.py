@@ -7,12 +7,13 @@ Nothing else in it changes.
 import math
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
-from email.utils import format_datetime, parsedate_to_datetime
+from email.utils import format_datetime
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from scheduled_events_agent.imds.document import parse_not_before
 from scheduled_events_agent.simulator.azure import Azure, Plan, SimulatorError
 from scheduled_events_agent.simulator.scenario import read_file
 
@@ -172,12 +173,11 @@ def _shifted(recorded: Recorded, played: Callable[[float], float]) -> bytes:
 
 def _shifted_time(value: Any, played: Callable[[float], float]) -> Any:
     """A later time written in the same form, on the next whole second; a text that is no time is not changed."""
-    if not isinstance(value, str) or not value.strip():
+    at = parse_not_before(value)
+    if at is None:
         return value
-    is_iso = value[:1].isdigit() and "T" in value
+    is_iso = value.strip()[4] == "-"
     try:
-        at = datetime.fromisoformat(value) if is_iso else parsedate_to_datetime(value)
-        at = at if at.tzinfo else at.replace(tzinfo=UTC)
         new = datetime.fromtimestamp(math.ceil(round(played(at.timestamp()), 3)), UTC)
     except (ValueError, OverflowError, OSError):
         return value
