@@ -46,6 +46,22 @@ name=${0##*/}
 say() { printf '%s: %s\n' "$name" "$*"; }
 fail() { say "$*" >&2; exit 1; }
 
+# The shell of some systems (bash) evaluates text in arithmetic, commands in it included: what is no number is dropped.
+digits=0123456789 # in some languages a range such as 0-9 has more
+is_number() { # nothing; 0; one to ten digits without a leading zero
+    case $1 in 0) ;; 0* | *[!$digits]* | ???????????*) return 1 ;; esac
+}
+is_duration() { # also -1, and 6.5
+    case $1 in
+        -1) ;;
+        ?*.?*) is_number "${1%%.*}" && case ${1#*.} in *[!$digits]*) return 1 ;; esac ;;
+        *) is_number "$1" ;;
+    esac
+}
+is_number "${SCHEDULED_EVENT_SECONDS_LEFT:-}" || unset SCHEDULED_EVENT_SECONDS_LEFT
+is_number "${SCHEDULED_EVENT_TIMEOUT_SECONDS:-}" || unset SCHEDULED_EVENT_TIMEOUT_SECONDS
+is_duration "${SCHEDULED_EVENT_DURATION_SECONDS:-}" || unset SCHEDULED_EVENT_DURATION_SECONDS
+
 # Not the clock: it may be set while a hook waits, after a freeze above all.
 uptime() { read -r up _ </proc/uptime && echo "${up%%.*}"; }
 began=$(uptime)

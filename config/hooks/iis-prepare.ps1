@@ -37,7 +37,7 @@ if ((Get-Service -Name W3SVC).Status -eq 'Stopped') {
     exit 0
 }
 if ($env:SCHEDULED_EVENT_SECONDS_LEFT) {
-    $Finish = [math]::Max(0, [math]::Min($Finish, [int] $env:SCHEDULED_EVENT_SECONDS_LEFT - 20))
+    $Finish = [math]::Max(0, [math]::Min($Finish, [long] $env:SCHEDULED_EVENT_SECONDS_LEFT - 20))
 }
 while ((Get-State) -eq 'Starting') { Start-Sleep -Seconds 1 }
 if ((Get-State) -eq 'Started') {

@@ -24,6 +24,7 @@ from typing import Self
 
 import psutil
 from harness import CHECKOUT, PATIENCE
+from hook_shells import SHIPPED_HOOKS
 
 HOOKS = "/etc/scheduled-events-agent/hooks"
 """Where the examples have their hooks."""
@@ -42,7 +43,7 @@ sys.exit(code)
 
 def copy_hooks(directory: Path) -> Path:
     """Copy the shipped hooks to ``directory``/hooks: the checkout may stand where everybody may write."""
-    return Path(shutil.copytree(CHECKOUT / "config" / "hooks", directory / "hooks"))
+    return Path(shutil.copytree(SHIPPED_HOOKS, directory / "hooks"))
 
 
 def example(name: str, hooks: Path, endpoint: str, replacements: Mapping[str, str]) -> str:

@@ -10,10 +10,14 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-HOOKS = Path(__file__).parents[2] / "config/hooks"
+from hook_shells import SHIPPED_HOOKS
+
+pytestmark = pytest.mark.usefixtures("hook_shell")
 NEEDED = ("cat", "dirname", "hostname", "sed", "sh", "timeout", "tr")
 REPEATING = sorted(
-    hook for hook in HOOKS.iterdir() if hook.suffix == "" and "\nask_for_a_minute " in hook.read_text("utf-8")
+    hook
+    for hook in SHIPPED_HOOKS.iterdir()
+    if hook.suffix == "" and "\nask_for_a_minute " in hook.read_text("utf-8")
 )
 
 

@@ -1,23 +1,26 @@
-"""The time limits of config/hooks/common.sh, with the system's own sh."""
+"""The time limits of config/hooks/common.sh."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 if sys.platform != "linux":
     pytest.skip("the hooks in sh are for Linux", allow_module_level=True)
 
-COMMON = Path(__file__).parents[2] / "config/hooks/common.sh"
+from hook_shells import SHIPPED_HOOKS
+
+pytestmark = pytest.mark.usefixtures("hook_shell")
+COMMON = SHIPPED_HOOKS / "common.sh"
 
 
 def time_left(arguments: str, variables: Mapping[str, str], *, asked_after_seconds: int = 0) -> int:
     given = {f"SCHEDULED_EVENT_{name}": value for name, value in variables.items()}
     # Without a sleep: the hook has begun as much earlier.
     script = f'set -eu; . "{COMMON}"; began=$((began - {asked_after_seconds})); time_left {arguments}'
-    environment = {"PATH": "/usr/bin:/bin", **given}
+    environment = {"PATH": os.environ["PATH"], **given}
     done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout)
 

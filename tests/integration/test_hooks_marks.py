@@ -11,22 +11,23 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are for Linux", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
-HOOKS = ROOT / "config/hooks"
+from hook_shells import CHECKOUT, SHIPPED_HOOKS
+
+pytestmark = pytest.mark.usefixtures("hook_shell")
 AGENTS = "/var/lib/scheduled-events-agent"
 
 
 def test_no_hook_of_root_writes_into_a_directory_of_the_agents_account() -> None:
     """The account of an agent that uses run-as-root could have root write through a link in its own directory."""
-    unit = (ROOT / "systemd/scheduled-events-agent-hook@.service").read_text("utf-8")
+    unit = (CHECKOUT / "systemd/scheduled-events-agent-hook@.service").read_text("utf-8")
     (name,) = re.findall(r"^StateDirectory=(.+)$", unit, re.MULTILINE)
     assert f"/var/lib/{name}" != AGENTS
     assert f"rm -rf /etc/scheduled-events-agent {AGENTS} /var/lib/{name} " in (
-        ROOT / "packaging/deb/postrm"
+        CHECKOUT / "packaging/deb/postrm"
     ).read_text("utf-8")
     named = {
         (hook.name, line)
-        for hook in HOOKS.iterdir()
+        for hook in SHIPPED_HOOKS.iterdir()
         for line in hook.read_text("utf-8").splitlines()
         if AGENTS in line and not line.startswith(("#", "    CI_RUNNER_MARK")) and hook.suffix != ".md"
     }
@@ -45,7 +46,7 @@ def test_a_mark_is_in_the_directory_that_systemd_names(tmp_path: Path) -> None:
     )
     systemctl.chmod(0o755)
     done = subprocess.run(
-        [HOOKS / "service", "stop"],
+        [SHIPPED_HOOKS / "service", "stop"],
         env={
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "SERVICE_UNIT": "web.service",

@@ -10,7 +10,10 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
-HOOK = Path(__file__).parents[2] / "config/hooks/pgbouncer"
+from hook_shells import SHIPPED_HOOKS
+
+pytestmark = pytest.mark.usefixtures("hook_shell")
+HOOK = SHIPPED_HOOKS / "pgbouncer"
 # psql -XAtqwx -v ON_ERROR_STOP=1 -d CONNECTION -c COMMAND; a PgBouncer is a file: there while "app" is paused.
 PSQL = """#!/bin/sh
 bouncer=${5%% *}
@@ -80,3 +83,12 @@ def test_the_command_is_told_how_much_time_the_pause_has_left_it(place: Path) ->
     assert code == 0
     assert of_event < 300
     assert of_event - of_hook == 200
+
+
+def test_a_command_that_has_no_time_left_is_told_0(place: Path) -> None:
+    """Not a number below 0, which its common.sh would drop."""
+    write_program(place / "bin/psql", PSQL.replace("SHOW*)", "SHOW*) sleep 2.1;").replace("sleep 1.1;", ""))
+    code, said = run(
+        place, "pause", "sh", "-c", 'echo "$SCHEDULED_EVENT_TIMEOUT_SECONDS"', SCHEDULED_EVENT_TIMEOUT_SECONDS="3"
+    )
+    assert (code, said[-1]) == (0, "0")

@@ -11,7 +11,10 @@ if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
 from examples import ServiceManager, Unit
-from harness import CHECKOUT, PATIENCE
+from harness import PATIENCE
+from hook_shells import SHIPPED_HOOKS
+
+pytestmark = pytest.mark.usefixtures("hook_shell")
 
 UNITS = {
     "haproxy-prepare": ("HAPROXY", "haproxy.service"),
@@ -33,7 +36,7 @@ def test_a_unit_that_is_stopping_is_waited_for(tmp_path: Path, hook: str, then: 
         manager.passing[unit] = ["deactivating"] * 2
         manager.states[unit] = then
         done = subprocess.run(
-            [CHECKOUT / "config/hooks" / hook],
+            [SHIPPED_HOOKS / hook],
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}", f"{prefix}_MARK": str(tmp_path / "mark")},
             capture_output=True,
             text=True,
@@ -51,7 +54,7 @@ def test_a_unit_that_does_not_stop_in_time_fails_the_hook(tmp_path: Path, hook: 
     with ServiceManager(tmp_path, {unit: Unit(("true",))}) as manager:
         manager.states[unit] = "deactivating"
         done = subprocess.run(
-            [CHECKOUT / "config/hooks" / hook],
+            [SHIPPED_HOOKS / hook],
             env={
                 "PATH": f"{tmp_path}:{os.environ['PATH']}",
                 f"{prefix}_MARK": str(tmp_path / "mark"),

@@ -14,11 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+
+if sys.platform == "win32":
+    pytest.skip("the hooks are scripts for a Unix shell", allow_module_level=True)
+
 from examples import HOOKS as INSTALLED
 from examples import ServiceManager, Unit, copy_hooks
 from harness import CHECKOUT, PATIENCE, Agent, Answer, Request, Server, Simulator
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are scripts for a Unix shell")
 
 HOOKS = CHECKOUT / "config/hooks"
 TOKEN = "ghp_nobody-must-see-this"
@@ -265,6 +267,11 @@ def test_the_hook_ends_by_itself_when_the_event_leaves_no_more_time(service: Ser
     assert code == 1
     assert output.splitlines()[-1] == "the event leaves no more time to wait until the runner is idle"
     assert service.labels == {"self-hosted"}
+
+
+@pytest.mark.parametrize("left", ["", "5m", "nan", "-1", "OPTIND[$(id)]"])
+def test_what_is_no_number_of_seconds_is_as_good_as_none(service: Service, tmp_path: Path, left: str) -> None:
+    assert service.run_hook(tmp_path, "github", "pause", SCHEDULED_EVENT_SECONDS_LEFT=left)[0] == 0
 
 
 @pytest.mark.parametrize("content", [None, [], {}, {"labels": [7]}])

@@ -46,6 +46,7 @@ _MAY_BEGIN_CHECK_SECONDS = 1.0
 _SECONDS_LEFT = "SCHEDULED_EVENT_SECONDS_LEFT"
 _MAX_LINES = 1000
 _MAX_VARIABLE = 8192
+_MAX_NUMBER = 9_999_999_999
 
 
 class HookResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +83,8 @@ def hook_environment(
         "STATUS": event.status,
         "SOURCE": event.source,
         "NOT_BEFORE": "" if event.not_before is None else event.not_before.isoformat().replace("+00:00", "Z"),
-        "SECONDS_LEFT": "" if seconds_left is None else str(max(0, int(seconds_left))),
-        "DURATION_SECONDS": "-1" if event.duration_seconds is None else f"{event.duration_seconds:g}",
+        "SECONDS_LEFT": "" if seconds_left is None else _whole_seconds(seconds_left),
+        "DURATION_SECONDS": _duration_seconds(event.duration_seconds),
         "DESCRIPTION": event.description,
         "RESOURCES": resources,
         "STAGE": stage,
@@ -96,7 +97,17 @@ def hook_environment(
 
 def attempt_environment(timeout_seconds: float) -> dict[str, str]:
     """The variable that only an attempt has: after so many whole seconds the agent begins to end it."""
-    return {"SCHEDULED_EVENT_TIMEOUT_SECONDS": str(max(0, int(timeout_seconds)))}
+    return {"SCHEDULED_EVENT_TIMEOUT_SECONDS": _whole_seconds(timeout_seconds)}
+
+
+def _whole_seconds(seconds: float) -> str:
+    """The form that hooks may compute with: ``run-hook`` and ``common.sh`` drop any other."""
+    return str(max(0, min(int(seconds), _MAX_NUMBER)))
+
+
+def _duration_seconds(seconds: float | None) -> str:
+    """Not as ``1e+06``: without an exponent, so that a hook can compare it."""
+    return "-1" if seconds is None else f"{abs(seconds):.3f}".rstrip("0").rstrip(".")
 
 
 def kill_orphans(instance: str) -> int:
@@ -303,7 +314,7 @@ class HookRun:
         if not at_first:
             return {}
         left = int(at_first) + self._moved_seconds - int(now - self._made_at)
-        return {_SECONDS_LEFT: str(max(0, int(left)))}
+        return {_SECONDS_LEFT: _whole_seconds(left)}
 
     def _watch(self, tree: processes.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
         """Wait for the end of the process tree, or end it."""
