@@ -27,13 +27,13 @@ from typing import Any
 
 import apt
 import yaml
+from hook_shells import SHIPPED_HOOKS
 from ports import free_port
 
 # Far more than anything here takes; only a test that fails waits for so long.
 PATIENCE = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/cookbook/web-server.md").read_text("utf-8")
-HOOKS = ROOT / "config/hooks"
 CACHE = ROOT / ".cache/web-server"
 SMALL = b"hello\n"
 SLOW = bytes(range(256)) * 64  # 16 KiB
@@ -167,7 +167,7 @@ class Nginx:
         """Start a shipped hook by itself, as its user would."""
         environment = {"PATH": programs().environment["PATH"], **self.environment, **more}
         return subprocess.Popen(
-            [str(HOOKS / name)],
+            [str(SHIPPED_HOOKS / name)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -322,7 +322,7 @@ class Web:
     def policy_without_systemd(self, endpoint: str) -> dict[str, Any]:
         """The policy with the hooks in another place, and with the addresses of A."""
         # A copy: an agent that is root rejects what others could change, as a checkout may be.
-        hooks = Path(shutil.copytree(HOOKS, self.directory / "hooks"))
+        hooks = Path(shutil.copytree(SHIPPED_HOOKS, self.directory / "hooks"))
         policy = self.policy(endpoint)
         for hook in policy["hooks"].values():
             hook["run"] = [word.replace("/etc/scheduled-events-agent/hooks", str(hooks)) for word in hook["run"]]

@@ -53,6 +53,13 @@ def shown_commands(page: str, heading: str) -> list[list[str]]:
     return [[line.removeprefix("$ ").replace("sudo ", "") for line in block.splitlines()] for block in blocks]
 
 
+def use_shell(machine: Container, shell: str) -> None:
+    """Have this shell be the machine's /bin/sh."""
+    machine.run(
+        "ln", "-sfn", machine.run("sh", "-c", f"readlink -f $(command -v {shell})").stdout.strip(), "/bin/sh"
+    )
+
+
 def make_strict(machine: Container) -> None:
     """Give the agent the strict set-up, as the page shows it."""
     (commands,) = shown_commands("docs/systemd.md", "### strict")

@@ -17,12 +17,16 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+
+if sys.platform == "win32":
+    pytest.skip("the hooks are scripts for a Unix shell", allow_module_level=True)
+
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from hook_shells import SHIPPED_HOOKS
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are scripts for a Unix shell")
-
+pytestmark = pytest.mark.usefixtures("hook_shell")
 PREPARE, RECOVER = "ci-runner-prepare: ", "ci-runner-recover: "  # what their lines begin with
-HOOKS = CHECKOUT / "config/hooks"
+HOOKS = SHIPPED_HOOKS
 # Takes jobs, each of which lasts until there is a file of its name, and notes what it does. Asked twice to finish,
 # it cuts the job off, as some runners do.
 RUNNER = """

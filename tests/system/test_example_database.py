@@ -15,6 +15,8 @@ import database_environment
 from database_environment import BIN, UNIT, USER, Writer, staged
 from harness import PATIENCE, Simulator
 
+pytestmark = pytest.mark.usefixtures("hook_shell")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def postgresql() -> None:

@@ -13,9 +13,13 @@ if sys.platform == "win32":
 
 from examples import ServiceManager, Unit, copy_hooks
 from haproxy_pair import Load, Pair, wait
-from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from harness import PATIENCE, Agent, Simulator
+from hook_shells import SHIPPED_HOOKS
 
-pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
+pytestmark = [
+    pytest.mark.usefixtures("hook_shell"),
+    pytest.mark.timeout(600),
+]  # the first time, packages are fetched
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def load(pair: Pair) -> Iterator[Load]:
 
 def run_hook(pair: Pair, name: str, **more: str) -> tuple[int, list[str]]:
     done = subprocess.run(
-        [CHECKOUT / "config/hooks" / name],
+        [SHIPPED_HOOKS / name],
         env={**pair.environment, "SCHEDULED_EVENT_ID": "A", **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -128,7 +132,7 @@ def test_a_unit_whose_process_has_just_ended_gets_no_signal(tmp_path: Path) -> N
     with ServiceManager(tmp_path / "bin", {unit: Unit(("true",))}) as manager:
         manager.states[unit] = "active"  # and its main process is 0: to kill, all of the caller's group
         done = subprocess.run(
-            [CHECKOUT / "config/hooks/haproxy-prepare"],
+            [SHIPPED_HOOKS / "haproxy-prepare"],
             env={"PATH": f"{manager.directory}:{os.environ['PATH']}", "HAPROXY_MARK": str(tmp_path / "mark")},
             capture_output=True,
             text=True,

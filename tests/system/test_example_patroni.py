@@ -20,6 +20,8 @@ from examples import ServiceManager, copy_hooks
 from harness import PATIENCE, Agent, Simulator
 from patroni_cluster import MEMBERS, PatroniCluster
 
+pytestmark = pytest.mark.usefixtures("hook_shell")
+
 
 class Stage:
     """Two members, and what there is to do with them."""

@@ -20,7 +20,10 @@ from database_environment import UNIT, USER, Servers, wait_until
 from harness import PATIENCE, Agent, Simulator
 from pgbouncer_environment import Bouncer
 
-pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
+pytestmark = [
+    pytest.mark.usefixtures("hook_shell"),
+    pytest.mark.timeout(600),
+]  # the first time, packages are fetched
 
 
 @contextmanager

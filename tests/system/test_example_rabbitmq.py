@@ -12,10 +12,14 @@ if sys.platform == "win32":
     pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
 
 from examples import ServiceManager, Unit, copy_hooks
-from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from harness import PATIENCE, Agent, Simulator
+from hook_shells import SHIPPED_HOOKS
 from rabbitmq_cluster import Cluster, Load
 
-pytestmark = pytest.mark.timeout(900)  # the first time, packages are fetched
+pytestmark = [
+    pytest.mark.usefixtures("hook_shell"),
+    pytest.mark.timeout(900),
+]  # the first time, packages are fetched
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def load(cluster: Cluster) -> Iterator[Load]:
 
 def run_hook(cluster: Cluster, name: str, **more: str) -> tuple[int, list[str]]:
     done = subprocess.run(
-        [CHECKOUT / "config/hooks" / name],
+        [SHIPPED_HOOKS / name],
         env={**cluster.environment, "SCHEDULED_EVENT_ID": "A", **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -106,7 +110,7 @@ def test_a_drain_that_cannot_be_reverted_is_left_to_the_recover_hook(tmp_path: P
             path.write_text(f"#!/bin/sh\n{script}\n")
             path.chmod(0o755)
         done = subprocess.run(
-            [CHECKOUT / "config/hooks/rabbitmq-prepare"],
+            [SHIPPED_HOOKS / "rabbitmq-prepare"],
             env={"PATH": f"{place}:{os.environ['PATH']}", "RABBITMQ_MARK": str(mark)},
             capture_output=True,
             text=True,

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+if sys.platform == "win32":
+    pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
+
 from examples import ServiceManager, Unit, copy_hooks
 from harness import PATIENCE
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux")
-
+pytestmark = pytest.mark.usefixtures("hook_shell")
 UNIT = "ray.service"
 # The kernel names a process after its script.
 LEAVES = """#!/bin/sh

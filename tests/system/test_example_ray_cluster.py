@@ -13,7 +13,7 @@ from harness import Agent, Simulator
 from ray_cluster import UNIT, cluster
 
 # Ray takes long to start and to notice on a busy machine; the first time, it is fetched.
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.usefixtures("hook_shell")]
 
 
 def test_a_node_leaves_before_a_redeployment_and_joins_again(sim: Simulator, agent: Agent, tmp_path: Path) -> None:

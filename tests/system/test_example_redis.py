@@ -16,13 +16,17 @@ if sys.platform == "win32":
     pytest.skip("Redis, and the hooks, are for Unix", allow_module_level=True)
 
 from examples import copy_hooks
-from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from harness import PATIENCE, Agent, Simulator
+from hook_shells import SHIPPED_HOOKS
 from ports import free_port
 from redis_set import NAME, UNIT, RedisError, RedisSet, Writer, ask, wait
 
-pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
+pytestmark = [
+    pytest.mark.usefixtures("hook_shell"),
+    pytest.mark.timeout(600),
+]  # the first time, packages are fetched
 
-HOOKS = CHECKOUT / "config/hooks"
+HOOKS = SHIPPED_HOOKS
 TELLS_OF_THE_PROMOTION_AT_THE_END = """#!/bin/sh
 answer=$({real} "$@") || exit
 case $*:$(echo "$answer" | tail -n 1) in

@@ -17,10 +17,12 @@ if sys.platform == "win32":
     pytest.skip("the hook is a shell script for Linux", allow_module_level=True)
 
 from examples import ServiceManager, Unit, copy_hooks, example
-from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from harness import PATIENCE, Agent, Simulator
+from hook_shells import SHIPPED_HOOKS
 from ports import free_port
 
-HOOK = CHECKOUT / "config/hooks/service"
+pytestmark = pytest.mark.usefixtures("hook_shell")
+HOOK = SHIPPED_HOOKS / "service"
 UNIT = "web.service"
 SERVER = "import http.server as h; h.test(h.SimpleHTTPRequestHandler, port={port}, bind='127.0.0.1')"
 # Knows containers by a file of JSON in its folder: name -> whether it runs, and when it was started last. The

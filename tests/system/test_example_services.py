@@ -14,16 +14,17 @@ import yaml
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
-from balanced import HOOKS, PATIENCE, SLOW, SMALL, Web, nginx_configuration, wait_answered
-from container import Container
+from balanced import PATIENCE, SLOW, SMALL, Web, nginx_configuration, wait_answered
+from container import CHECKOUT, Container
 from ports import free_port
-from service import POLICY, Service, shown_commands
+from service import POLICY, Service, shown_commands, use_shell
 
 from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, a Debian is fetched
 
+HOOKS = CHECKOUT / "config/hooks"
 PLACE = "/etc/scheduled-events-agent/hooks"
 # A stand-in, for real runners are not to be had: SIGQUIT has it end after its job, SIGTERM cuts that off. Its unit
 # is what "gitlab-runner install" writes, in short.
@@ -40,7 +41,7 @@ UNIT = "[Service]\nExecStart=/usr/local/bin/gitlab-runner\nRestart=always\nResta
 
 def installing(page: str) -> str:
     """Commands that install the hooks and the policy that a page of the cookbook names, as its README shows it."""
-    text = (HOOKS.parents[1] / f"docs/cookbook/{page}.md").read_text("utf-8")
+    text = (CHECKOUT / f"docs/cookbook/{page}.md").read_text("utf-8")
     hooks = re.findall(
         r"\]\(\.\./\.\./config/hooks/([\w-]+)\)", re.findall(r"^- hooks: .*", text, re.MULTILINE)[0]
     )
@@ -58,8 +59,9 @@ def web(tmp_path: Path) -> Iterator[Web]:
 
 
 @pytest.fixture
-def machine(installed: Container) -> Iterator[Container]:
+def machine(installed: Container, hook_shell: str) -> Iterator[Container]:
     with Container(installed) as machine:
+        use_shell(machine, hook_shell)
         for hook in (
             "common.sh",
             "service",
@@ -73,8 +75,11 @@ def machine(installed: Container) -> Iterator[Container]:
         sys.stdout.write(machine.account())
 
 
-def test_no_request_fails_through_the_reboot_of_a_machine(installed: Container, web: Web, sim: Simulator) -> None:
+def test_no_request_fails_through_the_reboot_of_a_machine(
+    installed: Container, web: Web, sim: Simulator, hook_shell: str
+) -> None:
     with Container(installed) as machine:
+        use_shell(machine, hook_shell)
         for name, content in (("index.html", SMALL), ("slow", SLOW)):
             (web.directory / name).write_bytes(content)
             machine.copy_in(web.directory / name, f"/var/www/{name}")
@@ -364,11 +369,14 @@ def runs_with_a_unit() -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-def test_a_hook_of_a_unit_that_does_not_exist_fails_and_says_what_to_set(installed: Container) -> None:
+def test_a_hook_of_a_unit_that_does_not_exist_fails_and_says_what_to_set(
+    installed: Container, hook_shell: str
+) -> None:
     """Also one of recovery, if there is a mark that the unit was stopped."""
     hooks = runs_with_a_unit()
     assert {"redis-prepare", "redis-recover", "service", "training-resume"} <= {name for name, *_ in hooks}
     with Container(installed) as machine:
+        use_shell(machine, hook_shell)
         for hook in HOOKS.iterdir():
             machine.copy_in(hook, f"{PLACE}/{hook.name}")
         machine.run("systemctl", "mask", "idle.service")

@@ -17,6 +17,7 @@ if sys.platform == "win32":
 from harness import PATIENCE, Agent, Simulator
 from one_node import NODE, Slurm
 
+pytestmark = pytest.mark.usefixtures("hook_shell")
 MARK = "scheduled-events-agent:"
 
 

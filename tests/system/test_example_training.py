@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+
+if sys.platform == "win32":
+    pytest.skip("the hooks are shell scripts for Linux", allow_module_level=True)
+
 from examples import ServiceManager, Unit
 from harness import PATIENCE, Agent, MakeAgent, Simulator
 from training_job import UNIT, Job, a_job, launched, trainer
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux")
-
+pytestmark = pytest.mark.usefixtures("hook_shell")
 LEFT = "training-resume: not stopped by training-checkpoint: left as it is\n"
 ENDS = """
 import signal, sys, time

@@ -24,7 +24,10 @@ from harness import Agent, Simulator
 PREPARE, RECOVER = "nginx-prepare: ", "nginx-recover: "  # what their lines begin with
 PROBES = ("through-nginx", "directly")
 
-pytestmark = pytest.mark.timeout(300)  # on a machine with far too much to do
+pytestmark = [
+    pytest.mark.usefixtures("hook_shell"),
+    pytest.mark.timeout(300),
+]  # on a machine with far too much to do
 
 
 @pytest.fixture

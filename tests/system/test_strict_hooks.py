@@ -15,7 +15,7 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from container import CHECKOUT, Container
-from service import UNIT, Service, make_strict
+from service import UNIT, Service, make_strict, use_shell
 
 from scheduled_events_agent.simulator import Simulator
 
@@ -31,8 +31,9 @@ REFUSED = "Interactive authentication required."
 
 
 @pytest.fixture
-def strict(service: Service) -> Service:
+def strict(service: Service, hook_shell: str) -> Service:
     make_strict(service.machine)
+    use_shell(service.machine, hook_shell)
     return service
 
 
@@ -143,6 +144,21 @@ def test_from_a_file_of_the_account_only_event_variables_are_exported(strict: Se
     assert "/tmp" not in path
     assert "/usr/bin" in path
     assert not strict.machine.path("/root/owned").exists()
+
+
+def test_where_sh_is_bash_a_number_of_the_account_is_not_executed(service: Service) -> None:
+    """Hooks compute with it, and bash evaluates what is no number, commands in it included."""
+    make_strict(service.machine)
+    use_shell(service.machine, "bash")
+    shipped = "/usr/share/scheduled-events-agent/hooks"
+    service.machine.run("cp", f"{shipped}/common.sh", f"{shipped}/nginx-prepare", HOOKS)
+    write_hook(service, "own", "echo $((SCHEDULED_EVENT_SECONDS_LEFT + SCHEDULED_EVENT_FOO)) >/root/sum")
+    hostile = "OPTIND[$(id >/root/owned; echo 0)]"
+    environment = {f"SCHEDULED_EVENT_{name}": hostile for name in ("SECONDS_LEFT", "TIMEOUT_SECONDS", "FOO")}
+    for hook in ("nginx-prepare", "own"):
+        service.machine.run(RUN_AS_ROOT, hook, user=USER, input="{}", environment=environment, check=False)
+    assert service.machine.path("/root/sum").read_text() == "0\n"
+    assert not service.machine.path("/root/owned").exists()
 
 
 # --- waited for, and ended

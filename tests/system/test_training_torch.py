@@ -15,7 +15,10 @@ from harness import PATIENCE, Agent, Simulator
 from torch_job import torch_job
 from training_job import UNIT, Job
 
-pytestmark = pytest.mark.timeout(900)  # the first time, PyTorch is fetched
+pytestmark = [
+    pytest.mark.usefixtures("hook_shell"),
+    pytest.mark.timeout(900),
+]  # the first time, PyTorch is fetched
 
 
 @pytest.fixture
