@@ -427,6 +427,29 @@ def test_while_it_may_act_it_lists_every_5_s() -> None:
     assert ask(both, ready_request("web_1")).next_sync_seconds == 5.0
 
 
+TWO_AHEAD = [record("b", "web_8", "ready"), record("c", "web_9", "ready")]
+
+
+@pytest.mark.parametrize(
+    ("records", "seconds"),
+    [
+        ([record("a", "web_0", "requested"), record("a", "web_1", "requested")], 15.0),
+        ([record("a", "web_0", "requested"), record("a", "web_1", "claimed")], 5.0),
+        ([record("a", "web_0", "requested"), record("a", "web_1", "claimed", age=None)], 5.0),
+        ([record("a", "web_0", "requested"), record("a", "web_1", "claimed", age=61.0)], 15.0),
+        ([], 5.0),  # the others of the event may not have been there either
+    ],
+)
+def test_a_vm_asks_every_5_s_while_another_vm_of_its_event_may_get_a_slot(
+    records: list[Record], seconds: float
+) -> None:
+    both = request(requested_vms=("web_0", "web_1"), not_before=minutes(99))
+    found = ask([*TWO_AHEAD, *records], both)
+    assert sorted(found.statuses["a"].ahead) == ["id-b", "id-c"]
+    assert found.next_sync_seconds == seconds
+    assert ask(TWO_AHEAD, request(not_before=minutes(99))).next_sync_seconds == 15.0
+
+
 def test_it_asks_more_often_while_a_ready_vm_has_only_to_write_again() -> None:
     """Its record is from before this VM has seen the event: that is so after a restart."""
     both = [record("a", "web_0", "ready"), record("a", "web_1", "ready", age=9.0)]

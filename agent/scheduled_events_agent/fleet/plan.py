@@ -39,6 +39,7 @@ _READY_SECONDS = 20.0
 _READY_SECONDS_PER_RECORD = 0.5
 _RENEWALS = 4.0  # list this many times as often while a ready VM has only to renew its record
 _ALLOWED_SECONDS = 5.0  # the engine has not acted on it yet
+_JOINING_SECONDS = 5.0
 _QUIET_SECONDS = 60.0
 
 
@@ -198,7 +199,11 @@ def plan(
         elif own is not None:
             interval = min(interval, own.renew_seconds)  # it is renewed then
         status = statuses[request.event]
-        seconds.append(_ALLOWED_SECONDS if status.may_begin or status.is_all_ready else interval)
+        if status.may_begin or status.is_all_ready:
+            interval = _ALLOWED_SECONDS
+        elif state == "requested" and group.may_join_soon(request):
+            interval = min(interval, _JOINING_SECONDS)
+        seconds.append(interval)
     writes += group.deletes({record_key(request.event, request.vm) for request in requests})
     return Plan(tuple(writes), statuses, min(seconds, default=_QUIET_SECONDS))
 
@@ -285,6 +290,18 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
         """Whether another VM of the event has begun: the slot belongs to the event."""
         own = record_key(request.event, request.vm)
         return any(one.has_begun and one.record.key != own for one in self._of(event_key(request.event)))
+
+    def may_join_soon(self, request: FleetRequest) -> bool:
+        """Whether the event may have a slot within seconds, however many events are ahead of it.
+
+        That is so if another VM of the event has a claim. It may be so if this VM's record is not in the list yet:
+        the other VMs see the event at about the same time, and the list may be from before their claims.
+        """
+        key = record_key(request.event, request.vm)
+        if key not in self.records and len(request.requested_vms) > 1:
+            return True
+        others = [one for one in self._of(event_key(request.event)) if one.record.key != key]
+        return any(one.state == "claimed" and one.may_be_alive for one in others)
 
     # --- what is asked
 
