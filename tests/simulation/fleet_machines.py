@@ -77,6 +77,8 @@ class Vm(Machine):
         """Since when its agent runs, and the VM does not stand still."""
         self.unavailable_from: float | None = None
         """Since when no request of it was answered as it should."""
+        self.asked_pause = 0.0
+        """The pause that the store asked for with its last error, in seconds."""
         self.documents: dict[str, tuple[str, ...]] = {}
         """Resources of the events, as it has last read them."""
         self.seen_at: dict[str, float] = {}
@@ -192,6 +194,7 @@ class Vm(Machine):
         self._turn_at = self._poll_at = self._sync_at = -1.0
         self._past_wakes = 0
         self._sent = 0
+        self.unavailable_from = None
         self.seen_at = {}
         self.documents = {}
         self.up_since = self.simulation.at
@@ -442,6 +445,8 @@ class Vm(Machine):
         client = self._client
         assert client is not None
         update = thread._update(self._last, client)
+        if client.error is None and self.unavailable_from is not None:
+            self.simulation.oracle.outage_ended(self, self.monotonic() - self.unavailable_from)
         self.unavailable_from = None if client.error is None else client.unavailable_from
         if thread._is_worth_reporting(self._last, update):
             self._mail.append(update)
@@ -462,6 +467,7 @@ class Vm(Machine):
         self._fleet_thread.pause()
         self._may_be_killed()
         if isinstance(self._answer, BackendError):
+            self.asked_pause = self._answer.retry_after
             raise self._answer
         return self._answer
 

@@ -1,6 +1,7 @@
 """Rules that must hold in a fleet, checked from outside: by hooks, approvals, and the contents of the store.
 
 (1) At most so many events as the limit are under way that began with a slot, and have a VM heard of within 30 min.
+    After an outage of 15 min a VM gets no slot for 90 s and the pause that the store asked for.
 (2) An event is approved only when all VMs that it waits for are prepared.
 (3) Evictions and terminations begin within a second of being seen.
 (4) Each event begins by its latest begin.
@@ -15,6 +16,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
@@ -42,6 +44,10 @@ _TICK = 10.0
 _STATUS_AGAIN_SECONDS = 27.0
 """The others renew their records within 20 s of the start, and this VM lists within 5 s of that."""
 _DAY = 86400.0
+_LONG_OUTAGE_SECONDS = 900.0
+_NO_SLOT_SECONDS = 90.0
+_SOON_SECONDS = 7.0
+"""A VM asks every 5 s at least where its event may have a slot soon; the rest is for requests."""
 
 State = Literal["", "preparing", "prepared", "not prepared", "recovering"]
 
@@ -123,6 +129,8 @@ class FleetOracle:
         self._by_key: dict[str, Life] = {}
         self._looks: dict[tuple[str, str], float] = {}
         self._room_since: dict[str, float] = {}
+        self._no_slot_until: dict[str, float] = {}
+        """By vmId: until when it gets no slot, for records may have lapsed in an outage."""
         self._has_tick = False
         self._changed_at = 0.0
         """When something last happened that may change what records and statuses say."""
@@ -315,6 +323,15 @@ class FleetOracle:
     def _trouble_until(self, vms: "Iterable[Vm]") -> float:
         return max((max(vm.disturbed_until, vm.killed_until) for vm in vms), default=0.0)
 
+    def outage_ended(self, vm: "Vm", seconds: float) -> None:
+        """The VM reaches the store again, after so long; the list that did was sent a moment ago."""
+        until_list = seconds - (self._simulation.at - vm.listed_at)
+        if until_list >= _LONG_OUTAGE_SECONDS:
+            self._no_slot_until[vm.vm_id] = vm.listed_at + _NO_SLOT_SECONDS + vm.asked_pause
+
+    def _no_slots_until(self, vms: "Iterable[Vm]") -> float:
+        return max((self._no_slot_until.get(vm.vm_id, -inf) for vm in vms), default=-inf)
+
     def _has_twin(self, name: str) -> bool:
         """Whether two VMs have a name that the event has."""
         return any(len(self._simulation.named(one)) > 1 for one in self._simulation.resources(name))
@@ -338,6 +355,8 @@ class FleetOracle:
         self.checked[3 if simulation.type_of(name) in _URGENT else 4] += 1
         if self._limit is None or is_without_slot or has_slot:
             return
+        if self._no_slots_until([vm]) > simulation.at:
+            raise BrokenError(f"(1) {vm.vm_id} begins {name} with a slot soon after an outage")
         # It must have been heard of: its claim was listed a few seconds ago at most.
         work.heard_at = max(work.heard_at, simulation.at - _STATUS_SECONDS)
         self.checked[1] += 1
@@ -473,15 +492,17 @@ class FleetOracle:
                 name = simulation.name_of(request.event_id)
                 if self._has_room(self.lives[name]) and self._trouble_until(simulation.vms.values()) < at:
                     id_ = request.workflow_id
-                    simulation.after(5.0, lambda name=name, id_=id_: self._look_at_wait(vm, name, id_, at))  # type: ignore[misc]
+                    simulation.after(_SOON_SECONDS, partial(self._look_at_wait, vm, name, id_, at))
 
     def _look_at_wait(self, vm: "Vm", name: str, workflow_id: str, since: float) -> None:
         if self._trouble_until(self._simulation.vms.values()) >= since or self._has_twin(name):
             return
+        if self._no_slots_until([vm]) >= since:
+            return
         self.checked[5] += 1
         is_same = any(one.workflow_id == workflow_id for one in vm.requests) and self._waits(vm, name)
         if is_same and self._is_waiting(self.lives[name]) and self._has_room(self.lives[name]):
-            raise BrokenError(f"(5) {vm.vm_id} waits for {name} for 5 s, and there is room")
+            raise BrokenError(f"(5) {vm.vm_id} waits for {name}, and there is room since {since:.0f}")
 
     def _has_room(self, life: Life) -> bool:
         limit = self._limit
@@ -510,6 +531,8 @@ class FleetOracle:
     def _look_for_room(self, life: Life, others: int) -> None:
         simulation = self._simulation
         is_calm = self._trouble_until(simulation.vms.values()) < simulation.at and not self._has_twin(life.name)
+        waiting = (vm for vm in simulation.alive() if self._waits(vm, life.name))
+        is_calm &= self._no_slots_until(waiting) < simulation.at
         if not (is_calm and self._is_waiting(life) and self._has_room(life) and simulation.has_ages):
             self._room_since.pop(life.name, None)
             return
