@@ -21,7 +21,7 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 	$(BIN)/mypy --platform linux
 	$(BIN)/mypy --platform win32
 
-simulation: $(VENV)/.ready    ## Ten thousand lives of the agent, and a thousand fleets, under every kind of trouble
+simulation: $(VENV)/.ready    ## Ten thousand lives of the agent, and a thousand fleets, under every kind of trouble; others with each commit
 	$(BIN)/python tests/simulation --seeds $(SEEDS)
 	$(BIN)/python tests/simulation --fleet --seeds $$(($(SEEDS) / 10))
 	$(BIN)/python tests/simulation --fleet --no-ages --seeds $$(($(SEEDS) / 100))
