@@ -1,11 +1,13 @@
 """Words that are no command line: what is printed helps."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from scheduled_events_agent import cli, host
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
+from scheduled_events_agent.store import Store
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -37,6 +39,54 @@ def test_wrong_usage_prints_the_usage_of_its_command_and_a_guess(
     lines = refused(capsys, *words.split())
     assert lines[0].startswith(f"usage: scheduled-events-agent {usage}")
     assert message in lines[-1]
+
+
+HOSTILE = "\x1b[31m\x1b]0;title\x07\x9b2J"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *((action, HOSTILE) for action in ("approve", "hold", "release", "retry", "resolve")),
+        ("hold", "1", "--state-dir", HOSTILE),
+        (HOSTILE,),
+        (f"--{HOSTILE}", "status"),
+        ("status", HOSTILE),
+        ("history", "--since", HOSTILE),
+        ("check", HOSTILE),
+        ("check", "--config", HOSTILE),
+        ("explain", HOSTILE),
+        ("explain", f"{HOSTILE}.yaml"),
+        ("explain", "--at", HOSTILE),
+        ("run", "--listen", HOSTILE),
+        ("run", "--stop-timeout", HOSTILE),
+        ("notify", "test", HOSTILE),
+        ("notify", HOSTILE),
+        ("kubernetes", "drain", "--kubeconfig", HOSTILE),
+        ("simulate", HOSTILE),
+        ("simulate", "--check", HOSTILE),
+        ("simulate", "--record", HOSTILE),
+        ("completion", HOSTILE),
+    ],
+    ids=lambda words: " ".join(words).replace(HOSTILE, "HOSTILE"),
+)
+def test_an_argument_cannot_control_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"agent: {{state_dir: '{tmp_path / 'state'}'}}\nnotify: [{{name: ops, to: 'http://x/'}}]\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(policy))
+    (tmp_path / "state").mkdir(mode=0o700)
+    Store.open(tmp_path / "state", datetime.now(UTC)).close()
+    try:
+        code: object = cli.main(words)
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert code not in (0, None)
+    assert "title" in out + err
+    assert all(line.isprintable() for line in (out + err).split("\n"))
 
 
 @pytest.mark.parametrize(

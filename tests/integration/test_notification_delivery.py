@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,56 @@ def test_a_port_without_a_service_refuses() -> None:
     port = free_port()
     error = failure(replace(TARGET, to=f"http://127.0.0.1:{port}/secret"))
     assert (error.kind, str(error)) == ("refused", "connection refused")
+
+
+MASKED = {
+    "a word of a header": ({"headers": {"Authorization": "Bearer long-token-1"}}, "unknown token long-token-1"),
+    "a value in a header": ({"headers": {"X-Auth": "key=long-token-1; v=2"}}, "unknown key long-token-1"),
+    "Basic in a header": (
+        {"headers": {"Authorization": "Basic " + b64encode(b"ops:long-token-1").decode()}},
+        "wrong password long-token-1",
+    ),
+    "a value of the query": ({"to": f"{URL}&key=long-token-1"}, "signed with long-token-1"),
+    "a value of the query, decoded": ({"to": f"{URL}&key=long%2Btoken%2F1"}, "signed with long+token/1"),
+    "a query without names": ({"to": "https://example.com/?long-token-1"}, "signed with long-token-1"),
+    "a part of the path": ({"to": "https://example.com/T0/long-token-1"}, "no_service: long-token-1"),
+    "the password of the URL": ({"to": "https://ops:long-token-1@example.com/"}, "wrong: long-token-1"),
+    "the user of the URL in base64": (
+        {"to": "https://ops:word@example.com/"},
+        f"Authorization: Basic {b64encode(b'ops:word').decode()}",
+    ),
+    "the proxy's password": ({"proxy": "http://ops:long-token-1@127.0.0.1:1"}, "wrong: long-token-1"),
+    "the proxy's password in base64": (
+        {"proxy": "http://ops:word@127.0.0.1:1"},
+        f"Proxy-Authorization: Basic {b64encode(b'ops:word').decode()}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "answer"), MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("status", [200, 403])
+def test_parts_of_secrets_are_masked(
+    service: respx.MockRouter, changes: dict[str, Any], answer: str, status: int
+) -> None:
+    target = replace(TARGET, **changes)
+    service.post(str(target.to)).respond(status, text=answer)
+    shown = deliver(target, SAMPLE).answer if status == 200 else failure(target).answer
+    before, _, _ = answer.rpartition(" ")
+    assert shown == f"{before} ***"
+
+
+def test_a_secret_is_masked_before_the_answer_is_cut(service: respx.MockRouter) -> None:
+    target = replace(TARGET, headers={"X-Key": "long-token-1" * 10})
+    for before in range(100, 230):
+        service.post(URL).respond(200, text=f"{'x' * before} {'long-token-1' * 10} {'y' * 300}")
+        assert "long" not in deliver(target, SAMPLE).answer
+
+
+def test_words_of_http_and_short_words_are_no_secrets(service: respx.MockRouter) -> None:
+    headers = {"Authorization": "Bearer long-token-1 ab", "Accept": "application/json"}
+    answer = "expected Authorization: Bearer ab, and application/json in UTF-8"
+    service.post(URL).respond(200, text=answer)
+    assert deliver(replace(TARGET, headers=headers), SAMPLE).answer == answer
 
 
 def test_only_the_proxy_of_the_target_is_used(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:

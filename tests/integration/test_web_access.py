@@ -317,7 +317,7 @@ def problems(file: Path) -> list[str]:
                     "key_file, client_auth_type, client_ca_file, min_version"
                 ),
                 'DIR/web.yml:5: unknown key "http_server_config"; did you mean "tls_server_config"?',
-                'DIR/web.yml:7: unknown key "tls"; known here: tls_server_config',
+                "DIR/web.yml:7: unknown key (not shown here, for it may be secret); known here: tls_server_config",
             ],
         ),
         (
@@ -336,6 +336,30 @@ def test_an_error_in_the_access_file_is_reported_with_its_line(
     place: Path, text: str, expected: list[str]
 ) -> None:
     assert problems(write(place, text)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root:*:20785:0:99999:7:::\n",
+        "correct-horse: *:20785:0:99999:7:::\n",
+        "{correct-horse: 1, correct-horse: 2, *correct: 3}\n",
+        "correct-horse: 1\ncorrect-horse: 2\n",
+        "tls_server_config: {correct-horse: battery}\n",
+        "tls_server_config: correct-horse\n",
+        "!correct-horse {}\n",
+        "!correct-horse\n",
+        "- correct-horse\n",
+        "correct-horse battery\n\tstaple\n",
+        "[correct-horse\n",
+        "&correct-horse\n*correct-horse2\n",
+        "? {correct-horse: battery}\n",
+    ],
+)
+def test_nothing_of_a_file_that_is_named_by_mistake_is_quoted(place: Path, text: str) -> None:
+    shown = problems(write(place, text))
+    assert shown
+    assert not re.search("root|correct|horse|battery|staple|20785", "\n".join(shown))
 
 
 def test_an_impossible_path_is_reported(tmp_path: Path) -> None:

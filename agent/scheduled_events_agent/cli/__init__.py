@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from io import TextIOWrapper
-from typing import Any
+from typing import Any, NoReturn
 
 from scheduled_events_agent import AgentError, __version__
 from scheduled_events_agent.cli.output import READER_GONE, guarded
@@ -84,8 +84,10 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         code: int = arguments.handler(arguments)
     except AgentError as error:
+        from scheduled_events_agent.cli.terminal import print_error  # noqa: PLC0415  # a command that succeeds has no use for it
+
         # A problem of a file begins with the file's name and line, as compilers write it.
-        print(error if error.kind == "config" else f"scheduled-events-agent: {error}", file=sys.stderr)
+        print_error(str(error) if error.kind == "config" else f"scheduled-events-agent: {error}")
         return exit_code(error)
     except KeyboardInterrupt:
         return 1
@@ -120,6 +122,12 @@ class _Parser(argparse.ArgumentParser):
             hint = f"; did you mean --{guess}?" if guess else ""
             self.error(f"unknown option: {word}{hint}")
         return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Report wrong usage, without what could control a terminal: the message may repeat an argument."""
+        from scheduled_events_agent.cli.terminal import printable  # noqa: PLC0415  # as above
+
+        super().error(printable(message))
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print it; argparse's own method passes over errors."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.config import find_config, load_trusted_policy
-from scheduled_events_agent.cli.terminal import print_json
+from scheduled_events_agent.cli.terminal import print_json, printable
 from scheduled_events_agent.imds.text import clean_text
 from scheduled_events_agent.notifications import SAMPLE, Deliver, NotificationError, deliver
 from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, NotifyTarget, Settings
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(NotifyTest(at=datetime.now(UTC), targets=tested))
     else:
-        print(*map(_format_result, tested), sep="\n")
+        print(*map(printable, map(_format_result, tested)), sep="\n")
     return 0 if all(one.is_delivered for one in tested) else 1
 
 

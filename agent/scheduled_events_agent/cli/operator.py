@@ -6,7 +6,6 @@ Invariant: a request without an answer is withdrawn before the command reports t
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
-from scheduled_events_agent.cli.terminal import print_json, printable
+from scheduled_events_agent.cli.terminal import print_error, print_json, printable
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import CommandOptions, OperatorResult
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD, command, quoted
@@ -46,11 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_request)
 
 
-def _report(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] = _report) -> Path:
+def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] = print_error) -> Path:
     """Where the agent keeps its state. Raises AgentError if that is not known.
 
     A running agent still uses the policy from before, so one that is rejected now does not matter: ``report`` gets
@@ -69,7 +64,7 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
         if error.state_dir is not None:
             directory = Path(error.state_dir) if error.state_dir else directory
             line = as_typed(command(options_in_force(None, path, directory), "check"))
-            report(printable(f"{path} is rejected: {line} says why"))
+            report(f"{path} is rejected: {line} says why")
             return directory
         problems, *more = error.problems
         if more:

@@ -16,7 +16,7 @@ import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import exit_code
-from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json
+from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json, printable
 from scheduled_events_agent.policy.durations import parse_duration, plural
 from scheduled_events_agent.simulator import (
     Scenario,
@@ -284,7 +284,7 @@ def _check(name: str | None, *, as_json: bool) -> int:
     if as_json:
         print_json(check)
     else:
-        print(f"{name}: valid, with {counted} for {', '.join(check.vms)}")
+        print(printable(f"{name}: valid, with {counted} for {', '.join(check.vms)}"))
     return 0
 
 
@@ -302,13 +302,13 @@ def _record(arguments: argparse.Namespace) -> int:
         timer.daemon = True
         timer.start()
     endpoint = arguments.from_ or REAL_ENDPOINT
-    print(f"records {endpoint} to {arguments.record}; Ctrl-C ends it", flush=True)
+    print(printable(f"records {endpoint} to {arguments.record}; Ctrl-C ends it"), flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         record(
             endpoint,
             arguments.record,
             stop_requested,
-            lambda at, text: print(f"{at:%H:%M:%SZ}  {text}", flush=True),
+            lambda at, text: print(f"{at:%H:%M:%SZ}  {printable(text)}", flush=True),
         )
     if arguments.record.read_bytes().count(b"\n") < 2:  # the first line says whose documents they are
         arguments.record.unlink()

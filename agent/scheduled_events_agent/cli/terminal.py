@@ -146,6 +146,11 @@ def printable(text: str) -> str:
     return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
 
 
+def print_error(text: str) -> None:
+    """Print the lines on standard error, without what could control a terminal: they may repeat an argument."""
+    print(*map(printable, text.split("\n")), sep="\n", file=sys.stderr)
+
+
 def print_json(value: object, *, is_line: bool = False) -> None:
     """Print a value as docs/json.md describes. The json module is used: a hook's output may be invalid UTF-8."""
     print(json.dumps(to_builtins(value), indent=None if is_line else 2), flush=is_line)

@@ -6,6 +6,7 @@ nothing, retries nothing and starts no thread. Invariant: no URL, header or key 
     notification.py  what has happened to an event, and which targets want to hear of it
     formats.py       CloudEvents, Slack, Teams, PagerDuty, templates
     delivery.py      one exchange: secrets, TLS, proxy, the answer
+    masking.py       the target's secrets in its answer
 """
 
 from scheduled_events_agent.notifications.delivery import Deliver, Delivered, NotificationError, deliver, warnings

@@ -14,6 +14,7 @@ from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, cl
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport, SetupError, proxy_for, tls_context
 from scheduled_events_agent.imds.text import excerpt
 from scheduled_events_agent.notifications.formats import FormatError, render
+from scheduled_events_agent.notifications.masking import mask, secrets_of
 from scheduled_events_agent.notifications.notification import SAMPLE, Notification
 from scheduled_events_agent.policy.settings import (
     KUBERNETES_FORMAT,
@@ -84,9 +85,7 @@ def deliver(target: NotifyTarget, notification: Notification) -> Delivered:
         transport=post.transport, trust_env=False, follow_redirects=False, timeout=target.timeout
     ) as client:
         response = _exchange(client, post)
-    answer = excerpt(response.content)
-    for secret in post.secrets:
-        answer = answer.replace(secret, "***")
+    answer = excerpt(mask(response.content, post.secrets))
     if response.is_success:
         return Delivered(status=response.status_code, answer=answer)
     raise _error_for_status(response, answer)
@@ -116,14 +115,13 @@ class _Post(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     body: bytes
     transport: BoundedTransport
-    secrets: list[str]
+    secrets: set[str]
 
 
 def _prepare(target: NotifyTarget, notification: Notification) -> _Post:
     texts = {key: _read_secret(value, key) for key, value in _secrets_of(target).items()}
     url = _parse_url(texts["to"])
     headers = {name.lower(): texts[f"headers.{name}"] for name in target.headers}
-    secrets = [secret for secret in (str(url), url.raw_path.decode(), *headers.values()) if len(secret) > 1]
     routing_key = headers.pop(_ROUTING_KEY, "") if target.format == "pagerduty" else ""
     try:
         content_type, body = render(target.format, notification, routing_key)
@@ -140,6 +138,7 @@ def _prepare(target: NotifyTarget, notification: Notification) -> _Post:
     except SetupError as error:
         raise NotificationError(str(error), kind="setup") from None
     transport = BoundedTransport(_MAX_ANSWER_BYTES, ssl_context=context, proxy=proxy, is_cut=True)
+    secrets = secrets_of(url, texts.values(), proxy)
     return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
 
 

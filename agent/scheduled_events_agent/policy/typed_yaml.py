@@ -7,7 +7,7 @@ Invariant: a value comes out only if the text has no error.
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from datetime import time
 from functools import lru_cache
 from itertools import islice
@@ -88,16 +88,17 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
         return tuple(sorted(problems, key=lambda problem: problem.line))
 
 
-def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
+def parse(text: str | bytes, type_: type[T], name: str, *, shown_keys: Container[str] | None = None) -> Parsed[T]:
     """Read a YAML text as a ``type_`` (a msgspec.Struct); ``name`` is how problems call the file.
 
     Bytes are UTF-8, with or without a byte order mark. Annotations may use Struct, str, int, bool, None, Literal,
     ``str | Struct``, tuple, dict, datetime.time and msgspec.Meta, whose ``extra`` may say ``{"kind": "duration"}``
     (a float of seconds, written 1h30m), ``{"kind": "one-or-many"}`` (a tuple that may be written as its only item)
     or ``{"kind": "secret"}`` (nothing of it and below it is quoted in a problem). A ValueError from a Struct's
-    ``__post_init__`` becomes a problem.
+    ``__post_init__`` becomes a problem. ``shown_keys``: if given, a problem quotes no other unknown key, as
+    the file may have been named by mistake.
     """
-    reader = _Reader(name)
+    reader = _Reader(name, shown_keys)
     try:
         partial_value = reader.read_text(text, type_)
     except _TooManyProblemsError:
@@ -155,8 +156,9 @@ _INVALID = _Invalid()
 class _Reader:
     """One walk through the node tree along the types; gathers problems and the line of every value."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, shown_keys: Container[str] | None) -> None:
         self.name = name
+        self._shown_keys = shown_keys
         self.problems: list[Problem] = []
         self.lines: dict[str, int] = {}
         self._open: set[int] = set()
@@ -207,7 +209,7 @@ class _Reader:
     def _check_tag(self, node: Node) -> None:
         if node.tag in _KNOWN_TAGS:
             return
-        if self._is_secret:
+        if self._is_secret or self._shown_keys is not None:
             raise _ValueProblemError(
                 f"a tag, {_HIDDEN}, means nothing here: put a text that begins with ! in quotes"
             )
@@ -317,7 +319,8 @@ class _Reader:
         return list(items.items())
 
     def _key(self, key: str) -> str:
-        return f"key ({_HIDDEN})" if self._is_secret else f"key {quote(key)}"
+        is_hidden = self._is_secret or (self._shown_keys is not None and key not in self._shown_keys)
+        return f"key ({_HIDDEN})" if is_hidden else f"key {quote(key)}"
 
 
 def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:

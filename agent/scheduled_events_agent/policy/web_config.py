@@ -11,6 +11,11 @@ from scheduled_events_agent.policy.typed_yaml import Parsed, parse
 
 ClientAuthType = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
 
+# The format has them; the agent does not use them.
+_OTHER_KEYS = (
+    "basic_auth_users", "cert", "cipher_suites", "client_allowed_sans", "client_ca", "curve_preferences",
+    "http_server_config", "key", "max_version", "prefer_server_cipher_suites", "rate_limit",
+)  # fmt: skip
 _NO_PASSWORDS = (
     "the agent checks no passwords: ask for client certificates (client_auth_type: RequireAndVerifyClientCert), "
     "or have a reverse proxy ask for passwords"
@@ -35,7 +40,7 @@ class WebConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def parse_web_config(text: bytes, name: str) -> Parsed[WebConfig]:
     """Parse the file; ``name`` is how its problems call it."""
-    parsed = parse(text, WebConfig, name)
+    parsed = parse(text, WebConfig, name, shown_keys=_OTHER_KEYS)
     if "basic_auth_users" in parsed.lines:
         return replace(parsed, value=None, problems=(parsed.problem("basic_auth_users", _NO_PASSWORDS),))
     return parsed
