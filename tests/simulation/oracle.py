@@ -10,7 +10,8 @@ invariants:
     3  a prepare or on_start hook starts once, and once more only after a crash that it did not survive; after a
        reboot an event that has not started is prepared for from its first hook
     4  what was prepared is recovered exactly once after the event (two answers lack it), never while another event
-       needs it prepared; what was never prepared is never recovered (of an event that had started when the state
+       needs it prepared; a recover hook that has succeeded runs again only after a rule that names it has prepared
+       again; what was never prepared is never recovered (of an event that had started when the state
        was lost, that it was not is not known: it is recovered). After a failure it and the rest of the stage wait
        for an operator's retry, or for a success of the hook for another event; until then the VM is not ready
        A recommendation is over as well when it has expired, no earlier than its rule says; it is not prepared for
@@ -106,14 +107,25 @@ class Life:
     def is_over(self) -> bool:
         return self.is_gone or self.is_expired
 
-    def share(self, other: "Life", *, if_unsure: bool = False) -> bool:
-        """Whether the recovery of one would undo what the other needs."""
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is known which hooks its rule has given it."""
+        return self.plan is not None and not (self.is_unsure or self.may_have_more)
+
+    def undoes(self, hook: str, other: "Life") -> bool:
+        """Whether its recovery, which has come to this hook, undoes for certain what the other needs prepared."""
         if self.plan is None or other.plan is None or self.is_unsure or other.is_unsure:
-            return if_unsure
-        if if_unsure and (self.may_have_more or other.may_have_more):
-            return True
-        mine = {*self.plan.prepare, *self.plan.recover}
-        return not mine.isdisjoint((*other.plan.prepare, *other.plan.recover))
+            return False
+        return _undoes(self.plan, hook, other.plan)
+
+
+def _undoes(one: Rule, hook: str, other: Rule) -> bool:
+    """Whether a recovery by one rule that has come to this hook undoes what the other rule prepares.
+
+    The hooks before it count, too: it may rely on them.
+    """
+    index = one.recover.index(hook) if hook in one.recover else len(one.recover)
+    return not {*one.prepare, *one.recover[:index], hook}.isdisjoint((*other.prepare, *other.recover))
 
 
 @dataclass
@@ -305,12 +317,10 @@ class Oracle:
                 continue
             if not rule.prepare or rule.drain_for or rule.lead is not None or self._is_late(life, rule):
                 continue
-            in_the_way = [run for run in self.runs if run.stage == "recover" and self._shares(run.event, rule)]
+            in_the_way = [run for run in self.runs if run.stage == "recover" and self._is_in_the_way(run, rule)]
             for run in in_the_way:
-                other = self.lives[run.event]
-                is_sure = other.plan is not None and not (other.is_unsure or other.may_have_more)
                 text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which has not been asked to end"
-                self._expect(run.is_told_to_end or not is_sure, text)
+                self._expect(run.is_told_to_end or not self.lives[run.event].is_sure, text)
             is_held_up = self.on_clear_runs or in_the_way or self._is_taken(rule.prepare[0], life)
             is_begun = any((run.event, run.stage) == (life.name, "prepare") for run in self.runs)
             self._expect(is_begun or bool(is_held_up), f"(8) {life.name} is not prepared for at once")
@@ -375,17 +385,10 @@ class Oracle:
         elif stage == "recover" and outcome != "canceled":
             for other in self.lives.values():
                 other.stuck_at = "" if other.stuck_at == hook else other.stuck_at
-            over = [other for other in self.lives.values() if other.is_over]
-            gone = {other.name for other in over}
+            gone = {other.name for other in self.lives.values() if other.is_over}
             self._owed = {key for key in self._owed if key[1] != hook or key[0] not in gone}
-            # Peers that share the hook are done with it too, unless they have to wait for others.
-            preparing = {run.event for run in self.runs if run.stage == "prepare"}
-            waiting = [other for other in self.lives.values() if other.may_be_begun and not other.is_over]
-            done = {
-                other.name
-                for other in over
-                if other.name not in preparing and not any(one.share(other, if_unsure=True) for one in waiting)
-            }
+            # All that are over are done with it, until a rule that names it prepares again.
+            done = gone - {run.event for run in self.runs if run.stage == "prepare"}
             self._allowed = {key for key in self._allowed if key[1] != hook or key[0] not in done}
 
     def not_run(self, event: str, stage: str, hook: str) -> None:
@@ -575,15 +578,13 @@ class Oracle:
         earliest = life.not_before - timedelta(seconds=rule.drain_for + hooks + self.reserve)
         self._expect(self._now() >= earliest, f"(10) {text} before {earliest:%H:%M:%S}")
 
-    def _shares(self, event: str, rule: Rule) -> bool:
-        plan = self.lives[event].plan
-        mine = {*rule.prepare, *rule.recover}
-        if plan is None or self.lives[event].is_unsure or self.lives[event].may_have_more:
-            return True
-        return not mine.isdisjoint((*plan.prepare, *plan.recover))
+    def _is_in_the_way(self, run: Run, rule: Rule) -> bool:
+        """Whether a recovery that runs may undo what this rule prepares."""
+        life = self.lives[run.event]
+        return life.plan is None or not life.is_sure or _undoes(life.plan, run.hook, rule)
 
     def _begin(self, life: Life, *, is_certain: bool, hook: str = "") -> None:
-        """Something is, or may be, prepared for it: its recovery is owed, and that of others once more."""
+        """Something is, or may be, prepared for it: its recovery is owed. Others run its hooks once more."""
         rule = self.rule(life)
         if life.plan is None:
             life.plan, life.is_unsure = rule, life.policies != self._policies
@@ -595,19 +596,17 @@ class Oracle:
         if is_certain and life.plan is not None and not life.is_unsure:
             self._owed |= {(life.name, what) for what in life.plan.recover}
         recovering = {run.event for run in self.runs if run.stage == "recover"}
-        # A drain alone leaves alone what the recovery of another event does. A recovery that has failed goes on
-        # with a retry, and with all of it.
+        # A recovery that has failed goes on with a retry.
         stuck = {other.name for other in self.lives.values() if other.stuck_at}
         owing = recovering | stuck | {name for name, _ in self._owed}
-        for tokens, is_meant in ((self._allowed, True), (self._owed, is_certain and bool(hook))):
-            for name in {name for name, _ in tokens} | owing:
-                other = self.lives[name]
-                shares = other.share(life, if_unsure=tokens is self._allowed)
-                if is_meant and other is not life and other.plan is not None and shares:
-                    tokens |= {(name, what) for what in other.plan.recover}
-                    if other.may_have_more and tokens is self._allowed:
-                        rules = [rule for rule in self.all_rules if other.type in rule.when.type]
-                        tokens |= {(name, what) for rule in rules for what in rule.recover}
+        named = {what for plan in plans for what in plan.recover}
+        for name in {name for name, _ in self._allowed} | owing:
+            other = self.lives[name]
+            if other is not life and other.plan is not None:
+                rules = [other.plan]
+                if not other.is_sure:
+                    rules += [rule for rule in self.all_rules if other.type in rule.when.type]
+                self._allowed |= {(name, what) for rule in rules for what in rule.recover if what in named}
 
     def _check_forward(self, life: Life, stage: str, hook: str, text: str) -> None:
         event = life.name
@@ -629,7 +628,7 @@ class Oracle:
             missing = [name for name in before if name not in life.succeeded]
             self._expect(not missing, f"(3) {text} before {missing}")
         for run in self.runs:
-            if run.stage == "recover" and self.lives[run.event].share(life):
+            if run.stage == "recover" and self.lives[run.event].undoes(run.hook, life):
                 self._expect(False, f"(4) {text} while {run.event} recovers")
 
     def _check_recover(self, life: Life, hook: str, text: str) -> None:
@@ -641,13 +640,13 @@ class Oracle:
         is_allowed = any(what == hook and self.lives[name].is_over for name, what in self._allowed)
         self._expect(is_allowed, f"(4) {text}, which nothing asks for")
         for run in self.runs:
-            if self.lives[run.event].share(life):
-                self._expect(run.stage != "prepare", f"(4) {text} while {run.event} prepares")
-                is_twin = (run.stage, run.hook) == ("recover", hook)
-                self._expect(not is_twin, f"(4) {text} while it runs for {run.event}")
+            is_undone = run.stage == "prepare" and life.undoes(hook, self.lives[run.event])
+            self._expect(not is_undone, f"(4) {text} while {run.event} prepares")
+            is_twin = (run.stage, run.hook) == ("recover", hook)
+            self._expect(not is_twin, f"(4) {text} while it runs for {run.event}")
         for name, stage, _ in self._used:
             other = self.lives[name]
-            if stage == "prepare" and not other.is_over and other.share(life):
+            if stage == "prepare" and not other.is_over and life.undoes(hook, other):
                 self._expect(False, f"(4) {text} though {name} needs it prepared")
 
     def _check_approval(self, life: Life, event_id: str, text: str) -> None:

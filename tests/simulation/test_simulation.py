@@ -132,6 +132,7 @@ REAL_FINISH, REAL_END = Engine.finish, stages.with_result
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = DocumentTracker.receive, recommendations.expires_at, signals._create
 REAL_CLEAR = HookRuns.decide_on_clear
 REAL_LOAD_NEXT, REAL_COMMIT = OutboxTable.load_next, CrashingStore.commit
+REAL_NEXT = phases.next_transition
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_commit_perform
 
 
@@ -258,7 +259,16 @@ def _finish_without_requests(engine: Engine) -> None:
 
 def _needed_by_sharers_only(workflow: Workflow, workflows: Any) -> list[Workflow]:
     peers = stages.other_prepared(workflow, workflows)
-    return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.share_hooks(peer, workflow)]
+    return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.undoes(workflow, peer)]
+
+
+def _recovers_all_again(workflow: Workflow, workflows: Any, context: Context) -> Transition | WaitReason | None:
+    """All hooks that are done run again if any other event that shares hooks was ever prepared for."""
+    recover, needed_by = workflow.recover, phases._dependents(workflow, workflows)
+    is_prepared = any(other.prepare.run > 0 for other in needed_by)
+    if workflow.phase == "recovering" and recover.current is None and recover.done and is_prepared:
+        return Transition(workflow=replace(workflow, recover=replace(recover, done=())))
+    return REAL_NEXT(workflow, workflows, context)
 
 
 def _admit_what_has_expired(event: ScheduledEvent, context: Context) -> Transition | None:
@@ -341,7 +351,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "3: a restart prepares again": Mutant(WORKFLOW, {"_restart": _restart_that_prepares_again}, "(3)"),
     "4: recovery is forgotten": Mutant(WORKFLOW, {"_over": _close_at_once}, "(4)"),
-    "4: recovery ignores other events": Mutant(WORKFLOW, {"share_hooks": _never}, "(4)"),
+    "4: recovery ignores other events": Mutant(WORKFLOW, {"undoes": _never}, "(4)"),
+    "4: recovery asks for shared hooks only": Mutant(
+        WORKFLOW, {"next_transition": _recovers_all_again}, "(4)", frozenset({"overlapping rules"})
+    ),
     "4: recovery is not shared": Mutant(WORKFLOW, {"is_to_recover": _never}, "(4)"),
     "4: a failed recovery is taken for done": Mutant(
         WORKFLOW, {"with_result": _end_that_takes_failures_for_done}, "(4)", frozenset({"bad hooks"})

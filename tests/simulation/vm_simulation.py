@@ -66,7 +66,7 @@ from scheduled_events_agent.workflow import (
 Trouble = Literal[
     "many events", "bad hooks", "deaf service", "lost answers", "kills", "power cuts", "torn writes", "reboots",
     "stops", "full disk", "lost state", "clock jumps", "freezes", "operator", "reloads", "late name", "on clear",
-    "slow inbox", "empty answers", "recommendations", "bad receivers",
+    "slow inbox", "empty answers", "recommendations", "bad receivers", "overlapping rules",
 ]  # fmt: skip
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
@@ -83,6 +83,12 @@ _NEWS: dict[RecordKind, NotificationKind] = {
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
+# Of each two neighbors the rules share hooks, of the first and the last they do not.
+_OVERLAPPING: tuple[dict[str, tuple[str, ...]], ...] = (
+    {"prepare": ("save",), "recover": ("load",)},
+    {"prepare": ("drain", "save"), "recover": ("resume", "load")},
+    {"prepare": ("drain",), "recover": ("resume",)},
+)
 _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
 
 
@@ -228,6 +234,12 @@ class VmSimulation(Simulation[Trouble], Machine):
         for number in range(count):
             at = chance.uniform(0.0, 600.0 if number else 30.0)
             self.after(at, lambda number=number: self._announce(number))  # type: ignore[misc]
+        if "overlapping rules" in self.troubles:
+            chance = self.chance("overlapping rules")
+            begin = chance.uniform(0.0, 600.0)
+            for number, type_ in enumerate(_TYPES, start=count):
+                at = begin + chance.uniform(0.0, 20.0)
+                self.after(at, lambda number=number, type_=type_: self._announce(number, type_))  # type: ignore[misc]
         if "recommendations" in self.troubles:
             chance = self.chance("recommendations")
             for _ in range(chance.randint(1, 2)):
@@ -273,11 +285,11 @@ class VmSimulation(Simulation[Trouble], Machine):
 
     # --- Azure
 
-    def _announce(self, number: int) -> None:
+    def _announce(self, number: int, type_: EventType | None = None) -> None:
         chance = self.chance(f"event {number}")
-        type_ = chance.choice(_TYPES)
+        by_chance = chance.choice(_TYPES)
         plan = Plan(
-            type=type_,
+            type=type_ or by_chance,
             vms=chance.choice(((VM,), (VM,), (VM,), (VM,), (VM, "vm_2"), ("vm_2", VM), ("vm_2",))),
             source=chance.choice(("Platform", "User")),
             notice_seconds=chance.choice((0.0, 5.0, 30.0, 300.0, 900.0, 3000.0)),
@@ -988,6 +1000,8 @@ class VmSimulation(Simulation[Trouble], Machine):
             )
             for type_ in _TYPES
         )
+        if "overlapping rules" in self.troubles:
+            rules = tuple([replace(rule, **overlap) for rule, overlap in zip(rules, _OVERLAPPING, strict=True)])
         if "recommendations" in self.troubles:
             rules += self._spot_rules()
         must, once = self.chance("required hooks"), self.chance("serialized hooks")

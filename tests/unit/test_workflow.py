@@ -1203,13 +1203,21 @@ def test_a_recovery_is_cut_short_by_another_event_and_done_once_for_both_later()
     assert agent.workflows == {}
 
 
-def test_a_stage_recovered_before_another_event_is_recovered_again_after_it() -> None:
-    no_recovery = a_rule(name="short", when=When(type=("Freeze",)), prepare=("drain",), recover=())
-    agent = Agent(no_recovery, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
+def while_the_second_of_two_hooks_recovers(**short: Any) -> Agent:
+    """A is over, ``uncordon`` has run for it, ``resume`` runs; a Freeze has a rule with these ``short`` values."""
+    agent = Agent(
+        a_rule(name="short", when=When(type=("Freeze",)), **short),
+        a_rule(prepare=("drain",), recover=("uncordon", "resume")),
+    )
     agent.document(an_event())
     agent.ends("drain")
     agent.document()
     assert agent.ends("uncordon") == ["A: recover resume"]
+    return agent
+
+
+def test_a_recover_hook_runs_again_after_an_event_whose_rule_names_it() -> None:
+    agent = while_the_second_of_two_hooks_recovers(prepare=("drain",), recover=("uncordon",))
     assert agent.document(an_event(id="B", type="Freeze")) == ["A: cancel recover"]
     assert agent.ends("resume", "canceled") == ["B: prepare drain"]
     agent.ends("drain", event="B")
@@ -1219,19 +1227,95 @@ def test_a_stage_recovered_before_another_event_is_recovered_again_after_it() ->
     assert agent.workflows == {}
 
 
-def test_any_of_several_waiting_events_may_undo_what_was_recovered() -> None:
-    nothing_to_run = a_rule(name="short", when=When(type=("Freeze",)), prepare=(), recover=("resume",))
-    no_recovery = a_rule(name="next_transition", when=When(type=("Redeploy",)), prepare=("drain",), recover=())
-    agent = Agent(nothing_to_run, no_recovery, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
-    freeze, redeploy = an_event(id="B", type="Freeze"), an_event(id="C", type="Redeploy")
+@pytest.mark.parametrize("recover", [(), ("resume",), ("uncheck",)])
+def test_a_recover_hook_does_not_run_again_after_an_event_whose_rule_does_not_name_it(
+    recover: tuple[str, ...],
+) -> None:
+    agent = while_the_second_of_two_hooks_recovers(prepare=("drain",), recover=recover)
+    assert agent.document(an_event(id="B", type="Freeze")) == ["A: cancel recover"]
+    assert agent.ends("resume", "canceled") == ["B: prepare drain"]
+    agent.ends("drain", event="B")
+    assert "A: recover resume" in agent.document()
+    agent.ends("resume")
+    assert agent.all_of("A") == []
+
+
+def test_a_drain_alone_undoes_the_recover_hooks_of_its_rule() -> None:
+    agent = while_the_second_of_two_hooks_recovers(prepare=(), drain_for=60.0, recover=("uncordon",))
+    assert agent.document(an_event(id="B", type="Freeze")) == ["A: cancel recover"]
+    agent.ends("resume", "canceled")
+    agent.tick(61)
+    assert agent.document() == ["A: recover uncordon"]
+    assert agent.ends("uncordon") == ["A: recover resume"]
+
+
+def test_a_hook_that_the_agent_did_not_see_end_undoes_what_was_recovered() -> None:
+    agent = while_the_second_of_two_hooks_recovers(prepare=("drain",), recover=("uncordon",))
+    agent.document(an_event(id="B", type="Freeze"))
+    assert agent.ends("resume", "canceled") == ["B: prepare drain"]
+    assert agent.restart("boot 2") == ["A: recover uncordon"]
+
+
+def test_a_recover_hook_waits_for_an_event_whose_rule_names_a_hook_before_it() -> None:
+    """``resume`` may rely on ``uncordon``, which the other preparation undoes."""
+    agent = while_the_second_of_two_hooks_recovers(prepare=("pause",), recover=("uncordon",))
+    assert agent.document(an_event(id="B", type="Freeze")) == ["A: cancel recover"]
+    assert agent.ends("resume", "canceled") == ["B: prepare pause"]
+    agent.ends("pause", event="B")
+    assert agent.document() == ["A: recover uncordon"]
+
+
+def test_a_recover_hook_does_not_wait_for_an_event_whose_rule_names_only_a_later_one() -> None:
+    freezes = a_rule(name="short", when=When(type=("Freeze",)), prepare=("pause",), recover=("resume",))
+    agent = Agent(freezes, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
+    freeze = an_event(id="B", type="Freeze")
     agent.document(an_event())
     agent.ends("drain")
     agent.document()
-    assert agent.document(freeze) == ["A: cancel recover"]
-    agent.ends("uncordon")
-    assert agent.document(freeze, redeploy) == ["C: prepare drain"]
-    agent.ends("drain", event="C")
-    assert agent.document() == ["A: recover uncordon", "B: recover resume"]
+    assert agent.document(freeze) == ["B: prepare pause"]
+    assert agent.ends("uncordon") == []
+    assert agent.wait_message() == "event B still needs it prepared"
+    agent.ends("pause", event="B")
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_each_recover_hook_of_three_events_whose_rules_overlap_runs_once() -> None:
+    both = {"prepare": ("drain", "checkpoint"), "recover": ("resume", "uncheck")}
+    agent = Agent(
+        a_rule(name="both", when=When(type=("Redeploy",)), **both),
+        a_rule(name="short", when=When(type=("Freeze",)), prepare=("checkpoint",), recover=("uncheck",)),
+        a_rule(prepare=("drain",), recover=("resume",)),
+    )
+    freeze = an_event(id="C", type="Freeze")
+    agent.document(an_event(), an_event(id="B", type="Redeploy"), freeze)
+    agent.ends("drain")
+    agent.ends("drain", event="B")
+    agent.ends("checkpoint", event="B")
+    assert agent.ends("checkpoint", event="C") == ["C: approve C"]
+    assert agent.document(freeze) == ["A: recover resume"]
+    assert agent.ends("resume") == []
+    assert agent.wait_message("B") == "event C still needs it prepared"
+    assert agent.restart("boot 1", freeze) == ["C: approve C"]
+    assert agent.document() == ["B: recover uncheck"]
+    assert agent.ends("uncheck", event="B") == []
+    assert agent.workflows == {}
+
+
+def test_an_event_goes_on_as_it_was_while_a_hook_runs_that_its_rule_does_not_name() -> None:
+    """``load`` of A does not undo what was prepared for B."""
+    agent = Agent(
+        a_rule(name="b", when=When(type=("Freeze",)), prepare=("pause",), recover=("resume",)),
+        a_rule(name="c", when=When(type=("Redeploy",)), prepare=("pause",), recover=()),
+        a_rule(prepare=("drain",), recover=("load", "resume")),
+    )
+    freeze, redeploy = an_event(id="B", type="Freeze"), an_event(id="C", type="Redeploy")
+    agent.document(an_event(), freeze, redeploy)
+    agent.ends("drain")
+    agent.ends("pause", event="B")
+    agent.ends("pause", event="C")
+    assert agent.document(redeploy) == ["A: recover load"]
+    assert "B: prepare pause" not in agent.document(freeze, redeploy)
+    assert agent.of("B").phase != "recovering"
 
 
 def test_a_recovery_is_not_started_when_another_event_begins_in_the_same_moment() -> None:

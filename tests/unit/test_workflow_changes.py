@@ -429,7 +429,7 @@ def is_never_needed(*_: object) -> bool:
         ("needs_more_preparation", without("prepared"), "is not prepared for"),
         ("_lost_hooks", loses_nothing, "a hook starts that there is not"),
         ("sorted", recovers_first, "undoes what|canceled in the moment"),
-        ("share_hooks", is_never_needed, "undoes what"),
+        ("undoes", is_never_needed, "undoes what"),
         ("_may_prepare_more", is_never_needed, "is approved without"),
         ("_start", starts_nothing, "bugs: .* is not an allowed transition"),
     ],

@@ -11,7 +11,8 @@ invariants, which it works out for itself and not from the fields of a workflow:
    also if it is away then and comes back;
    none starts beside a hook of an earlier appearance
 4. a recover hook starts only when something is owed to it, never beside or before the preparation that
-   another event still needs, and in the end nothing is owed; after a failure it and the rest of its stage wait
+   another event still needs, and in the end nothing is owed; once it has succeeded it is owed again only to a
+   preparation that begins later by a rule that names it; after a failure it and the rest of its stage wait
    for an operator, or for its success for another event, and the VM is not ready
 5. all of this holds for canceled and completed events and over restarts, with and without a reboot
 6. an approval that was confirmed is not sent again, one that was not is; an operator's approval is void after a
@@ -88,7 +89,7 @@ from scheduled_events_agent.workflow.timing import approval_turn_at
 advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
-TYPES = {"A": "Reboot", "B": "Redeploy"}
+TYPES = {"A": "Reboot", "B": "Redeploy", "C": "Freeze"}
 # A warning and the eviction that may follow.
 SPOT = {"R": "SpotRebalanceRecommendation", "P": "Preempt"}
 EXPIRE_SECONDS = 6 * 3600.0
@@ -122,9 +123,11 @@ class Script:
     def rule(self, event: str) -> Rule:
         return self.rules[event]
 
-    def share_hooks(self, one: str, other: str) -> bool:
+    def undoes(self, one: str, hook: str, other: str) -> bool:
+        """Whether a recovery from ``one`` that has come to ``hook`` undoes what ``other`` needs prepared."""
         mine, theirs = self.rules[one], self.rules[other]
-        return not {*mine.prepare, *mine.recover}.isdisjoint((*theirs.prepare, *theirs.recover))
+        so_far = mine.recover[: mine.recover.index(hook) + 1]
+        return not {*mine.prepare, *so_far}.isdisjoint((*theirs.prepare, *theirs.recover))
 
 
 def _waits_for_time(workflow: Workflow) -> bool:
@@ -476,7 +479,8 @@ class World:
         rule = self.script.rule(event)
         if self.read[event] == "Scheduled" and rule.prepare and not rule.drain_for and event not in self.held:
             is_delayed = any(
-                stage == "recover" and self.script.share_hooks(name[0], event) for name, stage in self.flights
+                stage == "recover" and self.script.undoes(name[0], flight.hook, event)
+                for (name, stage), flight in self.flights.items()
             )
             is_delayed = is_delayed or self._has_earlier_flight(self.present(event))
             is_delayed = is_delayed or (event != "P" and self._taken_by_eviction(rule.prepare[0]))
@@ -489,6 +493,8 @@ class World:
 
     def _end_hook(self, name: str, stage: Stage, outcome: HookOutcome) -> None:
         flight = self.flights.pop((name, stage))
+        if stage == "prepare":
+            self._owe_again(name)
         if stage == "recover" and outcome == "failed":
             self.failures += 1
             self.stuck[name] = flight.hook
@@ -516,6 +522,8 @@ class World:
         self.missing = frozenset()
         self.boot += is_reboot
         self.used -= {(name, stage, flight.hook) for (name, stage), flight in self.flights.items()}
+        for name in [name for name, stage in self.flights if stage == "prepare"]:
+            self._owe_again(name)
         if is_reboot:
             for name in [name for name in self.names.values() if name not in self.started]:
                 self.used = frozenset(item for item in self.used if item[:2] != (name, "prepare"))
@@ -629,10 +637,14 @@ class World:
         self.scheduled_boot.pop(name, None)
 
     def _owe(self, name: str) -> None:
-        """Something is prepared for ``name``: its recovery is owed, and once more any that is not over yet."""
-        others = {other for other, _ in self.owed} | {other for other, stage in self.flights if stage == "recover"}
-        for other in {name, *(other for other in others if self.script.share_hooks(other[0], name[0]))}:
-            self.owed |= {(other, hook) for hook in self.script.rule(other[0]).recover}
+        """Something is prepared for ``name``: its recovery is owed."""
+        self.owed |= {(name, hook) for hook in self.script.rule(name[0]).recover}
+
+    def _owe_again(self, name: str) -> None:
+        """A prepare hook of ``name`` has run: the recoveries that are not done owe its recover hooks once more."""
+        mine = self.script.rule(name[0]).recover
+        for other in {other for other, _ in self.owed if self.is_over(other)}:
+            self.owed |= {(other, hook) for hook in self.script.rule(other[0]).recover if hook in mine}
 
     def _check_run(self, name: str, stage: Stage, hook: str) -> None:
         event, rule = name[0], self.script.rule(name[0])
@@ -653,8 +665,8 @@ class World:
         before = rule.prepare[: rule.prepare.index(hook)]
         is_in_order = all((name, one) in self.succeeded for one in before)
         self.expect(is_in_order, f"(3) {text} out of order")
-        for other, other_stage in self.flights:
-            if other_stage == "recover" and self.script.share_hooks(other[0], event):
+        for (other, other_stage), flight in self.flights.items():
+            if other_stage == "recover" and self.script.undoes(other[0], flight.hook, event):
                 self.expect(False, f"(4) {text} while {other} recovers")
 
     def _check_recover(self, name: str, hook: str) -> None:
@@ -669,17 +681,17 @@ class World:
         is_owed = any(what == hook and self.is_over(other) for other, what in self.owed)
         self.expect(is_owed, f"(4) {text}, which nothing asks for")
         for (other, stage), flight in self.flights.items():
-            if self.script.share_hooks(other[0], event):
-                self.expect(stage != "prepare", f"(4) {text} while {other} prepares")
-                self.expect((stage, flight.hook) != ("recover", hook), f"(4) {text} while it runs for {other}")
+            is_in_the_way = stage == "prepare" and self.script.undoes(event, hook, other[0])
+            self.expect(not is_in_the_way, f"(4) {text} while {other} prepares")
+            self.expect((stage, flight.hook) != ("recover", hook), f"(4) {text} while it runs for {other}")
         for other, stage, _ in self.used:
-            if stage == "prepare" and not self.is_over(other) and self.script.share_hooks(other[0], event):
+            if stage == "prepare" and not self.is_over(other) and self.script.undoes(event, hook, other[0]):
                 self.expect(False, f"(4) {text} though {other} needs it prepared")
         recover = self.script.rule(event).recover
         before = recover[: recover.index(hook)]
         self.expect(not any((name, what) in self.owed for what in before), f"(4) {text} out of order")
         over = {other for other in self.names.values() if self.is_over(other)}
-        undone = {other for other in over if self.script.share_hooks(other[0], event)}
+        undone = {other for other in over if self.script.undoes(event, hook, other[0])}
         self.undone |= undone
         self.succeeded = frozenset(item for item in self.succeeded if item[0] not in undone)
 
@@ -828,7 +840,7 @@ def a_rule(event: str = "A", **changes: Any) -> Rule:
     return Rule(**{**fields, **changes})
 
 
-ONE_EVENT, TWO_EVENTS = 6, 4
+ONE_EVENT, TWO_EVENTS, THREE_EVENTS = 6, 4, 3
 """Depths that each planted fault is found at, see below."""
 
 
@@ -934,6 +946,34 @@ def test_two_events_with_signals_in_every_order_and_a_crash_anywhere(rules: dict
     assert walk(Script(rules, crashes=1, appearances=1, depth=depth)) > 500
 
 
+def three(first: dict[str, Any], second: dict[str, Any], third: dict[str, Any]) -> dict[str, Rule]:
+    return {"A": a_rule("A", **first), "B": a_rule("B", **second), "C": a_rule("C", **third)}
+
+
+CHECKPOINT = {"prepare": ("checkpoint",), "recover": ("uncheck",)}
+OVERLAPPING = three(DRAIN, {"prepare": ("drain", "checkpoint"), "recover": ("resume", "uncheck")}, CHECKPOINT)
+"""A and C share hooks with B, and none with each other."""
+ALL_PREPARED = (
+    "A appears Scheduled",
+    "A1 prepare succeeded",
+    "A1 approval ok",
+    "B appears Scheduled",
+    "B1 prepare succeeded",
+    "B1 prepare succeeded",
+    "B1 approval ok",
+    "C appears Scheduled",
+    "C1 prepare succeeded",
+    "C1 approval ok",
+)
+ONE_RECOVERED = (*ALL_PREPARED, "A vanishes", "B vanishes", "another answer", "A1 recover succeeded")
+
+
+@to_depth(THREE_EVENTS, nightly=6)
+@pytest.mark.parametrize("begins", [ALL_PREPARED, ONE_RECOVERED], ids=["prepared", "recovered once for two"])
+def test_three_events_whose_rules_overlap_in_every_order(begins: tuple[str, ...], depth: int) -> None:
+    assert walk(Script(OVERLAPPING, crashes=1, appearances=2, begins=begins, depth=depth)) > 150
+
+
 def a_spot_pair(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Rule]:
     return {"R": a_rule("R", **first, expire_after=EXPIRE_SECONDS), "P": a_rule("P", **second)}
 
@@ -983,7 +1023,7 @@ def test_a_long_random_run_of_two_events_breaks_no_invariant(seed: int) -> None:
             "on_early_start": chance.choice(("cancel", "finish")),
             "drain_for": chance.choice((0.0, 0.0, 30.0)),
         }
-        for _ in TYPES
+        for _ in range(2)
     ]
     script = Script(
         a_pair(*changes),
@@ -1116,7 +1156,20 @@ def _nobody_prepares(*_: Any) -> bool:
 
 def _needed_by_nobody_else(workflow: Workflow, workflows: Any) -> list[Workflow]:
     peers = stages.other_prepared(workflow, workflows)
-    return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.share_hooks(peer, workflow)]
+    return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.undoes(workflow, peer)]
+
+
+def _recovers_all_again(workflow: Workflow, workflows: Any, context: Context) -> Any:
+    """All hooks that are done run again if any other event that shares hooks was ever prepared for."""
+    recover, needed_by = workflow.recover, phases._dependents(workflow, workflows)
+    is_prepared = any(other.prepare.run > 0 for other in needed_by)
+    if workflow.phase == "recovering" and recover.current is None and recover.done and is_prepared:
+        return Transition(workflow=replaced(workflow, recover=replaced(recover, done=())))
+    return REAL["next_transition"](workflow, workflows, context)
+
+
+def _undoes_nothing(recovering: Workflow, _: Workflow) -> Workflow:
+    return recovering
 
 
 def _lose_as_if_it_had_vanished(workflow: Workflow, signal: Gone, context: Context) -> Any:
@@ -1135,6 +1188,7 @@ REAL: Faults = {
     "explain": advance_module.explain,
     "why_approval_needed": approval.why_approval_needed,
     "_begin_when_due": phases._begin_when_due,
+    "next_transition": phases.next_transition,
     "with_result": stages.with_result,
 }
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
@@ -1148,7 +1202,18 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         _never_asked("shared_event_gate"), "(1", Script({"A": a_rule()}, resources=SHARED),
     ),
     "lost state": (_never_asked("state_loss_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
-    "recovery ignores other events": ({"share_hooks": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
+    "recovery ignores other events": ({"undoes": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
+    "recovery asks for shared hooks only": (
+        {"next_transition": _recovers_all_again}, "(4)",
+        Script(OVERLAPPING, crashes=0, appearances=1, begins=ALL_PREPARED),
+    ),
+    "a preparation undoes no recover hook": (
+        {"without_undone_hooks": _undoes_nothing}, "(4)",
+        Script(
+            a_pair({**DRAIN, "recover": ("resume", "uncheck")}, DRAIN), crashes=0, appearances=1, failures=0,
+            begins=("A appears Scheduled", "A1 prepare succeeded", "A1 approval ok", "A vanishes"),
+        ),
+    ),
     "recovery beside the last prepare hook": (
         {"still_needs_preparation": lambda workflow: not workflow.is_over}, "(4)",
         Script(PAIRS["same hooks"], crashes=0),

@@ -32,7 +32,7 @@ from scheduled_events_agent.workflow.model import (
 from scheduled_events_agent.workflow.phases import evaluate_approval_gates, next_transition
 from scheduled_events_agent.workflow.recommendations import expires_at
 from scheduled_events_agent.workflow.signals import apply_signal, can_resume, waiting_for_hook
-from scheduled_events_agent.workflow.stages import can_start, share_hooks
+from scheduled_events_agent.workflow.stages import can_start, undoes, without_undone_hooks
 from scheduled_events_agent.workflow.timing import approval_turn_at, start_of
 
 # An approval that waits for a later document checks this often whether there is one.
@@ -155,8 +155,18 @@ class _Reducer:
             self._apply(Transition(workflow=replace(followed, missing_since=None)))
         if any(isinstance(effect, RunHook) and effect.stage == "recover" for effect in transition.effects):
             for peer in list(self.workflows.values()):
-                if peer.is_over and share_hooks(peer, new):
+                if peer.is_over and undoes(new, peer):
                     self._apply(Transition(workflow=replace(peer, is_reverted=True)))
+        if old is not None and _has_begun_to_prepare(old, new):
+            for peer in list(self.workflows.values()):
+                self._apply(Transition(workflow=without_undone_hooks(peer, new)))
+
+
+def _has_begun_to_prepare(old: Workflow, new: Workflow) -> bool:
+    """Whether a drain begins, or a prepare hook is over that had begun, or may have: a restart has cut it off."""
+    begins_drain = old.phase != "preparing" and new.phase == "preparing" and new.drain_until is not None
+    ends_hook = old.prepare.current is not None and new.prepare.current is None
+    return begins_drain or (ends_hook and new.prepare.run >= old.prepare.run)
 
 
 def _breach(before: Workflow, transition: Transition, context: Context) -> str:

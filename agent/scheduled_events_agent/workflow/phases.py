@@ -45,8 +45,8 @@ from scheduled_events_agent.workflow.stages import (
     next_hook,
     other_prepared,
     run_next,
-    share_hooks,
     still_needs_preparation,
+    undoes,
 )
 from scheduled_events_agent.workflow.timing import drain_deadline
 
@@ -350,19 +350,15 @@ def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> T
     if recover.current is not None:
         is_urgent = any(peer.event.type == "Preempt" for peer in needed_by)
         return cancel_stage(workflow, "recover", is_urgent=is_urgent)
-    afresh = _reset_reverted_hooks(workflow, needed_by)
-    if afresh != workflow:
-        return Transition(workflow=afresh)
     return WaitReason(kind="other_event", detail=needed_by[0].event.id)
 
 
-def _recovery_failed(workflow: Workflow, workflows: Workflows, _: Context) -> Transition | None:
+def _recovery_failed(workflow: Workflow, _workflows: Workflows, _context: Context) -> Transition | None:
     match workflow.recover.state:
         case "resolved":
             return _close(workflow)
         case "failed":
-            afresh = _reset_reverted_hooks(workflow, _dependents(workflow, workflows))
-            return None if afresh is workflow else Transition(workflow=afresh)
+            return None
         case _:
             return _recover(workflow, "goes on")
 
@@ -372,23 +368,15 @@ def _closed(_workflow: Workflow, _workflows: Workflows, _context: Context) -> No
 
 
 def _dependents(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
-    """The other events that still need what this recovery would undo."""
+    """The other events that still need what the next recover hook would undo."""
     peers = other_prepared(workflow, workflows)
-    needed_by = [peer for peer in peers if still_needs_preparation(peer) and share_hooks(peer, workflow)]
+    needed_by = [peer for peer in peers if still_needs_preparation(peer) and undoes(workflow, peer)]
     if workflow.event.is_recommendation:
         # The eviction that the recommendation warned of: this VM gets no new work before that eviction.
         resources = workflow.event.resources
         preempts = [w for w in workflows.values() if w.event.type == "Preempt" and not w.is_over]
         needed_by += [w for w in preempts if w not in needed_by and w.event.affects(resources) != "others"]
     return needed_by
-
-
-def _reset_reverted_hooks(workflow: Workflow, needed_by: list[Workflow]) -> Workflow:
-    """Reset the recover hooks that are done if another event has prepared again: all of them must run again."""
-    if not workflow.recover.done:
-        return workflow
-    is_reverted = any(peer.prepare.run > 0 and share_hooks(peer, workflow) for peer in needed_by)
-    return replace(workflow, recover=replace(workflow.recover, done=())) if is_reverted else workflow
 
 
 def _close(workflow: Workflow) -> Transition:

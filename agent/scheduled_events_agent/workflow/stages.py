@@ -30,7 +30,7 @@ def run_next(
         drain_for = workflow.decision.drain_for
         if workflow.drain_until is not None and not is_due(workflow.drain_until, context.now, drain_for):
             return None
-        if any(share_hooks(peer, workflow) for peer in recoveries):
+        if any(undoes(peer, workflow) for peer in recoveries):
             return None  # wait until that recovery is canceled: it must not run beside hooks that it would undo
     hook = next_hook(workflow, stage)
     if hook is None:
@@ -178,10 +178,26 @@ def is_to_recover(workflow: Workflow, hook: str) -> bool:
     return is_open and not still_needs_preparation(workflow)
 
 
-def share_hooks(one: Workflow, other: Workflow) -> bool:
-    """Whether the recovery of one event would undo what the other one needs prepared."""
-    mine = {*one.decision.prepare, *one.decision.recover}
-    return not mine.isdisjoint((*other.decision.prepare, *other.decision.recover))
+def undoes(recovering: Workflow, other: Workflow) -> bool:
+    """Whether the recover hook that runs or is next must not run while the other event is prepared for.
+
+    It must not if the other rule has a prepare hook of this rule, or this recover hook; or one of those before it,
+    since this hook may rely on them, and the other preparation undoes them.
+    """
+    prepare, recover = recovering.decision.prepare, recovering.decision.recover
+    hook = recovering.recover.current or next_hook(recovering, "recover")
+    so_far = recover[: recover.index(hook) + 1] if hook is not None else recover
+    return not {*prepare, *so_far}.isdisjoint((*other.decision.prepare, *other.decision.recover))
+
+
+def without_undone_hooks(recovering: Workflow, prepared: Workflow) -> Workflow:
+    """The recovery, now that a prepare hook or the drain of another event has begun.
+
+    The recover hooks that the other rule names run again, if they are done: what they had restored is undone.
+    """
+    recover = recovering.recover
+    done = tuple(hook for hook in recover.done if hook not in prepared.decision.recover)
+    return replace(recovering, recover=replace(recover, done=done))
 
 
 def can_start(workflow: Workflow) -> bool:
