@@ -161,7 +161,7 @@ def test_while_its_event_is_pending_a_hold_does_not_end(agent: Agent) -> None:
     agent.restart()
     agent.read(EVENT)
     assert agent.operator_action == "hold"
-    assert list(agent.engine.remembered.known) == ["e1"]
+    assert list(agent.engine.remembered.known) == [("hold", "e1")]
 
 
 @pytest.mark.parametrize("action", ["release", "approve"])

@@ -30,6 +30,7 @@ from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
     RememberedEvent,
+    RememberedKey,
     RunHook,
     StageStatus,
     WaitReason,
@@ -495,10 +496,11 @@ META: dict[MetaKey, str] = {
 }  # fmt: skip
 HOOK_TIMES = {"drain": HookTimes(command="0123456789abcdef", seconds=(12.5, 13.0))}
 LOSSES = {"pager": Loss(count=2, since=MIDWAY, reason="too many waited")}
-REMEMBERED = {
-    "vanished": RememberedEvent(reason="hold", user="kim", at=SEEN_AT, last_seen_at=MIDWAY),
-    "held-by-operator": RememberedEvent(reason="hold", user="lee", at=MIDWAY, last_seen_at=MIDWAY),
-    "listed-recommendation": RememberedEvent(reason="expired", at=ENDED_AT, last_seen_at=ENDED_AT),
+REMEMBERED: dict[RememberedKey, RememberedEvent] = {
+    ("hold", "vanished"): RememberedEvent(user="kim", at=SEEN_AT, last_seen_at=MIDWAY),
+    ("hold", "held-by-operator"): RememberedEvent(user="lee", at=MIDWAY, last_seen_at=MIDWAY),
+    ("hold", "listed-recommendation"): RememberedEvent(user="kim", at=MIDWAY, last_seen_at=ENDED_AT),
+    ("expired", "listed-recommendation"): RememberedEvent(at=ENDED_AT, last_seen_at=ENDED_AT),
 }
 ANSWER = RequestAnswer(succeeded=True, message="approved: the event is prepared, approval requested")
 ASKED_AT = GOES_ON_AT - timedelta(seconds=5)

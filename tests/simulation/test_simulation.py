@@ -272,7 +272,7 @@ def _recovers_all_again(workflow: Workflow, workflows: Any, context: Context) ->
 
 
 def _admit_what_has_expired(event: ScheduledEvent, context: Context) -> Transition | None:
-    return REAL_ADMIT(event, replace(context, remembered={}))
+    return REAL_ADMIT(event, replace(context, expired=frozenset()))
 
 
 def _take_as_if_it_had_all(self: DocumentTracker, document: Document, now: float, names: tuple[str, ...]) -> None:

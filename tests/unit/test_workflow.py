@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from scheduled_events_agent.engine.document_tracker import DocumentTracker
-from scheduled_events_agent.engine.remembered import changes_by_transitions
+from scheduled_events_agent.engine.remembered import changes_by_transitions, with_changes
 from scheduled_events_agent.imds.compare import Gone, compare
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
@@ -30,6 +30,8 @@ from scheduled_events_agent.workflow import (
     OperatorAction,
     OperatorCommand,
     PolicyChanged,
+    RememberedEvent,
+    RememberedKey,
     Result,
     RunHook,
     Signal,
@@ -107,6 +109,11 @@ class Agent:
         self.journal: list[str] = []
         self.may_fail = False
         self.documents = DocumentTracker()
+        self.remembered: dict[RememberedKey, RememberedEvent] = {}
+
+    @property
+    def expired(self) -> list[str]:
+        return [key for fact, key in self.remembered if fact == "expired"]
 
     def send(self, *signals: Signal) -> list[str]:
         context = self.context
@@ -115,9 +122,10 @@ class Agent:
             assert self.last.errors == ()
         self.workflows = self.last.workflows
         unlisted = self.documents.unlisted
-        changes = changes_by_transitions(context.remembered, signals, self.last.transitions, unlisted, context.now)
-        kept = {key: one for key, one in context.remembered.items() if key not in changes.removed}
-        self.context = replace(context, remembered={**kept, **changes.put})
+        changes = changes_by_transitions(self.remembered, signals, self.last.transitions, unlisted, context.now)
+        self.remembered = with_changes(self.remembered, changes)
+        holds = {key: one for (fact, key), one in self.remembered.items() if fact == "hold"}
+        self.context = replace(context, holds=holds, expired=self.expired)
         told = ((step.workflow, note) for step in self.last.transitions for note in step.records)
         self.journal += [f"{note.kind}: {record_message(workflow, note)}" for workflow, note in told]
         return [in_words(effect) for step in self.last.transitions for effect in step.effects]
@@ -136,8 +144,7 @@ class Agent:
         document = Document(incarnation="1", events=events)
         self.documents.receive(document, context.now.timestamp(), context.names)
         settings = Settings(rules=context.rules, maintenance_windows={**context.windows})
-        expired = [key for key, one in context.remembered.items() if one.reason == "expired"]
-        found = self.documents.compare(self.workflows, context.names, settings, expired)
+        found = self.documents.compare(self.workflows, context.names, settings, self.expired)
         self.documents.committed(has_errors=False)
         return self.send(*found)
 

@@ -20,7 +20,7 @@ invariants, which it works out for itself and not from the fields of a workflow:
 7. nothing is approved when the state was lost, unless an operator says so
 8. a new event is prepared for in the very step in which it is seen
 9. a run with a crash ends as it would have ended without
-10. no prepare hook starts against an operator's hold, also when the event has vanished and come back
+10. no prepare hook starts against an operator's hold, also when the event has vanished or expired and come back
 11. a recommendation is never approved; it is over, too, when it has expired, and is then not prepared for again
     while the document lists it; it is not recovered from while an eviction is in the document
 12. the reason why an event waits is the one that holds now
@@ -54,6 +54,8 @@ import pytest
 from msgspec.structs import replace as replaced
 from mutants import break_workflow
 
+from scheduled_events_agent.engine import remembered
+from scheduled_events_agent.engine.remembered import changes_by_transitions, with_changes
 from scheduled_events_agent.imds.compare import Gone, Missing, compare
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule, When
@@ -70,6 +72,7 @@ from scheduled_events_agent.workflow import (
     OperatorAction,
     OperatorCommand,
     RememberedEvent,
+    RememberedKey,
     RunHook,
     Signal,
     Stage,
@@ -154,6 +157,8 @@ class World:
 
     script: Script
     workflows: dict[str, Workflow] = field(default_factory=dict)
+    remembered: dict[RememberedKey, RememberedEvent] = field(default_factory=dict)
+    """What the agent has on disk of holds and of recommendations that are over."""
     now: datetime = START
     document_at: datetime | None = START
     boot: int = 0
@@ -163,6 +168,8 @@ class World:
     """Event -> status in the document."""
     read: dict[str, str] = field(default_factory=dict)
     """The document as the agent has read it. An event that it misses is there as it was."""
+    unlisted: tuple[str, ...] = ()
+    """Keys of expired recommendations of which the answer that is read is the second one that lacks them."""
     missing: frozenset[str] = frozenset()
     """What the last answer lacked and the one before it did not."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -224,7 +231,7 @@ class World:
             *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
             *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.held, self.missing,
             self.started, self.confirmed, self.expired, self.elsewhere, self.left,
-            self.crashes, self.failures, self.is_blind, self.boot,
+            self.crashes, self.failures, self.is_blind, self.boot, *sorted(self.remembered),
             *sorted(self.scheduled_boot.items()),
         )  # fmt: skip
 
@@ -299,7 +306,11 @@ class World:
 
     def _choices_of_operators(self) -> Iterator[str]:
         if self.script.has_operator:
+            if "R" in self.read and self._may_expire(self.present("R")):
+                yield "R operator resolve"
             for event in self.read:
+                if self.is_over(self.present(event)):
+                    continue  # the agent rejects it
                 word = self.words.get(self.present(event), "")
                 yield from (f"{event} operator {new}" for new in ("approve", "hold", "release") if new != word)
             yield from (f"{name} retry" for name in self.failed if name not in self.started)
@@ -327,7 +338,7 @@ class World:
             first_seen=dict(self.first_seen),
             stuck=dict(self.stuck), failed=dict(self.failed),
             story=(*self.story, choice), now=self.now + timedelta(seconds=1),
-            news=frozenset(),
+            news=frozenset(), unlisted=(),
         )  # fmt: skip
         world.do(choice.split())
         return world
@@ -364,7 +375,6 @@ class World:
                 self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
             case ["R", "expires"]:
                 self.expired |= {self.present("R")}
-                self.held -= {"R"}
                 since = next(w for w in self.workflows.values() if self.names[w.id] == self.present("R"))
                 self.now = (since.handling_since or since.first_seen_at) + timedelta(seconds=EXPIRE_SECONDS + 1)
                 self.document_at = self.now
@@ -373,6 +383,10 @@ class World:
                 self.now += timedelta(seconds=60)
                 self.document_at = self.now
                 self._send()
+            case ["R", "operator", "resolve"]:
+                self.expired |= {self.present("R")}
+                self.held -= {"R"}
+                self._say(self.present("R"), "resolve")
             case [event, "operator", ("approve" | "hold" | "release") as action]:
                 name = self.present(event)
                 if action != "hold" or name not in self.confirmed:  # else it comes too late, and changes nothing
@@ -412,6 +426,7 @@ class World:
         absent = frozenset(self.read) - frozenset(self.truth)
         over, already = absent & self.missing, self.missing
         self.left |= {self.present(event) for event in over & self.elsewhere}
+        self.unlisted = ("r-recommendation",) if "R" in over else ()
         self.missing = absent - over
         self.read = {**{event: self.read[event] for event in self.missing}, **self.truth}
         for event, status in self.read.items():
@@ -551,10 +566,15 @@ class World:
             document_at=self.document_at,
             is_state_lost=self.script.is_state_lost,
             serialized=self.script.serialized,
-            remembered=self._remembered(),
+            holds={key: one for (fact, key), one in self.remembered.items() if fact == "hold"},
+            expired={key for fact, key in self.remembered if fact == "expired"},
         )
         progression = advance(self.workflows, signals, context)
         self.expect(progression.errors == (), f"faults: {progression.errors}")
+        self.remembered = with_changes(
+            self.remembered,
+            changes_by_transitions(self.remembered, signals, progression.transitions, self.unlisted, self.now),
+        )
         self.workflows = progression.workflows
         begun: set[tuple[str, Stage]] = set()
         for step in progression.transitions:
@@ -594,16 +614,6 @@ class World:
             is_needed = bool(REAL["why_approval_needed"](workflow, context))
             is_recorded = workflow.approval_needed_since is not None
             self.expect(is_needed == is_recorded, f"(14) an approval by an operator is needed: {is_needed}")
-
-    def _remembered(self) -> dict[str, RememberedEvent]:
-        """The workflows that the store would have, by the event's key."""
-        over = {name[0] for name in self.expired if not self.is_gone(name)}
-        held = RememberedEvent(reason="hold", at=self.now, last_seen_at=self.now)
-        reasons = dict.fromkeys(self.held, held) | dict.fromkeys(over, replaced(held, reason="expired"))
-        return {
-            (f"{event}-recommendation" if event == "R" else event).casefold(): one
-            for event, one in reasons.items()
-        }
 
     def _taken_by_eviction(self, hook: str) -> bool:
         """Whether the one run of the hook that may go on is that of an eviction."""
@@ -1008,6 +1018,19 @@ def test_a_recommendation_alone_with_signals_in_every_order(depth: int) -> None:
     assert walk(Script(rules, crashes=1, appearances=2, has_operator=True, depth=depth)) > 300
 
 
+HELD_AND_EXPIRED = Script(
+    {"R": a_rule("R", prepare=("drain",), recover=(), expire_after=EXPIRE_SECONDS)},
+    crashes=1,
+    has_operator=True,
+    begins=("R appears Scheduled", "R1 prepare succeeded", "R operator hold"),
+)
+
+
+@to_depth(ONE_EVENT)
+def test_a_held_recommendation_that_expires_and_comes_back(depth: int) -> None:
+    assert walk(replace(HELD_AND_EXPIRED, depth=depth)) > 200
+
+
 @pytest.mark.parametrize(
     "seed", [seed if seed < 25 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(60)]
 )
@@ -1177,10 +1200,21 @@ def _lose_as_if_it_had_vanished(workflow: Workflow, signal: Gone, context: Conte
 
 
 def _admit_and_forget(event: ScheduledEvent, context: Context) -> Any:
-    return REAL["_create"](event, replaced(context, remembered={}))
+    return REAL["_create"](event, replaced(context, holds={}, expired=()))
+
+
+def _expiry_that_ends_the_hold(*arguments: Any) -> Any:
+    put, removed = REAL["_changes_of_holds"](*arguments)
+    ended = {("hold", key) for key in arguments[3].values()}
+    return {key: one for key, one in put.items() if key not in ended}, removed | ended
+
+
+def _expiry_that_leaves_holds_alone(*arguments: Any) -> Any:
+    return REAL["_changes_of_holds"](*arguments[:3], (), arguments[4])
 
 
 REAL: Faults = {
+    "_changes_of_holds": remembered._changes_of_holds,
     "_restart": signals._restart,
     "apply_approval_answer": approval.apply_approval_answer,
     "_create": signals._create,
@@ -1261,6 +1295,12 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "a hold ends when its event vanishes": (
         {"_create": _admit_and_forget}, "(10)",
         Script({"A": a_rule(prepare=("drain",), recover=())}, appearances=2, has_operator=True, crashes=0),
+    ),
+    "one memory for a hold and for an expiry": (
+        {"_changes_of_holds": _expiry_that_ends_the_hold}, "(10)", replace(HELD_AND_EXPIRED, crashes=0),
+    ),
+    "a hold outlives the end that an operator gives": (
+        {"_changes_of_holds": _expiry_that_leaves_holds_alone}, "(8)", replace(HELD_AND_EXPIRED, crashes=0),
     ),
     "an event that left comes back as it was": (
         {"_mark_gone": _lose_as_if_it_had_vanished}, "",

@@ -181,7 +181,7 @@ class _RequestResult(NamedTuple):
 
     event_id: str
     workflow_id: str
-    """The event's workflow; or the key of an event that is not in the document, and held."""
+    """The event's workflow; or the key of an event that is held and not pending."""
     answer: RequestAnswer
 
 
@@ -242,14 +242,12 @@ def _ask(arguments: argparse.Namespace) -> _RequestResult:
 
 
 def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) -> str:
-    """The key of the one event with this prefix that is held and not in the document; "" if there is none."""
+    """The key of the one event with this prefix that is held and not pending; "" if there is none."""
     folded = prefix.casefold()
     present = {workflow.event.key for workflow in workflows if not workflow.is_over}
     if not folded or any(key.startswith(folded) for key in present):
         return ""
-    found = [
-        key for key, one in store.load_remembered().items() if one.reason == "hold" and key.startswith(folded)
-    ]
+    found = [key for fact, key in store.load_remembered() if fact == "hold" and key.startswith(folded)]
     return found[0] if len(found) == 1 else ""
 
 

@@ -166,8 +166,7 @@ class StatusSource:
             holds=tuple(
                 [
                     HeldEvent(event_id=key, user=one.user, at=one.at, last_seen_at=one.last_seen_at)
-                    for key, one in snapshot.remembered.items()
-                    if one.reason == "hold"
+                    for key, one in snapshot.holds.items()
                 ]
             ),
             running=self._running(),

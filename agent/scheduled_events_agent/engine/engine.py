@@ -287,7 +287,7 @@ class Engine:
             other_vm_events=self.documents.other_vm_events,
             lacks_expired=self.documents.lacks_expired,
             has_decided_on_stale=self._has_decided_on_stale,
-            remembered=self.remembered.known,
+            holds=self.remembered.holds,
             fleet=self.fleet.last_update,
             fleet_not_ready=self.fleet.not_ready,
             waiting=self.outbox.waiting,
@@ -389,7 +389,8 @@ class Engine:
             stale_after=max(_STALE_SECONDS, 2.0 * settings.imds.poll_interval),
             is_state_lost=self._is_state_lost,
             fleet=self.fleet.view(settings, self.names(), self._machine.monotonic()),
-            remembered=self.remembered.known,
+            holds=self.remembered.holds,
+            expired=self.remembered.expired,
         )
 
     def _detect_clock_step(self, now: datetime) -> None:
@@ -535,11 +536,13 @@ class Engine:
         return next((replace(request, workflow_id=one.id) for one in present if not one.is_over), request)
 
     def _release_of_absent(self, request: Request) -> RequestAnswer:
-        """Carry out a request for the hold of an event that is not in the document; it names the event's key."""
+        """Carry out a request for the hold of an event that is not pending; it names the event's key."""
+        has_expired = request.workflow_id in self.remembered.expired
+        state = "the recommendation has expired" if has_expired else "the event is not in the document"
         if request.action != "release":
-            return rejection("the event is not in the document; its hold can be released")
+            return rejection(f"{state}; its hold can be released")
         self.remembered.release(request.workflow_id)
-        return RequestAnswer(succeeded=True, message="released; the event is not in the document")
+        return RequestAnswer(succeeded=True, message=f"released; {state}")
 
     def _inactive_reason(self) -> str:
         return "" if self.is_acting() else "the agent only observes (agent.mode, --observe)"

@@ -1,51 +1,61 @@
-"""Remembers decisions longer than an event is listed: operators' holds, and recommendations that are over.
+"""Remembers facts longer than an event is listed: operators' holds, and recommendations that are over.
 
 An event may vanish and come back under its id. A hold counts until it is released, or until a day after the event
-was last in a document. A recommendation may be listed long after it has expired, and must not begin again.
+was last in a document. A recommendation may be listed long after it has expired, and must not begin again. One
+that has expired may be held as well.
 All is pure except ``Remembered``, which keeps the contents of the state file.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from datetime import datetime, timedelta
+from typing import get_args
 
 from msgspec.structs import replace
 
 from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.store import RememberedChanges, Store
-from scheduled_events_agent.workflow import OperatorCommand, RememberedEvent, Signal, Transition, Workflow
+from scheduled_events_agent.workflow import (
+    OperatorCommand,
+    RememberedEvent,
+    RememberedFact,
+    RememberedKey,
+    Signal,
+    Transition,
+    Workflow,
+)
 
 _REMEMBERED = timedelta(days=1)
-# If a recommendation is still listed, that is written only once in this time.
+# If an event without an open workflow is still listed, that is written only once in this time.
 _SEEN_AGAIN = timedelta(hours=1)
+_FACTS: tuple[RememberedFact, ...] = get_args(RememberedFact)
 
 
 class Remembered:
-    """The remembered events by their keys. For the engine's thread; ``known`` is replaced, never changed."""
+    """The remembered events. For the engine's thread; ``known`` is replaced, never changed."""
 
     def __init__(self, store: Store) -> None:
         """Raises StoreError."""
         self._store = store
-        self.known: Mapping[str, RememberedEvent] = store.load_remembered()
+        self.known: Mapping[RememberedKey, RememberedEvent] = store.load_remembered()
 
     @property
     def holds(self) -> dict[str, RememberedEvent]:
-        """Operators' holds, also those of events that are not in the document."""
-        return {key: one for key, one in self.known.items() if one.reason == "hold"}
+        """Operators' holds by the event's key, also those of events that are not in the document."""
+        return {key: one for (fact, key), one in self.known.items() if fact == "hold"}
 
     @property
     def expired(self) -> frozenset[str]:
-        """The recommendations that are over, though documents may list them."""
-        return frozenset(key for key, one in self.known.items() if one.reason == "expired")
+        """Keys of the recommendations that are over, though documents may list them."""
+        return frozenset(key for fact, key in self.known if fact == "expired")
 
     def committed(self, changes: RememberedChanges) -> None:
         """Take over the changes, which are on disk."""
         if changes:
-            kept = {key: one for key, one in self.known.items() if key not in changes.removed}
-            self.known = {**kept, **changes.put}
+            self.known = with_changes(self.known, changes)
 
     def release(self, key: str) -> None:
-        """Forget the hold of an event that is not in the document. Raises StoreError."""
-        self._change(RememberedChanges(removed=frozenset({key})))
+        """Forget the hold of an event that is not pending. Raises StoreError."""
+        self._change(RememberedChanges(removed=frozenset({("hold", key)})))
 
     def maintain(self, now: datetime, pending: Iterable[Workflow], listed: Collection[str]) -> None:
         """Forget events that were last seen a day ago. Raises StoreError.
@@ -64,63 +74,86 @@ class Remembered:
         self.known = {}
 
 
+def with_changes(
+    known: Mapping[RememberedKey, RememberedEvent], changes: RememberedChanges
+) -> dict[RememberedKey, RememberedEvent]:
+    """The remembered events after the changes."""
+    kept = {key: one for key, one in known.items() if key not in changes.removed}
+    return {**kept, **changes.put}
+
+
 def changes_by_time(
-    known: Mapping[str, RememberedEvent], now: datetime, pending: Collection[str], listed: Collection[str]
+    known: Mapping[RememberedKey, RememberedEvent],
+    now: datetime,
+    pending: Collection[str],
+    listed: Collection[str],
 ) -> RememberedChanges:
     """The changes that are due by now: an event is forgotten a day after it was last seen."""
-    old = {key for key, one in known.items() if now - one.last_seen_at > _REMEMBERED}
-    seen_again = {
-        key: replace(one, last_seen_at=now)
-        for key, one in known.items()
-        if one.reason == "expired" and key in listed and now - one.last_seen_at > _SEEN_AGAIN
-    }
-    return RememberedChanges(put=seen_again, removed=frozenset(old.difference(pending, listed)))
+    put: dict[RememberedKey, RememberedEvent] = {}
+    removed: set[RememberedKey] = set()
+    for (fact, key), one in known.items():
+        unseen = now - one.last_seen_at
+        if key in listed and unseen > _SEEN_AGAIN:
+            put[fact, key] = replace(one, last_seen_at=now)
+        elif key not in pending and key not in listed and unseen > _REMEMBERED:
+            removed.add((fact, key))
+    return RememberedChanges(put=put, removed=frozenset(removed))
 
 
 def changes_by_transitions(
-    known: Mapping[str, RememberedEvent],
+    known: Mapping[RememberedKey, RememberedEvent],
     signals: Iterable[Signal],
     transitions: Iterable[Transition],
     unlisted: Iterable[str],
     now: datetime,
 ) -> RememberedChanges:
-    """The changes by these transitions, to be committed with them. ``unlisted``: keys that two answers lack."""
+    """The changes by these transitions, to be committed with them.
+
+    ``unlisted``: keys of expired recommendations that two answers lack.
+    """
     signals = list(signals)
     transitions = list(transitions)
-    put, removed = _changes_of_holds(known, signals, transitions, now)
-    removed |= known.keys() & set(unlisted)
+    expired = {one.workflow.id: one.workflow.event.key for one in transitions if _has_expired(one)}
+    put, removed = _changes_of_holds(known, signals, transitions, expired, now)
+    removed |= {("expired", key) for key in unlisted}
     # Only an event that has started goes on under another id, and a hold ends with the start.
-    removed |= known.keys() & {one.renamed_from for one in signals if isinstance(one, Seen)}
-    for transition in transitions:
-        if any(record.kind == "expired" for record in transition.records):
-            put[transition.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=now)
-    return RememberedChanges(put=put, removed=frozenset(removed - put.keys()))
+    renamed = [one.renamed_from for one in signals if isinstance(one, Seen) and one.renamed_from is not None]
+    removed |= {(fact, key) for fact in _FACTS for key in renamed}
+    for key in expired.values():
+        put["expired", key] = RememberedEvent(at=now, last_seen_at=now)
+    return RememberedChanges(put=put, removed=frozenset(removed & known.keys() - put.keys()))
+
+
+def _has_expired(transition: Transition) -> bool:
+    return any(record.kind == "expired" for record in transition.records)
 
 
 def _changes_of_holds(
-    known: Mapping[str, RememberedEvent],
+    known: Mapping[RememberedKey, RememberedEvent],
     signals: Iterable[Signal],
     transitions: Iterable[Transition],
+    expired: Container[str],
     now: datetime,
-) -> tuple[dict[str, RememberedEvent], set[str]]:
+) -> tuple[dict[RememberedKey, RememberedEvent], set[RememberedKey]]:
+    """``expired``: ids of the workflows that have expired by these transitions."""
     users = {
         one.workflow_id: one.user for one in signals if isinstance(one, OperatorCommand) and one.action == "hold"
     }
-    put: dict[str, RememberedEvent] = {}
-    removed: set[str] = set()
+    put: dict[RememberedKey, RememberedEvent] = {}
+    removed: set[RememberedKey] = set()
     for workflow in {transition.workflow.id: transition.workflow for transition in transitions}.values():
-        key = workflow.event.key
+        key: RememberedKey = ("hold", workflow.event.key)
         hold = known.get(key)
-        if workflow.is_over and workflow.id not in users:
+        if workflow.is_over and workflow.id not in users and workflow.id not in expired:
             continue
         has_started = workflow.was_started or workflow.event.is_started
         if workflow.operator_action != "hold" or has_started:
-            removed |= {key} & known.keys()
+            removed.add(key)
             continue
         seen_at = workflow.missing_since or now
         if hold is None or workflow.id in users:
             user = users.get(workflow.id, "")
-            put[key] = RememberedEvent(reason="hold", user=user, at=now, last_seen_at=seen_at)
+            put[key] = RememberedEvent(user=user, at=now, last_seen_at=seen_at)
         elif seen_at != hold.last_seen_at:
             put[key] = replace(hold, last_seen_at=seen_at)
     return put, removed

@@ -37,8 +37,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Whether that document was the first one that lacked an expired recommendation."""
     has_decided_on_stale: bool
     """Whether that document was too old for an approval."""
-    remembered: Mapping[str, RememberedEvent]
-    """Decisions that outlive the appearance of an event, by its key."""
+    holds: Mapping[str, RememberedEvent]
+    """Operators' holds by the event's key, also of events that are not in the document."""
     fleet: FleetUpdate
     fleet_not_ready: tuple[str, ...]
     """The other VMs that events of this VM wait for."""

@@ -44,8 +44,8 @@ _SCHEMA = """
         user TEXT NOT NULL, answer TEXT
     ) STRICT;
     CREATE TABLE remembered_event (
-        event_key TEXT PRIMARY KEY, reason TEXT NOT NULL, user TEXT NOT NULL, at TEXT NOT NULL,
-        last_seen_at TEXT NOT NULL
+        fact TEXT NOT NULL, event_key TEXT NOT NULL, user TEXT NOT NULL, at TEXT NOT NULL,
+        last_seen_at TEXT NOT NULL, PRIMARY KEY (fact, event_key)
     ) STRICT;
     CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
     CREATE TABLE outbox (

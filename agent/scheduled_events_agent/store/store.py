@@ -24,7 +24,15 @@ from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.outbox import Loss, OutboxTable
 from scheduled_events_agent.store.presence import OpenFiles
-from scheduled_events_agent.workflow import OperatorAction, Record, RememberedEvent, Transition, Workflow
+from scheduled_events_agent.workflow import (
+    OperatorAction,
+    Record,
+    RememberedEvent,
+    RememberedFact,
+    RememberedKey,
+    Transition,
+    Workflow,
+)
 
 _FILLER_BYTES = 64 * 1024
 # Limits for closed events, besides their age; the smallest limit counts.
@@ -86,10 +94,10 @@ class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RememberedChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of the remembered events by a commit, by the events' keys."""
+    """Changes of the remembered events by a commit."""
 
-    put: Mapping[str, RememberedEvent] = {}
-    removed: frozenset[str] = frozenset()
+    put: Mapping[RememberedKey, RememberedEvent] = {}
+    removed: frozenset[RememberedKey] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.put or self.removed)
@@ -277,15 +285,15 @@ class Store:
     def _write_records(self, records: Iterable[tuple[str, str, datetime]]) -> None:
         self._insert_records((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
 
-    def load_remembered(self) -> dict[str, RememberedEvent]:
-        """The remembered events by their keys, the oldest first."""
-        query = "SELECT event_key, reason, user, at, last_seen_at FROM remembered_event ORDER BY at"
+    def load_remembered(self) -> dict[RememberedKey, RememberedEvent]:
+        """The remembered events, the oldest first."""
+        query = "SELECT fact, event_key, user, at, last_seen_at FROM remembered_event ORDER BY at"
         with self._reading():
             return {
-                key: msgspec.convert(
-                    {"reason": reason, "user": user, "at": at, "last_seen_at": last_seen_at}, RememberedEvent
+                (msgspec.convert(fact, RememberedFact), key): msgspec.convert(
+                    {"user": user, "at": at, "last_seen_at": last_seen_at}, RememberedEvent
                 )
-                for key, reason, user, at, last_seen_at in self._fetch(query)
+                for fact, key, user, at, last_seen_at in self._fetch(query)
             }
 
     def change_remembered(self, changes: RememberedChanges) -> None:
@@ -295,13 +303,13 @@ class Store:
 
     def _write_remembered(self, changes: RememberedChanges) -> None:
         self._connection.executemany(
-            "DELETE FROM remembered_event WHERE event_key = ?", [(key,) for key in changes.removed]
+            "DELETE FROM remembered_event WHERE fact = ? AND event_key = ?", changes.removed
         )
         self._connection.executemany(
-            "INSERT OR REPLACE INTO remembered_event (event_key, reason, user, at, last_seen_at)"
+            "INSERT OR REPLACE INTO remembered_event (fact, event_key, user, at, last_seen_at)"
             " VALUES (?, ?, ?, ?, ?)",
             [
-                (key, one.reason, _storable(one.user), _stamp(one.at), _stamp(one.last_seen_at))
+                (*key, _storable(one.user), _stamp(one.at), _stamp(one.last_seen_at))
                 for key, one in changes.put.items()
             ],
         )

@@ -346,11 +346,15 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     """By the event's fleet key."""
 
 
-class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decision about an event that still counts after this appearance of the event has ended."""
+RememberedFact = Literal["hold", "expired"]
+"""An operator's hold; or that a recommendation is over, though documents may still list it."""
+RememberedKey = tuple[RememberedFact, str]
+"""The fact, and the event's key: both facts may be true of one event."""
 
-    reason: Literal["hold", "expired"]
-    """An operator's hold; or a recommendation that is over, though documents may still list it."""
+
+class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fact about an event that still counts after this appearance of the event has ended."""
+
     user: str = ""
     at: datetime
     last_seen_at: datetime
@@ -383,8 +387,10 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """The state file was found damaged, and this is the first document since."""
     fleet: FleetView | None = None
     """None if this VM acts alone."""
-    remembered: Mapping[str, RememberedEvent] = {}
-    """By the event's key."""
+    holds: Mapping[str, RememberedEvent] = {}
+    """Operators' holds by the event's key, also of events that are not in the document."""
+    expired: Container[str] = frozenset()
+    """Keys of the recommendations that are over, though documents may list them."""
 
     @property
     def is_stale(self) -> bool:

@@ -90,9 +90,7 @@ def waiting_for_hook(signal: HookFinished, workflows: Workflows) -> list[str]:
 
 
 def _create(event: ScheduledEvent, context: Context) -> Transition | None:
-    remembered = context.remembered.get(event.key)
-    has_expired = remembered is not None and remembered.reason == "expired"
-    if has_expired or (event.is_recommendation and not names_recommendations(context.rules)):
+    if event.key in context.expired or (event.is_recommendation and not names_recommendations(context.rules)):
         return None
     facts = MatchContext(names=context.names, not_before_seen_at=context.now)
     decision = decide(context.rules, context.windows, event, facts)
@@ -109,9 +107,10 @@ def _create(event: ScheduledEvent, context: Context) -> Transition | None:
         Record(kind="seen", text=_describe(event, context.now)),
         Record(kind="decided", text=decision.reason),
     ]
-    if remembered is not None and not event.is_started:
+    hold = context.holds.get(event.key)
+    if hold is not None and not event.is_started:
         workflow = replace(workflow, operator_action="hold")
-        text = f"held by {remembered.user or 'an operator'} since {show(remembered.at)}"
+        text = f"held by {hold.user or 'an operator'} since {show(hold.at)}"
         records.append(Record(kind="operator", text=text))
     return Transition(workflow=workflow, records=tuple(records))
 
@@ -291,7 +290,7 @@ def can_resume(workflow: Workflow, event: ScheduledEvent) -> bool:
 
 def _resume(workflow: Workflow, context: Context) -> Workflow:
     """The workflow as if the event had never been missing; but a hold may have ended since it was over."""
-    if workflow.is_over and workflow.operator_action == "hold" and workflow.event.key not in context.remembered:
+    if workflow.is_over and workflow.operator_action == "hold" and workflow.event.key not in context.holds:
         workflow = replace(workflow, operator_action="")
     if workflow.phase == "recovering":
         phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
@@ -362,7 +361,8 @@ def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context
     if action == "retry":
         return _retry(workflow, record, context)
     if action == "resolve" and not workflow.is_over:
-        transition = recommendations.end(workflow, f"{signal.user or 'an operator'} has resolved it")
+        released = replace(workflow, operator_action="")
+        transition = recommendations.end(released, f"{signal.user or 'an operator'} has resolved it")
         return replace(transition, records=(record, *transition.records))
     if action == "resolve":
         return Transition(
