@@ -3,10 +3,16 @@
 One is a single process; another has a launcher and workers, and writes as three frameworks do under torchrun.
 """
 
+import os
 import platform
 import re
 import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +25,8 @@ from harness import PATIENCE, Agent, MakeAgent, Simulator
 from training_job import UNIT, Job, a_job, launched, trainer
 
 pytestmark = pytest.mark.usefixtures("hook_shell")
+
+WAITS = "training-checkpoint: the workers have the signal of another run: waiting for its checkpoint\n"
 LEFT = "training-resume: not stopped by training-checkpoint: left as it is\n"
 ENDS = """
 import signal, sys, time
@@ -48,6 +56,60 @@ while not (wanted and allowed.exists()):
 checkpoint.write_text("all")
 time.sleep(300)
 """
+# Answers each SIGUSR1 with one more checkpoint, which grows until a file allows its end; some signals it loses.
+WRITES_EACH = """
+import pathlib, signal, sys, time
+disk, allowed = map(pathlib.Path, sys.argv[1:3])
+wanted, step = -int(sys.argv[3]), 0
+def want(*_):
+    global wanted
+    wanted += 1
+signal.signal(signal.SIGUSR1, want)
+print("up", flush=True)
+while True:
+    if wanted > step:
+        step += 1
+        folder = disk / f"step-{step}"
+        folder.mkdir()
+        with (folder / "part").open("w") as part:
+            while not allowed.with_name(f"may {step}").exists():
+                print("more", file=part, flush=True)
+                time.sleep(0.05)
+        (folder / ".metadata").touch()
+    time.sleep(0.01)
+"""
+
+
+class Steps:
+    """A job that writes a checkpoint for each signal, and what the hook has to know of it."""
+
+    def __init__(self, job: Job, directory: Path) -> None:
+        self.job = job
+        self.disk = directory / "disk"
+        self._directory = directory
+
+    def start(self, agent: Agent) -> None:
+        self.job.manager.start(UNIT)
+        self.wait_up(agent)
+
+    def wait_up(self, agent: Agent) -> None:
+        agent.wait_until(lambda: "up" in self.job.manager.log.read_text("utf-8"), "the job was at work")
+
+    def wait_for_half(self, agent: Agent, step: int) -> None:
+        agent.wait_until((self.disk / f"step-{step}" / "part").exists, f"checkpoint {step} was begun")
+
+    def allow(self, step: int) -> None:
+        (self._directory / f"may {step}").touch()
+
+    def complete(self) -> dict[str, bool]:
+        return {folder.name: (folder / ".metadata").exists() for folder in self.disk.iterdir() if folder.is_dir()}
+
+
+@contextmanager
+def steps(directory: Path, lost: int = 0) -> Iterator[Steps]:
+    run = (sys.executable, "-ISc", WRITES_EACH, str(directory / "disk"), str(directory / "may"), str(lost))
+    with a_job(directory, run=run, checkpoint="step-*/.metadata") as job:
+        yield Steps(job, directory)
 
 
 def test_an_eviction_leaves_a_complete_checkpoint_for_the_next_vm(
@@ -205,8 +267,167 @@ def test_a_checkpoint_that_is_late_is_a_failure_that_says_how_far_it_came(agent:
         done = job.run_hook("training-checkpoint", **last, TRAINING_WAIT="1")
         how_far = r"\d+ bytes in \d files? written since the signal; the job runs on"
         assert re.fullmatch(rf"training-checkpoint: no new checkpoint is complete: {how_far}\n", done.stderr)
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (1, WAITS)
         assert job.manager.runs(UNIT)
+
+
+def test_an_eviction_amid_a_checkpoint_for_a_reboot_leaves_no_other_half_written(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with steps(tmp_path) as job:
+        job.job.boot(agent)
+        job.wait_up(agent)
+        sim.schedule("Reboot", notice_seconds=200, lasts_seconds=None)
+        job.wait_for_half(agent, 1)
+        eviction = sim.schedule("Preempt", notice_seconds=100, lasts_seconds=None)
+        agent.wait_log("hook output", event_id=eviction, line=WAITS.strip())
+        job.allow(1)
+        agent.wait_log("hook finished", event_id=eviction, reason="hook checkpoint: exit code 0 (succeeded)")
+        assert not job.job.manager.runs(UNIT)
+        assert job.complete() == {"step-1": True}
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_after_one_that_was_ended_waits_for_its_checkpoint(
+    agent: Agent, tmp_path: Path, end: signal.Signals
+) -> None:
+    with steps(tmp_path) as job:
+        job.start(agent)
+        with job.job.hook("training-checkpoint") as hook:
+            job.wait_for_half(agent, 1)
+            hook.send_signal(end)
+        with job.job.hook("training-checkpoint", "B") as hook:
+            job.allow(1)
+            output, errors = hook.communicate(timeout=PATIENCE)
+        assert (hook.returncode, errors) == (0, "")
+        assert output.startswith(f"{WAITS}training-checkpoint: checkpoint complete: {job.disk / 'step-1'}, ")
+        assert job.complete() == {"step-1": True}
+
+        # This one was seen complete: the next run asks for another.
+        job.start(agent)
+        (job.disk / "step-1").rename(job.disk / "step-0")
+        job.allow(1)
+        assert job.job.run_hook("training-checkpoint", "C").stdout.startswith(
+            f"training-checkpoint: checkpoint complete: {job.disk / 'step-1'}, "
+        )
+
+
+def test_a_run_beside_an_early_one_waits_for_the_same_checkpoint(agent: Agent, tmp_path: Path) -> None:
+    with steps(tmp_path) as job:
+        job.start(agent)
+        with job.job.hook("training-checkpoint", TRAINING_STOP="no") as early:
+            job.wait_for_half(agent, 1)
+            with job.job.hook("training-checkpoint", "B") as hook:
+                assert hook.stdout is not None
+                assert hook.stdout.readline() == WAITS
+                job.allow(1)
+                _, errors = hook.communicate(timeout=PATIENCE)
+            assert early.wait(PATIENCE) == 0
+        assert (hook.returncode, errors) == (0, "")
+        assert job.complete() == {"step-1": True}
+
+
+def test_a_signal_that_the_job_has_lost_is_sent_again(agent: Agent, tmp_path: Path) -> None:
+    with steps(tmp_path, lost=1) as job:
+        job.start(agent)
+        job.allow(1)
+        assert job.job.run_hook("training-checkpoint", TRAINING_WAIT="1").returncode == 1
+        done = job.job.run_hook("training-checkpoint")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert job.complete() == {"step-1": True}
+
+
+def test_a_checkpoint_long_after_a_run_that_did_not_see_it_is_not_the_next_ones(
+    agent: Agent, tmp_path: Path
+) -> None:
+    with steps(tmp_path) as job:
+        job.start(agent)
+        assert job.job.run_hook("training-checkpoint", TRAINING_WAIT="1").returncode == 1
+        job.allow(1)
+        last = job.disk / "step-1/.metadata"
+        agent.wait_until(last.exists, "it was complete")
+        earlier = last.stat().st_mtime - 11
+        for path in (last, job.disk / "step-1/part"):
+            os.utime(path, (earlier, earlier))
+        note = job.job.mark.with_name(f"{job.job.mark.name}.signaled")
+        event, start, text = note.read_text().splitlines()
+        boot, asked, signaled, worker = text.split()
+        text = f"{boot} {float(asked) - 11} {int(signaled) - 11} {worker}"
+        note.write_text(f"{event}\n{start}\n{text}\n")
+        job.allow(2)
+        done = job.job.run_hook("training-checkpoint", "B")
+        assert done.stdout.startswith(f"training-checkpoint: checkpoint complete: {job.disk / 'step-2'}, ")
+
+
+def one_beside(job: Steps, agent: Agent) -> None:
+    """Have the job begin a second checkpoint as soon as the hook's one is complete."""
+    job.wait_for_half(agent, 1)
+    (worker,) = (job.job.manager.directory / f"{UNIT}.cgroup/cgroup.procs").read_text().split()
+    os.kill(int(worker), signal.SIGUSR1)  # type: ignore[attr-defined,unused-ignore] # not on Windows
+    job.allow(1)
+    job.wait_for_half(agent, 2)
+
+
+def test_a_job_is_not_stopped_amid_a_checkpoint_beside_the_complete_one(agent: Agent, tmp_path: Path) -> None:
+    with steps(tmp_path) as job:
+        job.start(agent)
+        with job.job.hook("training-checkpoint") as hook:
+            one_beside(job, agent)
+            looked = len(job.job.manager.calls) + 20
+            agent.wait_until(
+                lambda: len(job.job.manager.calls) > looked or hook.poll() is not None, "it looked some times"
+            )
+            job.allow(2)
+            _, errors = hook.communicate(timeout=PATIENCE)
+        assert (hook.returncode, errors) == (0, "")
+        assert not job.job.manager.runs(UNIT)
+        assert job.complete() == {"step-1": True, "step-2": True}
+
+
+def test_a_job_that_the_event_makes_it_stop_amid_a_checkpoint_is_a_failure(agent: Agent, tmp_path: Path) -> None:
+    with steps(tmp_path) as job:
+        job.start(agent)
+        with job.job.hook("training-checkpoint", SCHEDULED_EVENT_SECONDS_LEFT="12") as hook:
+            one_beside(job, agent)
+            _, errors = hook.communicate(timeout=PATIENCE)
+        message = f"the job was stopped while it wrote {job.disk / 'step-2'}, which is not complete"
+        assert (hook.returncode, errors) == (1, f"training-checkpoint: {message}\n")
+        assert not job.job.manager.runs(UNIT)
+
+
+def test_a_job_goes_on_with_a_checkpoint_that_takes_longer_than_the_hook_may(agent: Agent, tmp_path: Path) -> None:
+    more = {"TRAINING_WAIT": "5", "SCHEDULED_EVENT_SECONDS_LEFT": "900", "SCHEDULED_EVENT_TIMEOUT_SECONDS": "5"}
+    with steps(tmp_path) as job:
+        job.start(agent)
+        with job.job.hook("training-checkpoint", **more) as hook:
+            one_beside(job, agent)
+            _, errors = hook.communicate(timeout=PATIENCE)
+        one, other = job.disk / "step-1", job.disk / "step-2"
+        message = f"{one} is complete, but {other} is not; the job runs on"
+        assert (hook.returncode, errors) == (1, f"training-checkpoint: {message}\n")
+        assert job.job.manager.runs(UNIT)
+
+
+def test_logs_in_the_folder_of_the_checkpoints_are_none(agent: Agent, tmp_path: Path) -> None:
+    with steps(tmp_path) as job:
+        job.start(agent)
+        job.allow(1)
+        log = job.disk / "runs/log"
+        log.parent.mkdir()
+        is_done = threading.Event()
+
+        def write() -> None:
+            with log.open("w") as file:
+                while not is_done.wait(0.02):
+                    print("a line", file=file, flush=True)
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            done = job.job.run_hook("training-checkpoint")
+            is_done.set()
+            writing.result(PATIENCE)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not job.job.manager.runs(UNIT)
 
 
 def test_the_hook_of_another_job_with_the_same_folder_does_not_disturb(agent: Agent, tmp_path: Path) -> None:
