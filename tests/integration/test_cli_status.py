@@ -655,3 +655,32 @@ def test_texts_that_the_locale_lacks_are_still_shown(
         monkeypatch.setattr(sys, "stdout", stream)
         cli.main(["status", "--state-dir", str(state_dir)])
     assert r'"Wartung für \u6f22"' in (tmp_path / "out").read_text(encoding="latin-1")
+
+
+def test_before_a_removal_it_names_prepared_events_and_recover_hooks_that_will_not_run(
+    run: Run, state_dir: Path
+) -> None:
+    def workflow(id_: str, hooks: tuple[str, ...], **stages: StageStatus) -> Workflow:
+        event = msgspec.structs.replace(EVENT, id=id_)
+        decision = msgspec.structs.replace(DECISION, recover=hooks)
+        idle = {"prepare": StageStatus(), **stages}
+        return msgspec.structs.replace(PREPARING, id=f"{id_}@1", event=event, decision=decision, **idle)
+
+    def prepared() -> tuple[int, str, str]:
+        return run("status", "--prepared", "--state-dir", str(state_dir))
+
+    done = StageStatus(state="succeeded", done=("drain",), run=1)
+    commit(state_dir, workflow("00000000-waits", ("resume",)))
+    assert prepared() == (0, "", "")
+    commit(state_dir, workflow("11111111-first", (), prepare=done))
+    text = "Prepared and not recovered: Redeploy 11111111.\nNo recover hook is left to run.\n"
+    assert prepared() == (0, text, "")
+    failed = StageStatus(state="failed", done=("uncordon",), failed_hook="resume", run=2)
+    commit(
+        state_dir,
+        workflow("22222222-second", ("uncordon", "resume"), prepare=done, recover=failed),
+        workflow("33333333-third", ("resume", "start\nnginx"), prepare=StageStatus(state="canceled", run=1)),
+    )
+    first, second = prepared()[1].splitlines()
+    assert first == "Prepared and not recovered: Redeploy 11111111, Redeploy 22222222, Redeploy 33333333."
+    assert second == "Without the agent these recover hooks will not run: resume, start\\nnginx."

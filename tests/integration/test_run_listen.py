@@ -1,5 +1,6 @@
 """``run --listen``: where the pages are, whatever the policy says, also after a reload."""
 
+import hashlib
 import json
 import socket
 import sys
@@ -11,6 +12,7 @@ from ports import free_port
 
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.cli.config import policy_file
+from scheduled_events_agent.cli.status import keys_for_restart
 
 
 def has_ipv6() -> bool:
@@ -82,3 +84,18 @@ def test_warnings_are_about_the_address_of_the_option(tmp_path: Path) -> None:
     assert warnings("127.0.0.1:9769", "10.0.0.4:9769") == ["agent.listen"]
     assert warnings("0.0.0.0:9769", None) == ["agent.listen"]
     assert warnings("0.0.0.0:9769", "127.0.0.1:9769") == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there a reload is asked of the service")
+def test_after_a_reload_the_keys_that_need_a_restart_are_known(agent: Agent, tmp_path: Path) -> None:
+    def hash_of_policy() -> str:
+        return hashlib.sha256(agent.config.read_bytes()).hexdigest()
+
+    agent.write_policy()
+    agent.start()
+    assert keys_for_restart(agent.state_dir, hash_of_policy()) == ()
+    agent.write_policy(agent={"listen": "off"})
+    agent.reload()
+    assert keys_for_restart(agent.state_dir, hash_of_policy()) == ("agent.listen",)
+    # No agent is where a new policy has the state: the one that runs has it where it was.
+    assert keys_for_restart(tmp_path / "elsewhere", hash_of_policy()) == ("agent.state_dir",)

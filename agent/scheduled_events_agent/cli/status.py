@@ -6,6 +6,7 @@ Invariant: if the agent itself did not answer, the first line says so.
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ import msgspec.inspect
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import as_typed, find_agent, find_state_dir, options_of, wait_for_answer
-from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, warn_if_slow
+from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, printable, warn_if_slow
 from scheduled_events_agent.imds.document import Affects, ScheduledEvent
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import (
@@ -46,9 +47,11 @@ from scheduled_events_agent.status.messages import (
 )
 from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.store import Store, StoreError, notified
-from scheduled_events_agent.workflow import ACTION_TEXTS
+from scheduled_events_agent.workflow import ACTION_TEXTS, Workflow
 
 _AGENT_IS_SLOW = "waits for the agent, which does not answer yet; gives up after twelve seconds"
+_RELOAD_TIMEOUT_SECONDS = 15.0
+_RELOAD_POLL_SECONDS = 0.1
 # How many VMs of an event are named; there may be a hundred.
 _SHOWN_NAMES = 8
 # Lines of a failed hook's output.
@@ -71,10 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and why. If no agent answers, shows the state file. Exit code 0: the agent is healthy; 1: it is not, or "
         "none answers; 2: wrong usage; 3: an operator must act on an event."
     )
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
         "--json",
         action="store_true",
         help="print JSON: the answer of /status, or the state file if no agent answers",
+    )
+    form.add_argument(
+        "--prepared",
+        action="store_true",
+        help="for a removal of the agent: print a line of the events that are prepared, and a line of the recover "
+        "hooks that will not run without it; nothing if there is none. Only reads the state file",
     )
     add_state_options(parser)
     parser.set_defaults(handler=_run)
@@ -82,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     state_dir = find_state_dir(arguments)
+    if arguments.prepared:
+        with closing(Store.open_readonly(state_dir)) as store:
+            for line in prepared_lines(store.load_workflows()):
+                print(printable(line))
+        return 0
     status = load_status(state_dir, partial(options_of, arguments, state_dir))
     if arguments.json:
         print_json(status)
@@ -106,6 +121,22 @@ def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Statu
     return with_summaries(_without_answer(state_dir, answer, options(), is_running=pid is not None))
 
 
+def prepared_lines(workflows: Sequence[Workflow]) -> list[str]:
+    """Two lines for a removal of the agent: prepared events, and recover hooks that will not run; or none."""
+    prepared = [workflow for workflow in workflows if workflow.is_prepared_for]
+    if not prepared:
+        return []
+    short = short_ids([workflow.event.id for workflow in prepared])
+    events = [title(workflow.event, short[workflow.event.id]) for workflow in prepared]
+    # A hook that several events share runs once for all of them.
+    hooks = {hook: None for one in prepared for hook in one.decision.recover if hook not in one.recover.done}
+    left = f"Without the agent these recover hooks will not run: {', '.join(hooks)}."
+    return [
+        f"Prepared and not recovered: {', '.join(events)}.",
+        left if hooks else "No recover hook is left to run.",
+    ]
+
+
 def ask_status(state_dir: Path, pid: str) -> Status | str:
     """The answer of the running agent, or why there is none."""
     agent = f"the agent (pid {pid})"
@@ -120,6 +151,23 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
         return parse_status(answer.message)
     except msgspec.MsgspecError:
         return f"{agent} is of another version than this program ({__version__}): restart it"
+
+
+def keys_for_restart(state_dir: Path, hash_: str) -> tuple[str, ...]:
+    """The keys of a policy that take effect at the next start, once the agent has read it again.
+
+    ``state_dir`` and ``hash_`` are those of the policy. () also if the agent does not read it in time.
+    """
+    deadline = time.monotonic() + _RELOAD_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        pid = find_agent(state_dir)
+        if pid is None:
+            return ("agent.state_dir",)  # the agent that runs has its state elsewhere
+        status = ask_status(state_dir, pid)
+        if isinstance(status, Status) and status.policy and status.policy.hash == hash_:
+            return status.policy.needs_restart
+        time.sleep(_RELOAD_POLL_SECONDS)
+    return ()
 
 
 def parse_status(text: str) -> Status:
