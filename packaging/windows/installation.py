@@ -5,7 +5,7 @@
     python.exe -I -B installation.py compile           the service runs
     python.exe -I -B installation.py undo              the installation failed after that
     python.exe -I -B installation.py halt              before files of an installed product are touched
-    python.exe -I -B installation.py leave "PURGE"     before the service and the files go
+    python.exe -I -B installation.py leave "PURGE" "NEWER"    before service and files go; NEWER replaces them
     python.exe -I -B installation.py return            what "halt" made way for failed; all is as it was before
 
 These are the actions that tables of an MSI cannot express. The agent's own `service install` decides how the
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         elif action == "halt":
             _halt()
         elif action == "leave":
-            _leave(is_purge=argument == "1")
+            _leave(is_purge=argument == "1", is_upgrade=bool(more))
         else:
             _return()
     except Exception as error:  # noqa: BLE001 - the exit code says so, and the file why
@@ -166,9 +166,14 @@ def _halt() -> None:
         stop()  # which waits for hooks longer than an installer would
 
 
-def _leave(*, is_purge: bool) -> None:
+def _leave(*, is_purge: bool, is_upgrade: bool) -> None:
     from scheduled_events_agent.host import default_config_path  # noqa: PLC0415 - see main
 
+    if not is_upgrade:
+        with contextlib.suppress(Exception):  # it must not keep the product from being removed
+            from scheduled_events_agent.cli.service import report_removal  # noqa: PLC0415 - see main
+
+            report_removal()
     if is_purge:
         shutil.rmtree(default_config_path().parent, ignore_errors=True)
     _LOG.unlink(missing_ok=True)

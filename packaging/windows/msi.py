@@ -623,7 +623,7 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
             ("Undo", _CUSTOM | _ROLLBACK | _IGNORE_RESULT, program, f"{script} undo", ""),
             ("Halt", _CUSTOM | _IGNORE_RESULT, program, f"{script} halt", ""),
             ("Return", _CUSTOM | _ROLLBACK | _IGNORE_RESULT, program, f"{script} return", ""),
-            ("Leave", _CUSTOM | _IGNORE_RESULT, program, f'{script} leave "[PURGE]"', ""),
+            ("Leave", _CUSTOM | _IGNORE_RESULT, program, f'{script} leave "[PURGE]" "[UPGRADINGPRODUCTCODE]"', ""),
         ],
     )
     when_removed = 2

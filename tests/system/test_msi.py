@@ -362,6 +362,13 @@ def test_an_upgrade_does_not_delete_the_service(
     assert when["DeleteServices"] == "VersionNT AND NOT UPGRADINGPRODUCTCODE"
 
 
+def test_a_removal_alone_looks_for_prepared_events_an_upgrade_does_not(msi: Path) -> None:
+    removed = {"Installed": "1", "REMOVE": "ALL"}
+    assert run_sequence(msi, removed)[0]["Leave"].endswith(' leave "" ""')
+    upgraded = removed | {"UPGRADINGPRODUCTCODE": "{NEWER}"}
+    assert run_sequence(msi, upgraded)[0]["Leave"].endswith(' leave "" "{NEWER}"')
+
+
 def test_every_file_has_a_short_name_that_no_other_file_in_its_folder_has(msi: Path) -> None:
     folders = {row["Component"]: row["Directory_"] for row in table(msi, "Component")}
     names = [(folders[row["Component_"]], row["FileName"].partition("|")[0].upper()) for row in table(msi, "File")]
@@ -938,3 +945,20 @@ def test_removal_leaves_the_data_and_nothing_else_and_purge_not_even_that(
     assert windows.install(msi, "START=0") == 0
     assert windows.remove(msi, "PURGE=1") == 0
     assert not windows.data.exists()
+
+
+def test_removal_during_an_event_logs_the_event_and_the_hooks_that_will_not_run(
+    windows: Windows, msi: Path, sim: Simulator, policy: str
+) -> None:
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    event = sim.schedule("Reboot", vms=["vm-1"], notice_seconds=600, lasts_seconds=None, start_delay_seconds=0.5)
+    windows.wait_log("started")
+    log = windows.data / "logs/agent.log"
+    assert windows.installation("leave", "", "{NEWER}") == 0
+    said = "the agent is removed while an event is prepared"
+    assert said not in log.read_text()
+    assert windows.remove(msi) == 0
+    last = log.read_text().splitlines()[-1]
+    assert f'"message":"{said}"' in last
+    assert f"Prepared and not recovered: Reboot {event[:8]}. " in last
+    assert "Without the agent these recover hooks will not run: resume." in last

@@ -1,7 +1,10 @@
 """``service``: install, remove and control the agent as a Windows service; and the service itself."""
 
 import argparse
+import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -19,6 +22,7 @@ from scheduled_events_agent.status import SCHEMA_VERSION
 # Windows gives a service 30 seconds to answer: heavy modules are imported after that, or by their own command.
 
 _STATE_IS_GOOD = ("running", "start pending")
+_PREPARED_TIMEOUT_SECONDS = 3.0
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +90,53 @@ def _install(arguments: argparse.Namespace) -> int:
 
 
 def _remove(_arguments: argparse.Namespace) -> int:
-    succeeded = windows_service.remove()
-    print("the service was removed; policy, state and logs stay" if succeeded else "there is no service to remove")
+    options = windows_service.host_options() if windows_service.query() else {}
+    if not windows_service.remove():
+        print("there is no service to remove")
+        return 0
+    print("the service was removed; policy, state and logs stay")
+    for line in prepared_lines(options):
+        print(line)
     return 0
+
+
+def prepared_lines(options: Mapping[str, str]) -> list[str]:
+    """The lines of ``status --prepared`` for a service with these options; [] if it does not end in time.
+
+    It does not raise: a state that cannot be read must not keep the agent from being removed.
+    """
+    command = [sys.executable, "-I", "-B", "-X", "utf8", "-m", "scheduled_events_agent", "status", "--prepared"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            timeout=_PREPARED_TIMEOUT_SECONDS,
+            check=False,
+        )
+        return done.stdout.splitlines()
+    return []
+
+
+def report_removal() -> None:
+    """Log what is prepared, to the log file and the Event Log: an installer shows nothing of what is printed."""
+    from scheduled_events_agent.host.windows.event_log import EventLog, open_log_file  # noqa: PLC0415 - see above
+    from scheduled_events_agent.host.windows.files import log_dir  # noqa: PLC0415 - see above
+    from scheduled_events_agent.telemetry.log import get_logger, set_up  # noqa: PLC0415 - see above
+    from scheduled_events_agent.telemetry.log_ids import LogId  # noqa: PLC0415 - see above
+
+    lines = prepared_lines(windows_service.host_options())
+    if not lines:
+        return
+    events = EventLog()
+    set_up("info", "auto", stream=open_log_file(log_dir()), on_entry=events.report)
+    text = "the agent is removed while an event is prepared"
+    get_logger().warning(text, log_id=LogId.REMOVED_PREPARED, reason=" ".join(lines))
+    events.close()
 
 
 def _start(_arguments: argparse.Namespace) -> int:
@@ -116,10 +164,15 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _reload(_arguments: argparse.Namespace) -> int:
     from scheduled_events_agent.cli.check import load_checked  # noqa: PLC0415 - see above
+    from scheduled_events_agent.cli.config import state_dir_of  # noqa: PLC0415 - see above
+    from scheduled_events_agent.cli.status import keys_for_restart  # noqa: PLC0415 - see above
 
-    loaded = load_checked(windows_service.host_options().get("config"))
+    options = windows_service.host_options()
+    loaded = load_checked(options.get("config"))
     windows_service.reload()
     print(f"{loaded.name}: valid; the service reads it again")
+    for key in keys_for_restart(state_dir_of(loaded.settings, options.get("state-dir")), loaded.hash):
+        print(f"{key}: needs a restart")
     return 0
 
 

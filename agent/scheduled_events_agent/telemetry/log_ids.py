@@ -68,6 +68,11 @@ class LogId(IntEnum):
     CLOSED = 251, "info", "The event is over and what was prepared is recovered."
     RECOVERY_FAILED = 252, "warning", "The event is over, but recovery failed: retry or resolve it."
     RESTARTED = 260, "info", "The agent restarted while the event was pending."
+    REMOVED_PREPARED = (
+        261,
+        "warning",
+        "The agent was removed while an event was prepared: nothing recovers from it.",
+    )
     POLLING_FAILS = 300, "warning", "The metadata service does not answer."
     POLLING_WORKS = 301, "info", "The metadata service answers again."
     VM_UNKNOWN = 302, "warning", "This VM's name is not known yet."
