@@ -105,7 +105,7 @@ _PLACES = {
     "packaging/launcher.sh": (f"usr/bin/{NAME}", 0o755),
     "packaging/interpreter.sh": (f"{HOME}/interpreter.sh", 0o644),
     "packaging/bytecode.sh": (f"{HOME}/bytecode.sh", 0o755),
-    "packaging/restart.sh": (f"{HOME}/restart.sh", 0o755),
+    "packaging/removal.sh": (f"{HOME}/removal.sh", 0o755),
     "packaging/start.py": (f"{HOME}/start.py", 0o644),
     "config/policy.yaml": (f"etc/{NAME}/policy.yaml", 0o644),
     "config/policy.schema.json": (f"usr/share/{NAME}/policy.schema.json", 0o644),
@@ -264,7 +264,7 @@ def stage(architecture: str, root: Path, version: str | None = None) -> Staged:
     _place_agent(root, version)
     _place_files(root)
     _place_documents(root)
-    _name_program_in_units(root)
+    _name_program(root)
     _generate_from_parser(root, tools, version, epoch)
     _place_licenses(root, vendored)
     glibc = _needed_glibc(root / HOME)
@@ -380,11 +380,9 @@ def _place_agent(root: Path, version: str) -> None:
 def _place_files(root: Path) -> None:
     for source, (target, mode) in _PLACES.items():
         copy(SOURCES / source, root / target, mode)
-    edit(
-        root / "etc" / NAME / "policy.yaml",
-        "$schema=policy.schema.json",
-        f"$schema=/usr/share/{NAME}/policy.schema.json",
-    )
+    policy = root / "etc" / NAME / "policy.yaml"
+    edit(policy, "$schema=policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+    copy(policy, root / "usr/share" / NAME / "policy.yaml")  # what installs another one knows it by this
     hooks = root / "etc" / NAME / "hooks/README.md"
     write(hooks, _in_package(SOURCES / "config/hooks/README.md").encode())
     edit(hooks, "\nEach is for", f"\nThey are in `/usr/share/{NAME}/hooks/`. Each is for")
@@ -406,9 +404,10 @@ def _place_documents(root: Path) -> None:
                 edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
 
 
-def _name_program_in_units(root: Path) -> None:
-    for place in ("usr/lib/systemd/system", f"usr/share/{NAME}/systemd"):
-        edit(root / place / f"{NAME}.service", f"/usr/local/bin/{NAME}", f"/usr/bin/{NAME}")
+def _name_program(root: Path) -> None:
+    share = f"usr/share/{NAME}/systemd"
+    for place in (f"usr/lib/systemd/system/{NAME}.service", f"{share}/{NAME}.service", f"{share}/restart.sh"):
+        edit(root / place, f"/usr/local/bin/{NAME}", f"/usr/bin/{NAME}")
 
 
 def _in_package(page: Path) -> str:

@@ -2,7 +2,8 @@
 #Requires -RunAsAdministrator
 <#
 .SYNOPSIS
-Installs the agent with pip into a venv of its own, and as a Windows service. Run again, it brings both up to date.
+Installs the agent with pip into a venv of its own, and as a Windows service. Run again, it brings both up to date: it waits
+until no hook runs, and leaves the service alone if pip has nothing to replace and no other option is given.
 
 .DESCRIPTION
 Needs a Python 3.11 or newer that was installed for all users. What the service is (recovery actions, dependencies) is
@@ -61,12 +62,28 @@ $service = Get-CimInstance Win32_Service -Filter "Name='ScheduledEventsAgent'"
 if ($service -and $service.PathName -like '* -I -m scheduled_events_agent service host*') {
     throw "the service does not run from a venv, but most likely from the MSI: remove it first (msiexec /x)"
 }
+$venv = Join-Path $Path 'Scripts\python.exe'
+$isRunning = $service -and $service.State -eq 'Running' -and (Test-Path -LiteralPath $venv)
+if ($isRunning -and -not ($Config -or $StateDir -or $Account)) {
+    # Of a folder pip always says that it would install it, for it cannot tell what is new there.
+    $plan = Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--dry-run', '--upgrade', $Package)
+    if (-not ($plan -match '^Would install')) { Write-Output 'the service is up to date'; return }
+}
+if ($isRunning) {
+    # A stop cuts off hooks that run for longer than a minute, and they would begin again.
+    $asked = @('-I', '-m', 'scheduled_events_agent', 'status', '--json')
+    if ($Config) { $asked += "--config=$Config" }
+    if ($StateDir) { $asked += "--state-dir=$StateDir" }
+    while ((& $venv @asked | Out-String | ConvertFrom-Json).running) {
+        Write-Output 'hooks are running; the service is stopped when they have ended'
+        Start-Sleep -Seconds 10
+    }
+}
 if ($service) {
     # The files of a running service cannot be replaced. Its process ends a little after the service.
     Stop-Service -Name ScheduledEventsAgent
     if ($service.ProcessId) { Wait-Process -Id $service.ProcessId -Timeout 30 -ErrorAction SilentlyContinue }
 }
-$venv = Join-Path $Path 'Scripts\python.exe'
 $options = @()
 if ($Config) { $options += "--config=$Config" }
 if ($StateDir) { $options += "--state-dir=$StateDir" }

@@ -10,7 +10,9 @@
 # SHA256      what the package's sum must be; "-" for a package that is trusted as it comes
 # POLICY      a file that becomes /etc/scheduled-events-agent/policy.yaml if the agent finds nothing wrong with it
 #
-# Run again, it installs what is newer, takes the policy over, and restarts the agent, which is harmless.
+# Run again, it installs what is newer. It restarts the agent for another version, when no hook runs; it reloads it for
+# another policy alone; and it leaves it alone if nothing has changed. The policy may hold secrets: only root can read it, or
+# the account of the strict set-up. The mode and owner that an administrator has given to the file stay.
 set -eu
 umask 022 # users read apt's sources and the units; the strict set-up's account runs what is in /opt
 
@@ -25,7 +27,7 @@ case $# in
 esac
 [ "$(id -u)" -eq 0 ] || fail "only root can install a service"
 source=$1 proof=${2:--} policy=${3:-}
-etc=/etc/scheduled-events-agent
+unit=scheduled-events-agent.service
 [ -z "$policy" ] || [ -f "$policy" ] || fail "$policy: there is no such policy file"
 
 work=$(mktemp -d)
@@ -110,9 +112,17 @@ case $kind in
     *) add_repository ;;
 esac
 
+agent=/usr/bin/scheduled-events-agent
+share=/usr/share/scheduled-events-agent
+home=/opt/scheduled-events-agent
+if [ "$kind" = whl ]; then
+    agent=$home/bin/scheduled-events-agent
+    share=$home/share/scheduled-events-agent
+fi
+before=$("$agent" --version 2>/dev/null) || before=
+
 case $kind in
     deb)
-        agent=/usr/bin/scheduled-events-agent
         # Others may be at it while a machine is set up: wait for them. A policy that is there is kept.
         set -- -o DPkg::Lock::Timeout=600 -o Dpkg::Options::=--force-confold install --yes --no-install-recommends
         chmod 0755 "$work" # for apt's own account
@@ -124,7 +134,6 @@ case $kind in
         }
         ;;
     rpm)
-        agent=/usr/bin/scheduled-events-agent
         if command -v dnf >/dev/null; then
             dnf install --assumeyes "$wanted"
         elif command -v tdnf >/dev/null; then
@@ -141,8 +150,6 @@ case $kind in
         fi
         ;;
     whl)
-        home=/opt/scheduled-events-agent
-        agent=$home/bin/scheduled-events-agent
         if [ ! -x "$home/bin/pip" ]; then
             # The system's own python3 may be too old, with a newer one beside it.
             for python in python3 python3.14 python3.13 python3.12 python3.11 none; do
@@ -158,20 +165,89 @@ esac
 
 # With a bad one this ends here, and an agent that runs goes on with the one from before.
 "$agent" check ${policy:+--config "$policy"}
-if [ -n "$policy" ]; then
-    mkdir -p "$etc"
-    cp "$policy" "$etc/.policy.yaml.new"
-    chmod 0644 "$etc/.policy.yaml.new"
-    mv "$etc/.policy.yaml.new" "$etc/policy.yaml"
+
+if [ "$kind" = whl ]; then
+    ln -sf "$agent" /usr/local/bin/
+    ln -sfn "$share" /usr/share/scheduled-events-agent
+    cp "$share"/systemd/*.service /etc/systemd/system/
+    systemctl daemon-reload
 fi
 
-case $kind in
-    whl)
-        ln -sf "$agent" /usr/local/bin/
-        ln -sfn "$home/share/scheduled-events-agent" /usr/share/scheduled-events-agent
-        cp "$home"/share/scheduled-events-agent/systemd/*.service /etc/systemd/system/
-        systemctl daemon-reload
-        ;;
-esac
-systemctl enable --quiet scheduled-events-agent.service
-systemctl restart scheduled-events-agent.service
+show() { systemctl show --property="$1" --value "$unit"; }
+
+sum_of() { sha256sum <"$1" | cut -d ' ' -f 1; }
+
+write_policy() {
+    place=$(realpath -m /etc/scheduled-events-agent/policy.yaml) # a link stays one
+    mode=600 group=root
+    if [ "$account" != root ]; then
+        mode=640 group=$(show Group)
+        group=${group:-$(id -gn "$account")}
+    fi
+    there='' old=''
+    if [ -e "$place" ]; then
+        there=$(stat -c '%a %U %G' "$place")
+        old=$(sum_of "$place")
+    fi
+    is_chosen= # by an administrator, not by this script or the package
+    case $there in
+        "" | "600 root root" | "640 root $group" | "640 root scheduled-events-agent") ;;
+        "644 root root") [ "$old" = "$(sum_of "$share/policy.yaml")" ] || is_chosen=yes ;;
+        *) is_chosen=yes ;;
+    esac
+    if [ "$old" = "$sum" ] && { [ -n "$is_chosen" ] || [ "$there" = "$mode root $group" ]; }; then return; fi
+    mkdir -p "${place%/*}"
+    install -m "$mode" -g "$group" "$policy" "$place.new"
+    if [ -n "$is_chosen" ]; then
+        chown --reference="$place" "$place.new"
+        chmod --reference="$place" "$place.new"
+    fi
+    mv "$place.new" "$place"
+}
+
+ask() { # sets what the agent that runs says of itself; the exit code is about events
+    # The policy may name another place for the state than the one that the agent has been started with.
+    state=$(find "/proc/$(show MainPID)/fd" -lname '*/state.db' -printf '%l\n' -quit 2>/dev/null) || state=
+    said=$("$agent" status --json ${state:+--state-dir "${state%/*}"} 2>/dev/null) || :
+}
+
+says() { # NAME VALUE
+    case $said in *"\"$1\": \"$2\""*) ;; *) return 1 ;; esac
+}
+
+reload() {
+    systemctl reload "$unit"
+    tries=30
+    ask
+    until says hash "$sum"; do
+        tries=$((tries - 1))
+        [ "$tries" -gt 0 ] || fail "the agent has not taken the policy over: scheduled-events-agent status says why"
+        sleep 1
+        ask
+    done
+}
+
+account=$(show User)
+account=${account:-root}
+ask
+sum=
+if [ -n "$policy" ]; then
+    sum=$(sum_of "$policy")
+    write_policy
+fi
+systemctl --quiet is-enabled "$unit" || systemctl --quiet enable "$unit"
+installed=$("$agent" --version)
+is_to_restart=
+if ! systemctl --quiet is-active "$unit" || ! says version "${installed##* }"; then
+    is_to_restart=yes
+elif [ "$(stat -c %U "/proc/$(show MainPID)")" != "$account" ]; then
+    is_to_restart=yes # the strict set-up has come or gone meanwhile
+elif [ -n "$sum" ] && ! says hash "$sum"; then
+    if [ "$before" = "$installed" ]; then reload; else is_to_restart=yes; fi
+fi
+if [ -n "$is_to_restart" ]; then
+    "$share/systemd/restart.sh" systemctl restart "$unit"
+else
+    late=$(printf '%s\n' "$said" | sed -n '/"needs_restart": \[/,/\]/s/^ *"\(agent\.[a-z_]*\)",*$/\1/p' | paste -s -d ' ')
+    [ -z "$late" ] || echo "install.sh: of the policy these keys take effect at the next restart: $late" >&2
+fi

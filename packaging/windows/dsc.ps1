@@ -1,4 +1,4 @@
-# Desired State Configuration: the MSI, the policy, the running service.
+# Desired State Configuration: the MSI, the policy, the running service, and that this policy is in force.
 # An empty ProductId accepts every installed version; for upgrades, name the MSI's product code.
 Configuration ScheduledEventsAgent {
     Import-DscResource -ModuleName PSDesiredStateConfiguration
@@ -21,6 +21,22 @@ Configuration ScheduledEventsAgent {
             State       = 'Running'
             StartupType = 'Automatic'
             DependsOn   = '[File]Policy'
+        }
+        Script InForce {
+            # Reloads a changed policy; its output names the keys that need a restart. A bad file fails here, and the policy
+            # from before stays in force.
+            DependsOn  = '[Service]Running'
+            GetScript  = { @{ Result = '' } }
+            TestScript = {
+                $agent = "$env:ProgramFiles\Scheduled Events Agent\bin\scheduled-events-agent.cmd"
+                $status = & $agent status --json | Out-String | ConvertFrom-Json
+                $status.policy.hash -eq (Get-FileHash "$env:ProgramData\ScheduledEventsAgent\policy.yaml").Hash
+            }
+            SetScript  = {
+                $agent = "$env:ProgramFiles\Scheduled Events Agent\bin\scheduled-events-agent.cmd"
+                & $agent service reload | ForEach-Object { Write-Verbose $_ }
+                if ($LASTEXITCODE -ne 0) { throw "the policy is rejected: see scheduled-events-agent check" }
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-# A startup script for group policy: installs the MSI once, and puts a changed policy into force.
+# A startup script for group policy: installs the MSI once, and puts a changed policy into force. The file keeps its access
+# list.
 # The share must be readable for Domain Computers, and writable for administrators only.
 $ErrorActionPreference = 'Stop'
 $share = '\\contoso.example\deploy\scheduled-events-agent'
@@ -12,6 +13,6 @@ if ((Get-FileHash "$share\policy.yaml").Hash -ne (Get-FileHash $policy).Hash) {
     & $agent check --config "$share\policy.yaml"
     if ($LASTEXITCODE -ne 0) { exit $LASTEXITCODE }   # with a bad file the service would not start again
     Copy-Item "$share\policy.yaml" $policy
-    & $agent service reload
+    & $agent service reload   # names the keys that need a restart
     exit $LASTEXITCODE
 }

@@ -137,7 +137,7 @@ def test_a_sleeping_agent_notifies_the_service_manager_when_polling_fails(tmp_pa
 
 def test_the_status_line_of_a_running_hook_starts_as_the_package_expects(tmp_path: Path) -> None:
     """The script of the packages reads the line of the agent that it replaces: these words never change."""
-    script = Path(__file__).parents[2] / "packaging" / "restart.sh"
+    script = Path(__file__).parents[2] / "systemd" / "restart.sh"
     assert 'case $(show StatusText) in\n        "runs hook"*) return 0 ;;\n' in script.read_text(encoding="utf-8")
     hooks = {"drain": Hook(run=(sys.executable, "-c", "import time; time.sleep(600)"))}
     rules = (Rule(name="all", prepare=("drain",), approve="when-prepared"),)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,9 @@ def _fields(entry: dict[str, Any]) -> dict[str, Any]:
     return {names.get(name, name.lower()): value for name, value in own.items()}
 
 
-def upgrade_while_a_hook_runs(service: Service, sim: Simulator, newer: str, *command: str) -> None:
+def upgrade_while_a_hook_runs(
+    service: Service, sim: Simulator, newer: str, *command: str, environment: Mapping[str, str] = {}
+) -> None:
     """By this command; the newer version goes on where the old one was."""
     machine = service.machine
     rule = {"name": "all", "prepare": ["drain", "flush"], "recover": ["resume"], "approve": "when-prepared"}
@@ -181,7 +184,7 @@ def upgrade_while_a_hook_runs(service: Service, sim: Simulator, newer: str, *com
     service.wait_status("runs hook drain")
     before = service.pid()
 
-    done = machine.run(*command, timeout=120)
+    done = machine.run(*command, timeout=120, environment=environment)
 
     waiting = "scheduled-events-agent-restart.service"
     assert (

@@ -17,6 +17,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,19 @@ import apt
 from container import CHECKOUT, PATIENCE, Container
 from ports import free_port
 from repositories import ADDRESS, NAME, Site, add_stand_ins, forget_sources, make_key, open_site, served
-from service import OFFLINE, POLICY, POLKIT_RULE, UNIT, WHEELS, Service, build_deb, make_strict, shown_commands
+from service import (
+    DROP_INS,
+    OFFLINE,
+    POLICY,
+    POLKIT_RULE,
+    UNIT,
+    WHEELS,
+    Service,
+    build_deb,
+    make_strict,
+    shown_commands,
+    upgrade_while_a_hook_runs,
+)
 from sources import clone
 
 from scheduled_events_agent import __version__
@@ -42,6 +55,8 @@ pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(600)
 
 PACKAGING = CHECKOUT / "packaging"
+NEWER = "9.8.7"
+STRICT = "/usr/share/scheduled-events-agent/systemd/strict.conf"
 USER = {"name": "user-initiated", "when": {"source": "User"}, "approve": "immediately"}
 
 
@@ -107,8 +122,8 @@ def service(supplied: Container, sim: Simulator) -> Iterator[Service]:
         sys.stdout.write(machine.account())  # pytest shows it on failure only
 
 
-# Commands that the page shows: five, and the one that strict needs besides.
-PIP, FOR_STRICT = shown_commands("docs/install-other.md", "## pip")
+# Commands that the page shows: five, the one that strict needs besides, and those that remove the agent.
+PIP, FOR_STRICT, REMOVAL = shown_commands("docs/install-other.md", "## pip")
 VENV = "/opt/scheduled-events-agent"
 PIPX = "/opt/pipx/venvs/scheduled-events-agent"
 
@@ -198,6 +213,22 @@ def test_an_agent_that_pip_installed_becomes_a_service_by_five_commands(
     assert state == "error"
     uid = machine.run("id", "-u", "nobody").stdout.strip()
     assert f" can be changed by its owner, uid {uid}, and the agent acts on what it finds there: " in finding
+
+
+def test_the_commands_that_remove_an_agent_of_pip_name_what_is_prepared(service: Service, sim: Simulator) -> None:
+    machine = service.machine
+    rule = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "manual", "lead": "1h"}
+    service.write_policy(rules=[rule], hooks={name: {"shell": "true"} for name in ("drain", "resume")})
+    carry_out(machine, PIP)
+    event = sim.schedule("Reboot", notice_seconds=600.0)
+    service.wait_log("prepared", event_id=event)
+    said = machine.run("sh", "-euc", "\n".join(REMOVAL), timeout=120).stdout
+    assert said == (
+        f"Prepared and not recovered: Reboot {event[:8]}.\n"
+        "Without the agent these recover hooks will not run: resume.\n"
+    )
+    left = machine.run("find", "/opt", "/usr/local", "/etc/systemd/system", "-name", f"{NAME}*").stdout
+    assert left == ""
 
 
 def doctor(machine: Container, check: str) -> list[tuple[str, str]]:
@@ -366,6 +397,142 @@ def test_the_script_installs_a_wheel_too(service: Service, sim: Simulator, wheel
         assert is_approved(sim)
 
 
+@dataclass(frozen=True)
+class Script:
+    """install.sh on a machine, run by one of the shells that systems have as sh, with a package of one kind."""
+
+    service: Service
+    shell: tuple[str, ...]
+    package: str
+    newer: str
+
+    def __call__(self, policy: str = "", *, package: str = "") -> str:
+        """Run it with this policy's text; returns what is said on standard error."""
+        machine = self.service.machine
+        words = [*self.shell, "/root/install.sh", package or self.package]
+        if policy:
+            machine.write("/root/policy.yaml", policy)
+            words += ["-", "/root/policy.yaml"]
+        return machine.run(*words, environment=OFFLINE, timeout=120).stderr
+
+    def reads(self) -> int:
+        """How often the agent has read its policy again."""
+        return len(self.service.log("the policy file was read again"))
+
+
+@pytest.fixture(params=["deb-dash", "whl-bash"])
+def script(request: pytest.FixtureRequest, service: Service, deb: Path, wheels: Path, tmp_path: Path) -> Script:
+    """The script with what it installs; a newer version lies beside it."""
+    kind, shell = request.param.split("-")
+    machine = service.machine
+    machine.copy_in(PACKAGING / "cloud-init" / "install.sh", "/root/install.sh")
+    if kind == "deb":
+        packages = [deb, build_deb(tmp_path, "--version", NEWER)]
+    else:
+        packages = [*wheels.glob("scheduled_events_agent-*.whl"), build_wheel(tmp_path, NEWER)]
+    for package in packages:
+        machine.copy_in(package, f"/root/{package.name}")
+    return Script(
+        service, (shell,) if shell == "dash" else (shell, "--posix"), *[f"/root/{one.name}" for one in packages]
+    )
+
+
+def build_wheel(folder: Path, version: str) -> Path:
+    """The wheel of these sources under another version."""
+    sources = clone(folder / "sources")
+    module = sources / "agent/scheduled_events_agent/__init__.py"
+    module.write_text(module.read_text().replace(f'"{__version__}"', f'"{version}"'))
+    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={folder}", str(sources)])
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_script_run_again_does_no_more_than_has_changed(script: Script, sim: Simulator) -> None:
+    service, machine = script.service, script.service.machine
+    policy = policy_text(sim)
+    script(policy)
+    assert stat_of(machine, POLICY) == "600 root root"
+    assert is_approved(sim)
+
+    pid, reads, written = service.pid(), script.reads(), machine.path(POLICY).stat()
+    script(policy)
+    assert (service.pid(), script.reads()) == (pid, reads)
+    same = machine.path(POLICY).stat()
+    assert (same.st_ino, same.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+
+    changed = yaml.safe_load(policy) | {"agent": {"listen": "off"}}
+    said = script(yaml.safe_dump(changed))
+    assert (service.pid(), script.reads()) == (pid, reads + 1)
+    assert said.endswith("install.sh: of the policy these keys take effect at the next restart: agent.listen\n")
+    changed["agent"] = yaml.safe_load(policy)["agent"] | {"state_dir": "/var/lib/scheduled-events-agent/elsewhere"}
+    said = script(yaml.safe_dump(changed))
+    assert service.pid() == pid
+    assert said.endswith("at the next restart: agent.state_dir\n")
+    assert "restart" not in script(policy)
+    assert (service.pid(), script.reads()) == (pid, reads + 3)
+    assert is_approved(sim)
+
+
+def test_the_script_restarts_the_agent_for_another_version_when_no_hook_runs(
+    script: Script, sim: Simulator
+) -> None:
+    script(policy_text(sim))
+    command = (*script.shell, "/root/install.sh", script.newer)
+    upgrade_while_a_hook_runs(script.service, sim, NEWER, *command, environment=OFFLINE)
+    pid = script.service.pid()
+    script(package=script.newer)
+    assert script.service.pid() == pid
+
+
+def test_the_script_keeps_mode_and_owner_of_an_administrator(script: Script, sim: Simulator) -> None:
+    service, machine = script.service, script.service.machine
+    rules = [USER | {"name": f"rule-{number}"} for number in range(5)]
+    texts = [yaml.safe_dump(yaml.safe_load(policy_text(sim)) | {"rules": [rule]}) for rule in rules]
+    # One that was there before the agent.
+    machine.write(POLICY, texts[0], 0o640)
+    machine.run("chgrp", "adm", POLICY)
+    script(texts[1])
+    assert (machine.path(POLICY).read_text(), stat_of(machine, POLICY)) == (texts[1], "640 root adm")
+    machine.run("chown", "root:root", POLICY)
+    machine.run("chmod", "644", POLICY)
+    script(texts[2])
+    assert (machine.path(POLICY).read_text(), stat_of(machine, POLICY)) == (texts[2], "644 root root")
+
+    # Of the package; and with the strict set-up, back and forth.
+    machine.run("cp", "/usr/share/scheduled-events-agent/policy.yaml", POLICY)
+    script(texts[3])
+    assert stat_of(machine, POLICY) == "600 root root"
+    machine.run("install", "-D", "-m", "644", STRICT, f"{DROP_INS}/50-strict.conf")
+    machine.run("systemd-sysusers", STRICT.replace("strict", "sysusers"))
+    machine.run("systemctl", "daemon-reload")
+    script(texts[4])
+    assert stat_of(machine, POLICY) == "640 root scheduled-events-agent"
+    assert service.process_status()["Uid"].split()[0] != "0"
+    script(texts[0])
+    assert stat_of(machine, POLICY) == "640 root scheduled-events-agent"
+    assert is_approved(sim)
+    machine.run("rm", f"{DROP_INS}/50-strict.conf")
+    machine.run("systemctl", "daemon-reload")
+    script(texts[1])
+    assert stat_of(machine, POLICY) == "600 root root"
+    assert service.process_status()["Uid"].split()[0] == "0"
+
+
+def test_the_script_leaves_a_policy_that_is_a_link_one(script: Script, sim: Simulator) -> None:
+    machine = script.service.machine
+    script(policy_text(sim))
+    machine.run("mv", POLICY, "/etc/linked.yaml")
+    machine.run("ln", "-s", "/etc/linked.yaml", POLICY)
+    changed = yaml.safe_dump(yaml.safe_load(policy_text(sim)) | {"rules": [USER | {"name": "linked"}]})
+    script(changed)
+    assert machine.run("readlink", POLICY).stdout == "/etc/linked.yaml\n"
+    assert (machine.path("/etc/linked.yaml").read_text(), stat_of(machine, "/etc/linked.yaml")) == (
+        changed,
+        "600 root root",
+    )
+    assert is_approved(sim)
+
+
 # --- Ansible
 
 
@@ -379,8 +546,11 @@ def managed(supplied: Container) -> Iterator[Container]:
         yield machine
 
 
-def play(service: Service, **variables: Any) -> dict[str, int]:
-    """Run the example's role with these variables; returns how many tasks were ok, changed and so on."""
+def play(service: Service, says: str = "", **variables: Any) -> dict[str, int]:
+    """Run the example's role with these variables; returns how many tasks were ok, changed and so on.
+
+    ``says``: what its output has in it.
+    """
     named = {f"scheduled_events_agent_{name}": value for name, value in variables.items()}
     book = [
         {
@@ -399,6 +569,7 @@ def play(service: Service, **variables: Any) -> dict[str, int]:
         check=False, timeout=600,
     )  # fmt: skip
     sys.stdout.write(done.stdout + done.stderr)  # pytest shows it on failure only
+    assert says in done.stdout
     recap = done.stdout.rpartition("PLAY RECAP")[2].partition(" : ")[2]
     counts = {name: int(count) for name, _, count in (word.partition("=") for word in recap.split())}
     assert (done.returncode == 0) == (counts["failed"] == 0)
@@ -439,6 +610,16 @@ def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
         assert (changed["changed"], changed["failed"]) == (2, 0)
         assert service.pid() == pid
         service.wait_log("the policy file was read again", count=taken_over + 1)
+        # A mode and an owner of an administrator's stay.
+        machine.run("chgrp", "adm", POLICY)
+        machine.run("chmod", "640", POLICY)
+        other = yaml.safe_dump(yaml.safe_load(policy_text(sim)) | {"agent": {"listen": "off"}})
+        late = "These keys of the policy take effect at the next restart: agent.listen"
+        assert play(service, late, **{**variables, "policy": other})["changed"] == 2
+        assert (machine.path(POLICY).read_text(), stat_of(machine, POLICY)) == (other, "640 root adm")
+        assert play(service, **{**variables, "policy": policy_text(sim)})["changed"] == 2
+        machine.run("chown", "root:root", POLICY)
+        machine.run("chmod", "600", POLICY)
         bad = play(service, **{**variables, "policy": "rulez: []\n"})
         assert (bad["changed"], bad["failed"]) == (0, 1)
         assert machine.path(POLICY).read_text() == policy_text(sim)

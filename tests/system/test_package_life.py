@@ -74,8 +74,9 @@ class Format:
         """To the newer version, or back to it; returns what is said on standard error."""
         return self._run(machine, *self.upgrade_command, self.newer)
 
-    def remove(self, machine: Container) -> None:
-        self._run(machine, *self.remove_command, NAME)
+    def remove(self, machine: Container) -> str:
+        """Returns what is said on standard error."""
+        return self._run(machine, *self.remove_command, NAME)
 
     @staticmethod
     def _run(machine: Container, *command: str) -> str:
@@ -379,6 +380,57 @@ def test_removing_the_package_stops_it_and_keeps_operator_files(machine: Contain
     package.upgrade(machine)
     assert state_of(machine) == ("enabled", "active")
     assert machine.path(POLICY).read_text() == policy
+
+
+def test_removing_it_names_prepared_events_and_recover_hooks_but_an_upgrade_does_not(
+    service: Service, package: Format, sim: Simulator
+) -> None:
+    machine = service.machine
+    rule = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "manual", "lead": "1h"}
+    hooks = {name: {"shell": f"echo {name} >> /root/notes"} for name in ("drain", "resume")}
+    service.write_policy(rules=[rule], hooks=hooks)
+    machine.start()
+    event = sim.schedule("Reboot", notice_seconds=600.0)
+    service.wait_log("prepared", event_id=event)
+    assert "repared" not in package.upgrade(machine)
+    service.wait_log("restarted", event_id=event)
+    assert (
+        f"{NAME}: Prepared and not recovered: Reboot {event[:8]}.\n"
+        f"{NAME}: Without the agent these recover hooks will not run: resume.\n"
+    ) in package.remove(machine)
+    if package is RPM:
+        machine.run("mv", f"{POLICY}.rpmsave", POLICY)
+    sim.cancel(event)
+
+    # With its state it goes on where it was. Afterwards there is nothing to say.
+    machine.run(*package.install_command, package.newer, timeout=300)
+    service.wait_log("closed", event_id=event)
+    assert service.records() == ["drain", "resume"]
+    assert "repared" not in package.remove(machine)
+
+
+def test_a_state_that_cannot_be_read_hinders_no_removal(machine: Container, package: Format) -> None:
+    machine.run("systemctl", "stop", UNIT)
+    state = f"/var/lib/{NAME}/state.db"
+    machine.run("sh", "-euc", f"rm {state}* && mkfifo {state}")  # to open it waits for ever
+    assert "repared" not in package.remove(machine)
+    assert not machine.path(f"/usr/bin/{NAME}").exists()
+
+
+@deb_only
+def test_purging_it_names_prepared_events_and_a_new_installation_runs_again(
+    service: Service, package: Format, sim: Simulator
+) -> None:
+    machine = service.machine
+    rule = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "manual", "lead": "1h"}
+    service.write_policy(rules=[rule], hooks={name: {"shell": "true"} for name in ("drain", "resume")})
+    machine.start()
+    event = sim.schedule("Reboot", notice_seconds=600.0)
+    service.wait_log("prepared", event_id=event)
+    said = machine.run("dpkg", "--purge", NAME).stderr
+    assert f"{NAME}: Without the agent these recover hooks will not run: resume.\n" in said
+    package.install(machine)
+    assert state_of(machine) == ("enabled", "active")
 
 
 @deb_only

@@ -45,7 +45,8 @@ COMPILED = (
 )
 MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
 DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
-EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh", f"{HOME}/restart.sh"} | {
+_SCRIPTS = (f"{HOME}/bytecode.sh", f"{HOME}/removal.sh", f"usr/share/{NAME}/systemd/restart.sh")
+EXECUTABLE = {f"usr/bin/{NAME}", *_SCRIPTS} | {
     f"usr/share/{NAME}/{path.parent.name}/{path.name}"
     for path in (*CHECKOUT.glob("config/hooks/*"), *CHECKOUT.glob("systemd/run-*"))
     if path.suffix == ""
@@ -329,6 +330,9 @@ def test_units_in_the_package_differ_from_the_wheels_only_in_the_program_path(
                 (f"{key}=/usr/bin/{NAME} {words}", f"{key}=/usr/local/bin/{NAME} {words}")
                 for key, words in (("ExecStart", "run --stop-timeout 60s"), ("ExecReload", "check"))
             ]
+        if name == "restart.sh":
+            words = f"{NAME} # the packages say /usr/bin"
+            wanted = [(f"agent=/usr/bin/{words}", f"agent=/usr/local/bin/{words}")]
         assert differing == wanted, place
 
 

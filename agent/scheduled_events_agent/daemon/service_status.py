@@ -69,7 +69,7 @@ class ServiceReporter:
         """One line about the agent's work now. It changes only when that changes."""
         parts = []
         if hooks := [one.hook for one in self._running() if one.state == "running"]:
-            # That the line begins with "runs hook" is a contract: packaging/restart.sh reads it of the agent that
+            # That the line begins with "runs hook" is a contract: systemd/restart.sh reads it of the agent that
             # it replaces, whatever its version, and restarts the service when no hook runs.
             noun = "hook" if len(hooks) == 1 else "hooks"
             parts.append(f"runs {noun} {', '.join(hooks)}")
