@@ -14,8 +14,8 @@
 #                             minute, or 10 s before the event, and at once if there is no such client. What it printed is
 #                             in $answer
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
-#   unit_state                prints whether $unit is active, activating, inactive, ...; ends the hook if systemd does not
-#                             know it, and names $unit_variable, which sets it
+#   unit_state                prints what $unit does: runs, starts, stops or does-not-run; ends the hook if systemd does not
+#                             know it, and names $unit_variable, which sets it; or if its state is a word of a newer systemd
 #   settled_state             the same, when no stop of it is under way any more: a restart may follow the stop, and what
 #                             the agent would stop then, it would not start again
 #   ask_systemd PROPERTY      prints another property of $unit
@@ -141,13 +141,21 @@ unit_state() {
         *LoadState=not-found* | *LoadState=bad-setting* | *LoadState=error*)
             fail "systemd does not know $unit: set ${unit_variable:?}"
             ;;
-        *ActiveState=*) printf '%s\n' "$properties" | sed -n 's/^ActiveState=//p' ;;
+        *ActiveState=*) ;;
         *) fail "systemctl does not report the state of $unit: see ${unit_variable:?}" ;;
+    esac
+    state_word=$(printf '%s\n' "$properties" | sed -n 's/^ActiveState=//p')
+    case $state_word in
+        active | reloading | refreshing) echo runs ;;
+        activating) echo starts ;;
+        deactivating) echo stops ;;
+        inactive | failed | maintenance) echo does-not-run ;;
+        *) fail "whether $unit runs is not known: systemd says \"$state_word\"" ;;
     esac
 }
 is_not_stopping() {
     unit_is=$(unit_state) || exit 1
-    [ "$unit_is" != deactivating ]
+    [ "$unit_is" != stops ]
 }
 settled_state() {
     within "$(time_left 300)" is_not_stopping || fail "$unit is still stopping"
@@ -218,11 +226,11 @@ drop_void_mark() { if [ -e "$mark" ] && ! holds; then as_mark_owner rm -f "$mark
 
 is_on() {
     unit_is=$(unit_state) || exit 1
-    case $unit_is in active | activating | reloading) ;; *) return 1 ;; esac
+    case $unit_is in runs | starts) ;; *) return 1 ;; esac
 }
 is_running() {
     unit_is=$(unit_state) || exit 1
-    case $unit_is in active | reloading) ;; *) return 1 ;; esac
+    [ "$unit_is" = runs ]
 }
 require_mark() {
     if [ ! -e "$mark" ]; then

@@ -1,4 +1,4 @@
-"""What the shipped prepare hooks do about a unit that systemd is stopping already."""
+"""What the shipped hooks make of the state of a unit: it runs, starts, stops, or does not run."""
 
 import os
 import subprocess
@@ -12,6 +12,7 @@ if sys.platform == "win32":
 
 from examples import ServiceManager, Unit
 from harness import PATIENCE
+from hook_machine import CALLS, Outcome, is_recovery, run_hook
 from hook_shells import SHIPPED_HOOKS
 
 pytestmark = pytest.mark.usefixtures("hook_shell")
@@ -67,3 +68,65 @@ def test_a_unit_that_does_not_stop_in_time_fails_the_hook(tmp_path: Path, hook: 
         )
         assert (done.returncode, done.stderr) == (1, f"{hook}: {unit} is still stopping\n")
         assert "stop" not in [call.arguments[0] for call in manager.calls]
+
+
+WORDS = {
+    **dict.fromkeys(("active", "reloading", "refreshing"), "runs"),
+    "activating": "starts",
+    "deactivating": "stops",
+    **dict.fromkeys(("inactive", "failed", "maintenance"), "does-not-run"),
+}
+OF_UNITS = [
+    call
+    for call in CALLS
+    if call[0] not in ("pgbouncer", "slurm-prepare", "slurm-recover") and "checkpoint" not in call
+]
+PREPARE = [call for call in OF_UNITS if not is_recovery(call)]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_one_function_answers_what_a_unit_does(tmp_path: Path, word: str) -> None:
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\nprintf 'LoadState=loaded\\nActiveState={word}\\n'\n")
+    systemctl.chmod(0o755)
+    script = f'set -eu; . "{SHIPPED_HOOKS}/common.sh"; unit=web.service; unit_state'
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{WORDS[word]}\n"
+
+
+@pytest.mark.parametrize("call", OF_UNITS, ids=" ".join)
+def test_an_unknown_word_of_systemd_fails_the_hook(tmp_path: Path, call: tuple[str, ...]) -> None:
+    """It is not taken for a unit that does not run: the event would be approved."""
+    done = run_hook(tmp_path, call, state="thawing")
+    assert done.code != 0
+    assert done.said[-1].endswith('.service runs is not known: systemd says "thawing"')
+    assert {tuple(line.split()[:2]) for line in done.calls} <= {("systemctl", "show"), ("systemctl", "is-enabled")}
+    assert (tmp_path / "mark").exists() == is_recovery(call)
+
+
+@pytest.mark.parametrize("call", PREPARE, ids=" ".join)
+def test_a_unit_that_is_reloading_runs(tmp_path: Path, call: tuple[str, ...]) -> None:
+    def outcome(state: str) -> Outcome:
+        place = tmp_path / state
+        done = run_hook(place, call, state=state)
+        said, calls = ([line.replace(str(place), "") for line in lines] for lines in (done.said, done.calls))
+        return Outcome(done.code, said, calls)
+
+    reloading = outcome("reloading")
+    assert reloading == outcome("active")
+    assert not any("does not run" in line for line in reloading.said)
+
+
+@pytest.mark.parametrize("word", ["unknown", ""])
+def test_an_unknown_word_of_docker_fails_the_hook(tmp_path: Path, word: str) -> None:
+    container = {"SERVICE_UNIT": "", "SERVICE_CONTAINER": "web", "STATE": word}
+    done = run_hook(tmp_path, ("service", "stop"), variables=container)
+    assert (done.code, done.said) == (1, [f'service: whether web runs is not known: docker says "{word}"'])
+    assert not any(line.startswith("docker stop") for line in done.calls)
+
+
+@pytest.mark.parametrize("kind", ["SERVICE_CONTAINER", "SERVICE_COMPOSE"])
+def test_what_is_paused_is_stopped_as_what_runs(tmp_path: Path, kind: str) -> None:
+    done = run_hook(tmp_path, ("service", "stop"), variables={"SERVICE_UNIT": "", kind: "web", "STATE": "paused"})
+    assert any(" stop -t " in line for line in done.calls)

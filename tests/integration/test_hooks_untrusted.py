@@ -1,11 +1,10 @@
 """Texts of others in the variables of a hook: no shell evaluates them, and what should be a number is one."""
 
-import itertools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the hooks in sh are for Linux", allow_module_level=True)
 
+from hook_machine import CALLS, run_hook
 from hook_shells import CHECKOUT, SHIPPED_HOOKS, use_link
 
 from scheduled_events_agent.hooks.run import attempt_environment, hook_environment
@@ -33,75 +33,13 @@ VARIABLES = re.findall(
         if line.startswith("- `")
     ),
 )
-IN_SH = sorted(path.name for path in SHIPPED_HOOKS.iterdir() if path.read_bytes().startswith(b"#!/"))
-IN_SH.remove("ci-runner-api")  # in Python
-# Two of them do several things.
-CALLS = [
-    *((name,) for name in IN_SH if name not in ("pgbouncer", "service")),
-    *itertools.product(["pgbouncer"], ["pause", "during", "resume"], ["true"]),
-    *itertools.product(["service"], ["stop", "start"]),
-    ("postgresql-prepare", "checkpoint"),
-]
-# Every program that the hooks ask, of a machine on which all is well; only, no start succeeds.
-PROGRAM = """#!/bin/sh
-case ${0##*/}:$* in
-    systemctl:show*LoadState*) printf 'LoadState=loaded\\nActiveState=%s\\n' "$STATE" ;;
-    systemctl:show*MainPID*) echo 0 ;;
-    systemctl:start*) exit 1 ;;
-    runuser:*) shift 3; exec "$@" ;;
-    psql:*'SHOW DATABASES'*) printf 'name|app\\npaused|0\\n' ;;
-    pg_controldata:*) echo 'Database cluster state: shut down' ;;
-    pg_ctl:*) exit 3 ;;
-    rabbitmqctl:*) echo true ;;
-    redis-cli:*) printf 'role:slave\\nmaster_link_status:up\\n' ;;
-    scontrol:*node*) echo "NodeName=n State=IDLE BootTime=2100-01-01T00:00:00 Reason=$REASON" ;;
-esac
-"""
-PROGRAMS = "systemctl runuser psql pg_isready pg_controldata pg_ctl rabbitmqctl rabbitmq-upgrade rabbitmq-queues"
-PROGRAMS += " redis-cli scontrol squeue ray"
-PREFIXES = ("CI_RUNNER", "HAPROXY", "NGINX", "PGBOUNCER", "RABBITMQ", "RAY", "REDIS", "SERVICE", "TRAINING")
-
-
-def run(place: Path, call: tuple[str, ...], variables: Mapping[str, str]) -> None:
-    """Run a hook to its end, whatever that is, on a machine where it has something to do."""
-    programs = place / "programs"
-    programs.mkdir()
-    for name in PROGRAMS.split():
-        (programs / name).write_text(PROGRAM)
-        (programs / name).chmod(0o755)
-    (place / "PG_VERSION").touch()
-    is_recovery = call[0].endswith(("-recover", "-resume")) or call[1:2] == ("start",)
-    mark = place / "mark"
-    if is_recovery or call[1:2] == ("resume",):
-        mark.write_text("A\n\n\n")
-    subprocess.run(
-        [SHIPPED_HOOKS / call[0], *call[1:]],
-        env={
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "STATE": "inactive" if is_recovery else "active",
-            "REASON": "scheduled-events-agent: Reboot" if is_recovery else "",
-            "PGDATA": str(place),
-            "POSTGRESQL_UNIT": "postgresql.service",
-            "PGBOUNCER": "one",
-            "PGBOUNCER_DATABASE": "app",
-            "SERVICE_UNIT": "web.service",
-            "TRAINING_UNIT": "training.service",
-            "TRAINING_CHECKPOINT": f"{place}/step-*/done",
-            "TRAINING_WAIT": "0",
-            **{f"{prefix}_MARK": str(mark) for prefix in PREFIXES},
-            **variables,
-        },
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("call", CALLS, ids=" ".join)
 def test_no_hook_evaluates_a_variable(tmp_path: Path, call: tuple[str, ...]) -> None:
     owned = tmp_path / "owned"
     hostile = f"OPTIND[$(touch {owned}; echo 0)]"
-    run(tmp_path, call, {f"SCHEDULED_EVENT_{name}": hostile for name in VARIABLES})
+    run_hook(tmp_path, call, variables={f"SCHEDULED_EVENT_{name}": hostile for name in VARIABLES})
     assert not owned.exists()
 
 

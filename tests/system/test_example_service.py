@@ -50,7 +50,7 @@ match sys.argv[1:]:
         prefix = project + "-"
         services = {{name.removeprefix(prefix): name for name in containers if name.startswith(prefix)}}
         match rest:
-            case ["ps", "--services", "--status", "running", "--status", "restarting"]:
+            case ["ps", "--services", "--status", "running", "--status", "paused", "--status", "restarting"]:
                 print("\\n".join(short for short, name in services.items() if containers[name]["runs"]))
             case ["ps", "--all", "--quiet"]:
                 print("\\n".join(services.values()))

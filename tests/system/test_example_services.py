@@ -315,7 +315,7 @@ def test_a_service_whose_process_is_no_nginx_is_not_stopped(simple: Container) -
     simple.write("/etc/systemd/system/web.service", "[Service]\nExecStart=/bin/sleep 600\n")
     simple.run("systemctl", "start", "web")
     failed = simple.run(f"{PLACE}/nginx-prepare", environment={"NGINX_UNIT": "web.service"}, check=False)
-    said = "nginx-prepare: web.service is active, and its main process is no nginx: set NGINX_PID_FILE\n"
+    said = "nginx-prepare: web.service runs, and its main process is no nginx: set NGINX_PID_FILE\n"
     assert (failed.returncode, failed.stderr) == (1, said)
     assert is_active(simple, "web") == "active"
 
