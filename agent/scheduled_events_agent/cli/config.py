@@ -9,6 +9,7 @@ from scheduled_events_agent.policy.load import (
     BUILT_IN_NAME,
     CONFIG_VARIABLE,
     ConfigError,
+    FileStamp,
     InspectedPolicy,
     LoadedPolicy,
     PolicyFile,
@@ -75,7 +76,19 @@ def policy_file(
         listen=listen,
         is_observing=is_observing,
         may_change_user=host.may_change_user(),
+        stamp=partial(_stamp, path),
     )
+
+
+def _stamp(path: Path | None) -> FileStamp | None:
+    """The stamp of the file that the path leads to; None without a path."""
+    if path is None:
+        return None
+    try:
+        facts = path.stat()
+    except OSError as error:
+        return FileStamp(error=str(error))
+    return FileStamp(facts.st_mtime_ns, facts.st_size, facts.st_ino)
 
 
 def _read(path: Path | None) -> bytes:
@@ -84,9 +97,9 @@ def _read(path: Path | None) -> bytes:
     try:
         return host.read_small_file(path, _MAX_FILE_BYTES)
     except host.HostError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             hint = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
-            raise ConfigError((f"{path}: there is no such file; {hint}",)) from None
+            raise ConfigError((f"{path}: there is no such file; {hint}",), is_missing=True) from None
         # On Windows, which has no prefix, a folder is denied too.
         prefix = host.supervisor_commands().prefix if isinstance(error.__cause__, PermissionError) else ""
         hint = f": use {prefix.strip()}" if prefix else ""

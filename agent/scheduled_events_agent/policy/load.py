@@ -5,12 +5,13 @@ Invariant: Settings exist only if every check has passed. Nothing after this che
 
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import msgspec
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.policy import checks
+from scheduled_events_agent.policy import checks, yaml_nodes
 from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, AgentSettings, NotifyTarget, Settings
 from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, parse, text_at
 
@@ -19,18 +20,32 @@ BUILT_IN_NAME = "built-in policy"
 
 _EVENT_TARGET = NotifyTarget(name="kubernetes", format=KUBERNETES_FORMAT)
 _PART = r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w*"
+# In a text that is not YAML: a mode other than act, or the word itself, outside of comments.
+_OBSERVES = r"""(?m)^[^#\n]*(\bmode["']?[ \t]*:[ \t]*["']?(?!act\b)\w|(?<![\w-])observe(?![\w-]))"""
+_STATE_DIR = r"""(?m)^[^#\n]*\bstate_dir["']?[ \t]*:[ \t]*(?:"([^"\n]*)"|'([^'\n]*)'|([^\s,}#]+))"""
 
 
 class ConfigError(AgentError):
     """The policy file cannot be used; ``problems`` has one line for each thing wrong with it.
 
     ``state_dir``: the agent.state_dir in it; "" if it has none, None if that is not known.
+
+    ``content``: the file as it was read; None if it could not be read. ``is_missing``: there is no such file.
     """
 
-    def __init__(self, problems: tuple[str, ...], state_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        problems: tuple[str, ...],
+        state_dir: str | None = None,
+        *,
+        content: bytes | None = None,
+        is_missing: bool = False,
+    ) -> None:
         super().__init__("\n".join(problems), kind="config")
         self.problems = problems
         self.state_dir = state_dir
+        self.content = content
+        self.is_missing = is_missing
 
 
 class LoadedPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +60,19 @@ class LoadedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hash(self) -> str:
         """SHA-256 of the content, as sha256sum prints it."""
-        from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only run and check have a use
-
-        return sha256(self.content).hexdigest()
+        return hash_of(self.content)
 
     @property
     def name(self) -> str:
         """How messages call the file."""
         return self.parsed.name
+
+
+def hash_of(content: bytes) -> str:
+    """SHA-256, as sha256sum prints it."""
+    from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only run and check have a use
+
+    return sha256(content).hexdigest()
 
 
 class InspectedPolicy(NamedTuple):
@@ -76,6 +96,21 @@ def _part_of(path: str) -> str:
     return part[0] if part else path
 
 
+class FileStamp(NamedTuple):
+    """Differs if a file has changed."""
+
+    modified_ns: int = 0
+    size: int = 0
+    inode: int = 0
+    error: str = ""
+    """Why the file cannot be found."""
+
+    @property
+    def modified_at(self) -> datetime:
+        """When the file was changed."""
+        return datetime.fromtimestamp(self.modified_ns // 10**9, UTC)
+
+
 class PolicyFile:
     """The policy file of an agent, with the options of its command line on top."""
 
@@ -88,13 +123,15 @@ class PolicyFile:
         listen: str | None = None,
         is_observing: bool = False,
         may_change_user: bool = True,
+        stamp: Callable[[], FileStamp | None] = lambda: None,
     ) -> None:
         """``name``: how people know it. ``read``: its content now; raises ConfigError.
 
         ``state_dir``, ``listen`` and ``is_observing`` are options of ``run``. ``may_change_user``: see
-        ``parse_settings``.
+        ``parse_settings``. ``stamp``: that of the file now; None for the built-in policy.
         """
         self.name = name
+        self.stamp = stamp
         self._read = read
         self._options = {"state_dir": state_dir} if state_dir else {}
         if listen:
@@ -103,10 +140,23 @@ class PolicyFile:
             self._options["mode"] = "observe"
         self._may_change_user = may_change_user
 
+    @property
+    def state_dir(self) -> str | None:
+        """The option --state-dir."""
+        return self._options.get("state_dir")
+
     def load(self) -> LoadedPolicy:
         """Load the file. Raises ConfigError."""
-        loaded = parse_settings(self._read(), self.name, may_change_user=self._may_change_user)
-        agent = msgspec.structs.replace(loaded.settings.agent, **self._options)
+        return self.parse(self._read())
+
+    def parse(self, content: bytes, *, is_observing: bool = False) -> LoadedPolicy:
+        """The policy if the file had this content. Raises ConfigError.
+
+        ``is_observing``: it only observes, as with the option of that name.
+        """
+        loaded = parse_settings(content, self.name, may_change_user=self._may_change_user)
+        options = {**self._options, "mode": "observe"} if is_observing else self._options
+        agent = msgspec.structs.replace(loaded.settings.agent, **options)
         settings = msgspec.structs.replace(loaded.settings, agent=agent)
         warnings = loaded.warnings
         if agent.listen != loaded.settings.agent.listen:  # one of them is about that
@@ -132,7 +182,8 @@ def without_errors(inspected: InspectedPolicy) -> LoadedPolicy:
     """Settings and warnings. Raises ConfigError if there is any error."""
     if inspected.errors:
         state_dir = text_at(inspected.loaded.content, "agent", "state_dir")
-        raise ConfigError(tuple(str(error) for error in inspected.errors), state_dir)
+        content = inspected.loaded.content
+        raise ConfigError(tuple(str(error) for error in inspected.errors), state_dir, content=content)
     return inspected.loaded
 
 
@@ -158,3 +209,38 @@ def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> 
     findings = checks.warnings(settings, parsed.lines, is_all_named=is_all_named)
     warnings = parsed.to_problems(finding for finding in findings if inspected.is_valid(finding[0]))
     return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=warnings))
+
+
+def may_want_to_observe(content: bytes) -> bool:
+    """Whether a policy with errors is perhaps meant to observe: its mode is not act, or the word is misplaced."""
+    try:
+        root = yaml_nodes.compose(content)
+    except yaml_nodes.YamlSyntaxError:
+        return re.search(_OBSERVES, _as_text(content)) is not None
+    sections = [root, *[value for _, value in root.value]] if root.id == "mapping" else []
+    return any(
+        _means_to_observe(key, value)
+        for section in sections
+        if section.id == "mapping"
+        for key, value in section.value
+    )
+
+
+def _means_to_observe(key: yaml_nodes.Node, value: yaml_nodes.Node) -> bool:
+    if key.value == "mode":
+        return bool(value.value != "act")
+    return value.id == "scalar" and "observe" in (key.value, value.value)
+
+
+def state_dir_in(content: bytes) -> str:
+    """The agent.state_dir in a policy, as far as it can be found; "" if it has none. It may be no YAML."""
+    known = text_at(content, "agent", "state_dir")
+    if known is not None:
+        return known
+    found = re.search(_STATE_DIR, _as_text(content))
+    return next(filter(None, found.groups()), "") if found else ""
+
+
+def _as_text(content: bytes) -> str:
+    """A text that may have another encoding: without the zeros of UTF-16."""
+    return content.replace(b"\0", b"").decode(errors="replace")

@@ -1,9 +1,10 @@
-"""The state that survives: workflows, journal, requests, unsent notifications, in one SQLite file.
+"""The state that survives: workflows, journal, requests, unsent notifications, in one SQLite file; and a policy.
 
-store.py     open, load, commit
-file.py      the file: made, opened, upgraded, quarantined if it is damaged
-outbox.py    notifications that are not delivered yet
-presence.py  whether the file is still in its place
+store.py            open, load, commit
+file.py             the file: made, opened, upgraded, quarantined if it is damaged
+outbox.py           notifications that are not delivered yet
+presence.py         whether the file is still in its place
+accepted_policy.py  the policy that was accepted last, in a file of its own
 """
 
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
