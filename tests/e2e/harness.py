@@ -234,7 +234,11 @@ class Agent:
         return code
 
     def forget_boot(self) -> None:
-        """While it does not run: have its machine be another boot than the one that its state file knows."""
+        """While it does not run: have its machine be another boot than the one that its state knows."""
+        accepted = self.state_dir / "accepted-policy.json"
+        if accepted.exists():
+            kept = json.loads(accepted.read_text(encoding="utf-8"))
+            accepted.write_text(json.dumps({**kept, "boot_id": "the boot before"}), encoding="utf-8")
         with contextlib.closing(sqlite3.connect(self.state_dir / "state.db")) as state, state:
             boots = "'$.boot_id', 'the boot before', '$.prepare_boot_id', 'the boot before'"
             state.execute(f"UPDATE workflow SET body = json_set(body, {boots})")

@@ -282,7 +282,7 @@ def test_each_attention_item_has_its_block_and_the_worst_comes_first(state_dir: 
     status = msgspec.structs.replace(STATUS, pending=(FAILED,), policy=policy)
     _, out, _ = answered(state_dir, status, run)
     assert [block[:5] for block in out.split("\n\n")[:2]] == ["ACT  ", "FIX  "]
-    assert "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. " in out
+    assert "FIX  The policy file as it is now is rejected: policy.yaml:3: rules: expected a list. " in out
 
 
 def test_without_an_agent_an_open_failed_recovery_is_shown_below(state_dir: Path, run: Run) -> None:
@@ -358,8 +358,8 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
         "     scheduled-events-agent doctor  find the problem\n"
         "     runbook unhealthy\n"
         "\n"
-        "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. "
-        "The one read at 20:12:00 UTC is in force until the agent stops; with this file it does not start again.\n"
+        "FIX  The policy file as it is now is rejected: policy.yaml:3: rules: expected a list. "
+        "In force is the policy accepted at 20:12:00 UTC, also after a restart.\n"
         "     scheduled-events-agent check  show all that is wrong with it\n"
         "     runbook policy_rejected\n"
         "\n"
@@ -684,3 +684,11 @@ def test_before_a_removal_it_names_prepared_events_and_recover_hooks_that_will_n
     first, second = prepared()[1].splitlines()
     assert first == "Prepared and not recovered: Redeploy 11111111, Redeploy 22222222, Redeploy 33333333."
     assert second == "Without the agent these recover hooks will not run: resume, start\\nnginx."
+
+
+def test_a_good_policy_file_that_is_not_loaded_is_a_plain_line(state_dir: Path, run: Run) -> None:
+    changed = msgspec.structs.replace(POLICY, changed_at=NOW - timedelta(minutes=8))
+    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=changed), run)
+    assert code == 0
+    assert "\n             changed at 22:04:00Z, not loaded: reload\n" in out
+    assert not re.search(r"^(ACT|FIX)", out, re.MULTILINE)

@@ -107,6 +107,12 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "The engine has run no cycle for 20s.",
         "scheduled-events-agent doctor",
     ),
+    "restart_unsafe": (
+        of_event(a_workflow(), policy=replace(POLICY, next_start_failure="/state is in memory (tmpfs)")),
+        "act",
+        "After the Reboot the agent does not go on: /state is in memory (tmpfs).",
+        "scheduled-events-agent doctor",
+    ),
     "agent_restarts": (
         a_status(unclean_starts=tuple(NOW - timedelta(minutes=m) for m in (59, 2, 1)), supervisor_commands=(LOG,)),
         "fix",
@@ -116,7 +122,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "policy_rejected": (
         a_status(policy=replace(POLICY, rejected="policy.yaml:3: bad\npolicy.yaml:4: worse", rejected_at=NOW)),
         "fix",
-        "The policy file is rejected: policy.yaml:3: bad.",
+        "The policy file as it is now is rejected: policy.yaml:3: bad.",
         "scheduled-events-agent check",
     ),
     "web_config_rejected": (
@@ -277,9 +283,7 @@ def test_the_consequence_says_what_happens_if_no_person_acts() -> None:
     assert one_of(of_event(soon)).consequence == "Azure starts it at any moment, prepared or not."
     unready = "/readyz answers 503 since 22:12:00 UTC: no traffic until this is settled."
     assert one_of(of_event(UNRECOVERED)).consequence == unready
-    rejected = (
-        "The one read at 21:12:00 UTC is in force until the agent stops; with this file it does not start again."
-    )
+    rejected = "In force is the policy accepted at 21:12:00 UTC, also after a restart."
     assert one_of(NEEDED["policy_rejected"][0]).consequence == rejected
 
 
@@ -312,7 +316,7 @@ def test_the_commands_say_what_they_do() -> None:
 def test_a_reason_that_ends_as_a_sentence_gets_no_second_stop() -> None:
     rejected = 'policy.yaml:3: unknown key "rulez"; did you mean "rules"?'
     status = a_status(policy=ActivePolicy(file="policy.yaml", read_at=NOW, rejected=rejected, rejected_at=NOW))
-    assert one_of(status).message == f"The policy file is rejected: {rejected}"
+    assert one_of(status).message == f"The policy file as it is now is rejected: {rejected}"
     reason = "its certificate is not trusted: it is not valid for '127.0.0.1'."
     failing = target(failure=TargetFailure(since=NOW - timedelta(minutes=5), reason=reason))
     assert one_of(a_status(notify=(failing,))).message == f"Notifications to ops fail: {reason}"
@@ -360,3 +364,41 @@ def test_a_state_that_ends_by_itself_soon_needs_no_attention_yet() -> None:
     assert attention(a_status(**unnamed)) == ()
     old = tuple(NOW - timedelta(minutes=m) for m in (61, 2, 1))
     assert attention(a_status(unclean_starts=old)) == ()
+
+
+OPEN = "/etc/policy.yaml can be changed by every account: chmod go-w /etc/policy.yaml"
+
+
+def test_a_rejected_policy_with_which_no_agent_starts_again_needs_an_operator_before_a_restart_of_the_vm() -> None:
+    policy = replace(POLICY, rejected=OPEN, rejected_at=NOW, next_start_failure=OPEN)
+    found = one_of(a_status(policy=policy))
+    assert (found.kind, found.severity, found.deadline) == ("policy_rejected", "act", None)
+    in_force = "In force is the policy accepted at 21:12:00 UTC"
+    assert found.consequence == f"{in_force}. After a restart no agent runs: {OPEN}."
+    assert exit_code(with_summaries(a_status(policy=policy))) == 3
+    freeze = a_workflow(event={"id": "freeze", "type": "Freeze"})
+    of_another = a_workflow(event={"id": "other"}, decision={"affects": "others"})
+    started = a_workflow(event={"id": "started", "status": "Started"}, was_started=True)
+    unmoved = a_status(pending=(freeze, of_another, started), policy=policy)
+    assert one_of(unmoved).deadline is None
+    later = a_workflow(event={"type": "Redeploy", "not_before": NOW + timedelta(days=1)})
+    status = a_status(pending=(freeze, later, a_workflow()), policy=policy)
+    assert one_of(status).deadline == a_workflow().event.not_before
+    metrics = Metrics(tuple)
+    metrics.set_attention(attention(status))
+    assert 'attention_deadline_timestamp_seconds{kind="policy_rejected"}' in metrics.expose().decode()
+
+
+def test_another_state_directory_at_the_next_start_needs_an_operator_only_before_a_restart_of_the_vm() -> None:
+    policy = replace(POLICY, needs_restart=("agent.listen", "agent.state_dir"))
+    assert attention(a_status(policy=policy)) == ()
+    assert attention(of_event(a_workflow(event={"type": "Freeze"}), policy=policy)) == ()
+    assert attention(of_event(a_workflow(), policy=replace(POLICY, needs_restart=("agent.listen",)))) == ()
+    found = one_of(of_event(a_workflow(), policy=policy))
+    assert (found.kind, found.severity) == ("restart_unsafe", "act")
+    assert "another agent.state_dir" in found.message
+    assert attention(of_event(a_workflow(), policy=policy, mode="observe")) == ()
+
+
+def test_a_good_policy_file_that_is_not_loaded_rings_nothing() -> None:
+    assert attention(a_status(policy=replace(POLICY, changed_at=NOW))) == ()

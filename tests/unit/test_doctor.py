@@ -407,6 +407,7 @@ def test_healthy_targets_are_one_finding_and_so_are_none() -> None:
 
 
 CHANGED = "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since"
+REJECTED = "with the policy accepted at 2026-04-11 12:00:00 UTC: its file as it is now is rejected"
 
 
 @pytest.mark.parametrize(
@@ -421,7 +422,7 @@ CHANGED = "with the policy as it was read at 2026-04-11 12:00:00Z; its file has 
             "with the policy built-in policy, and these checks looked at another",
         ),
         ({"policy": {"hash": "another"}}, "act", CHANGED),
-        ({"policy": {"rejected": "it had an error"}}, "act", CHANGED),
+        ({"policy": {"rejected": "it has an error"}}, "act", REJECTED),
         ({"mode": "observe"}, "act", "and only observes: no hook runs and nothing is approved"),
     ],
 )

@@ -56,6 +56,7 @@ from scheduled_events_agent.policy.settings import (
 )
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.store import LOCK_NAME
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
@@ -66,6 +67,7 @@ _NEED_AN_ANSWER = ("vm-name", "version", "events", "clock")
 
 _AS_AGENT = "run this as root or administrator, or as the agent's account"
 _UNTRUSTED = "run that command: before, root uses nothing of this policy"
+_CORRECT = "correct it: an agent starts with the policy that it has accepted before, or not at all"
 _DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
 _RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was accepted"
@@ -283,7 +285,7 @@ def _policy_failures(error: ConfigError) -> Iterator[Finding]:
         yield warning("policy", f"{denied.filename}: cannot be read: {denied.strerror}", _AS_AGENT)
     else:
         for problem in error.problems:
-            yield failure("policy", problem, "correct it: the agent does not start with this policy")
+            yield failure("policy", problem, _CORRECT)
     yield from waiting(("hooks", "secrets", "permissions", "fleet", "kubernetes", "notifications"), "policy")
 
 
@@ -630,14 +632,17 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
         return warning("agent", f"{runs}: {needs[0].message}", f"{look}; runbook {needs[0].kind}")
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
-    if loaded is not None and policy is not None:
+    if policy is not None and policy.rejected:
+        in_force = f"with the policy accepted at {utc(policy.read_at)}: its file as it is now is rejected"
+        warnings.append((True, in_force, f"correct it; then {_RELOAD}"))
+    elif loaded is not None and policy is not None:
         is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)
         looked = f"with the policy {policy.file}, and these checks looked at another"
         read = f"with the policy as it was read at {policy.read_at:%Y-%m-%d %H:%M:%S}Z; its file has changed since"
         observes = status.mode == "observe" and loaded.settings.agent.mode == "act"
         warnings += [
             (is_other, looked, "name that one with --config, or restart the agent"),
-            (policy.hash != loaded.hash or bool(policy.rejected), read, _RELOAD),
+            (policy.hash != loaded.hash, read, _RELOAD),
             (observes, "and only observes: no hook runs and nothing is approved", "start it without --observe"),
         ]
     for is_so, problem, advice in warnings:

@@ -17,8 +17,10 @@ from scheduled_events_agent.cli.config import find_config, policy_file, state_di
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon.background import run_in_background
 from scheduled_events_agent.daemon.daemon import Daemon
-from scheduled_events_agent.daemon.policy_reader import check_in_background, read_policy
+from scheduled_events_agent.daemon.fallback import Fallback
+from scheduled_events_agent.daemon.policy_reader import check_in_background, read_fallback, read_policy
 from scheduled_events_agent.policy.checks import listen_error
+from scheduled_events_agent.policy.load import ConfigError
 from scheduled_events_agent.policy.settings import LogFormat, LogLevel
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger, set_up
@@ -82,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return _run_daemon(arguments, set_up_log)
     except AgentError as error:
-        if sys.stderr is None or sys.stderr.isatty():
+        if sys.stderr is None or _is_on_terminal():
             raise
         # In the form of the log, so that systemd's journal has it as an error.
         if not is_log_set_up:
@@ -90,6 +92,10 @@ def _run(arguments: argparse.Namespace) -> int:
         for reason in getattr(error, "problems", (str(error),)):  # of a policy file, one for each line
             get_logger().error("the agent cannot run", log_id=LogId.AGENT_FAILED, kind=error.kind, reason=reason)
         return exit_code(error)
+
+
+def _is_on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, LogFormat], None]) -> int:
@@ -103,6 +109,7 @@ def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, L
         is_observing=arguments.observe,
         stop_timeout=arguments.stop_timeout,
         set_up_log=set_up_log,
+        may_fall_back=not _is_on_terminal(),
     ) as daemon:
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes
@@ -177,15 +184,25 @@ def open_daemon(
     is_observing: bool,
     stop_timeout: float,
     set_up_log: Callable[[LogLevel, LogFormat], None],
+    may_fall_back: bool = True,
     service: "host.ServiceManager | None" = None,
 ) -> Iterator[Daemon]:
     """A daemon that is ready to run: policy read, log set up, state directory locked, state opened.
 
     ``config``, ``state_dir``, ``listen`` and ``is_observing`` are the options of that name. Raises AgentError.
+
+    ``may_fall_back``: whether it may go on with the policy that was accepted last, if the file is rejected.
     """
     path = find_config(config)
     file = policy_file(path, state_dir, listen=listen, is_observing=is_observing)
-    loaded = read_policy(file, set_up_log, is_start=True)
+    fallback: Fallback | None = None
+    try:
+        loaded = read_policy(file, set_up_log, is_start=True)
+    except ConfigError as error:
+        if not may_fall_back:
+            raise
+        fallback = read_fallback(file, error, set_up_log)
+        loaded = fallback.loaded
     settings = loaded.settings
     directory = state_dir_of(settings)
     host.create_private_dir(directory)
@@ -206,6 +223,7 @@ def open_daemon(
             loaded,
             file,
             store,
+            fallback=fallback,
             command_options=options_in_force(state_dir, path, directory),
             stop_timeout=stop_timeout,
             service=service,

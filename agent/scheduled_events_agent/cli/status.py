@@ -25,6 +25,7 @@ from scheduled_events_agent.imds.document import Affects, ScheduledEvent
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import (
     NO_OPTIONS,
+    ActivePolicy,
     Attention,
     CommandOptions,
     JournalRecord,
@@ -274,10 +275,8 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
 def _rows(status: Status) -> Iterator[Row]:
     now = status.at
     yield Row("vm", _vm(status.vm))
-    if policy := status.policy:
-        yield Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}")
-        for key in policy.needs_restart:
-            yield Row("", f"{key}: needs a restart", "yellow")
+    if status.policy:
+        yield from _policy_rows(status.policy, now)
     yield _last_poll(status)
     if status.recommendations_failure:
         yield Row("", status.recommendations_failure, "yellow")
@@ -306,6 +305,14 @@ def _rows(status: Status) -> Iterator[Row]:
             yield Row("held", f"{held.event_id}, by {held.user or 'an operator'}; not in the document", "yellow")
     for hook in status.running_for(""):
         yield Row("runs", f"the on_clear hook {hook.hook}, {format_elapsed(hook.since, now)} so far", "cyan")
+
+
+def _policy_rows(policy: ActivePolicy, now: datetime) -> Iterator[Row]:
+    yield Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}")
+    if policy.changed_at:
+        yield Row("", f"changed at {format_clock(policy.changed_at, now)}, not loaded: reload")
+    for key in policy.needs_restart:
+        yield Row("", f"{key}: needs a restart", "yellow")
 
 
 def _last_known_rows(status: Status) -> Iterator[Row]:

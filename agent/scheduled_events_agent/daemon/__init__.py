@@ -10,7 +10,8 @@ Nothing here decides about events.
     notifier.py        one thread for each target of notifications
     fleet.py           asks the store of the VMs that act together
     node.py            keeps the conditions of a Kubernetes node up to date
-    policy_reader.py   reads the policy file again
+    policy_reader.py   reads the policy file again, and looks whether it has changed
+    fallback.py        the policy that was accepted last, for a start whose policy file is bad
     service_status.py  what the service manager hears
     status_source.py   the status, of what all these publish
     watchdog.py        ends the process if it hangs

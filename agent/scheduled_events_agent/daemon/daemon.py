@@ -12,7 +12,7 @@ approval or client can delay the engine's next cycle.
     fleet       reads and writes the fleet's store (fleet.py), if the policy has one -> inbox
     node        keeps the conditions of a Kubernetes node up to date (node.py), if the policy has the section
     notify-...  one thread for each notification target    -> inbox     (notifier.py)
-    policy      reads the policy file again, when asked to -> inbox   (policy_reader.py)
+    policy      reads the policy file again, when asked to; looks at it once a minute -> inbox (policy_reader.py)
     pages       opens the web server, and retries until it is open (web/endpoints.py)
     web         answers from the published snapshot
     operators   wakes the engine for a request in the state file
@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING
 
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.daemon.executor import ThreadExecutor
-from scheduled_events_agent.daemon.inbox import Command, Inbox, Item, PolicyReloaded
+from scheduled_events_agent.daemon.fallback import Fallback
+from scheduled_events_agent.daemon.inbox import Command, Inbox, Item, PolicyFileSeen, PolicyReloaded
 from scheduled_events_agent.daemon.notifier import Notifier
 from scheduled_events_agent.daemon.policy_reader import PolicyReader
 from scheduled_events_agent.daemon.poller import IdentityResolver, Poller
@@ -81,12 +82,15 @@ class Daemon:
         file: PolicyFile,
         store: Store,
         *,
+        fallback: Fallback | None = None,
         command_options: CommandOptions = NO_OPTIONS,
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
         connect_fleet: "Callable[[Settings, FleetSettings, str], Backend] | None" = None,
     ) -> None:
-        """``loaded``: the policy in ``file``. ``command_options``: those of ``Status``.
+        """``loaded``: the policy in ``file``, or of ``fallback`` if the file was rejected.
+
+        ``command_options``: those of ``Status``.
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
@@ -121,7 +125,7 @@ class Daemon:
         self._inbox = Inbox(
             items, self._engine, self._executor, self._handle_command, is_sending=self._notifier.is_busy
         )
-        self._policy = PolicyReader(file, loaded, self._put)
+        self._policy = PolicyReader(file, loaded, self._put, store.path.parent, fallback)
         self._status = StatusSource(
             self._snapshot,
             self._poller,
@@ -199,6 +203,8 @@ class Daemon:
         settings = self._engine.settings
         self._metrics.set_policy(settings, self._policy.in_force.hash)
         self._engine.start()  # before a client can ask whether this VM is ready for work
+        if self._policy.in_force.rejected:
+            self._engine.record_rejection(self._policy.in_force.rejected)
         self._start_thread("identity", self._identifier.run)
         self._start_thread("poller", self._poll)
         self._start_thread("hedge", self._poller.run_hedge)
@@ -375,7 +381,7 @@ class Daemon:
         wake_at = self._engine.wake_at
         return min(seconds, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else seconds
 
-    def _handle_command(self, item: Command | PolicyReloaded) -> None:
+    def _handle_command(self, item: Command | PolicyReloaded | PolicyFileSeen) -> None:
         if self._is_stopping:
             return
         match item:
@@ -383,16 +389,18 @@ class Daemon:
                 pass  # the next cycle does it
             case PolicyReloaded():
                 self._reload(item)
+            case PolicyFileSeen():
+                self._policy.see(item)
             case Command(action="reload"):
                 self._reporter.report_reloading()
                 self._policy.request()
 
     def _reload(self, read: PolicyReloaded) -> None:
         if read.settings is None:
-            self._policy.reject(read.error)
+            self._policy.reject(read)
             self._engine.reject_settings(read.error)
         else:
-            self._policy.accept(read.settings.agent, read.hash, self._engine.settings.agent)
+            self._policy.accept(read, read.settings.agent, self._engine.settings.agent)
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
             self._notifier.reconfigure(read.settings.notify, read.settings.kubernetes)

@@ -7,6 +7,7 @@ name, the document, operators' requests.
 import queue
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -39,9 +40,22 @@ class PolicyReloaded(msgspec.Struct, frozen=True):
     """None if the file was rejected."""
     hash: str = ""
     error: str = ""
+    next_start_failure: str = ""
+    """That of ``ActivePolicy``."""
 
 
-Item = Message | Command | PolicyReloaded
+class PolicyFileSeen(msgspec.Struct, frozen=True):
+    """The policy file as it is now, without a reload."""
+
+    error: str = ""
+    """Why it is rejected."""
+    changed_at: datetime | None = None
+    """None if it is rejected or in force."""
+    next_start_failure: str = ""
+    """That of ``ActivePolicy``."""
+
+
+Item = Message | Command | PolicyReloaded | PolicyFileSeen
 
 
 class Inbox:
@@ -52,12 +66,12 @@ class Inbox:
         items: "queue.SimpleQueue[Item]",
         engine: Engine,
         executor: Executor,
-        handle: Callable[[Command | PolicyReloaded], None],
+        handle: Callable[[Command | PolicyReloaded | PolicyFileSeen], None],
         *,
         is_sending: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``handle`` carries out every command but ``stop``, and receives the policy that was read.
+        """``handle`` carries out every command but ``stop``, and receives what was read of the policy file.
 
         ``is_sending``: whether a stop should still wait for notifications.
         """
@@ -76,7 +90,7 @@ class Inbox:
             while True:
                 if isinstance(item, Command) and item.action == "stop":
                     is_to_stop = True
-                elif isinstance(item, Command | PolicyReloaded):
+                elif isinstance(item, Command | PolicyReloaded | PolicyFileSeen):
                     self._handle(item)
                 else:
                     self._engine.receive(item)

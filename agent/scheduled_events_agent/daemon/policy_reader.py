@@ -1,22 +1,43 @@
-"""Reads the policy file: at the start, and again on request, on a thread that nothing waits for."""
+"""Reads the policy file: at the start, and on a thread that nothing waits for, again on request.
+
+Once a minute it looks whether the file has changed without a reload, and whether the agent would come back after a
+restart: the next start may be the reboot of an event.
+"""
 
 import threading
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from scheduled_events_agent import host
 from scheduled_events_agent.daemon.background import run_in_background
-from scheduled_events_agent.daemon.inbox import PolicyReloaded
-from scheduled_events_agent.hooks.preflight import check_machine, problems, require_trusted
+from scheduled_events_agent.daemon.fallback import (
+    AcceptedPolicyKeeper,
+    Fallback,
+    NoFallbackError,
+    find_fallback,
+)
+from scheduled_events_agent.daemon.inbox import PolicyFileSeen, PolicyReloaded
+from scheduled_events_agent.hooks.preflight import check_machine, find_state_loss, problems, require_trusted
 from scheduled_events_agent.notifications import warnings as notification_warnings
-from scheduled_events_agent.policy.load import LoadedPolicy, PolicyFile, keys_for_next_start
+from scheduled_events_agent.policy.load import (
+    ConfigError,
+    FileStamp,
+    LoadedPolicy,
+    PolicyFile,
+    keys_for_next_start,
+)
 from scheduled_events_agent.policy.settings import AgentSettings, LogFormat, LogLevel
 from scheduled_events_agent.status import ActivePolicy
+from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
+
+LOOK_SECONDS = 60.0
+"""The file is looked at so often."""
 
 
 def read_policy(
@@ -33,6 +54,28 @@ def read_policy(
     return loaded
 
 
+def read_fallback(
+    file: PolicyFile, error: ConfigError, set_up_log: Callable[[LogLevel, LogFormat], None]
+) -> Fallback:
+    """The policy that was accepted last, for a start whose file is rejected by ``error``. As ``read_policy``.
+
+    Raises ConfigError if the agent must not start with it.
+    """
+    try:
+        fallback = find_fallback(file, error)
+    except NoFallbackError as failure:
+        raise ConfigError((*error.problems, *failure.problems), error.state_dir) from error.__cause__
+    settings = fallback.loaded.settings.agent.log
+    set_up_log(settings.level, settings.format)
+    get_logger().error(
+        f"the policy file is rejected; in force is the policy accepted at {utc(fallback.accepted.accepted_at)}",
+        log_id=LogId.POLICY_REJECTED,
+        reason=str(error),
+    )
+    _warn(map(str, fallback.loaded.warnings))
+    return fallback
+
+
 def check_in_background(loaded: LoadedPolicy) -> None:
     """Log the warnings about this machine. Looking up accounts may take minutes: no start or reload waits for it.
 
@@ -42,20 +85,46 @@ def check_in_background(loaded: LoadedPolicy) -> None:
 
 
 class PolicyReader:
-    """Reads the policy file on request.
+    """Reads the policy file on request, and looks at it once a minute.
 
-    ``request``, ``stop`` and ``in_force`` are for any thread, ``accept`` and ``reject`` for the engine's.
+    ``request``, ``stop`` and ``in_force`` are for any thread, ``accept``, ``reject`` and ``see`` for the engine's.
     """
 
-    def __init__(self, file: PolicyFile, loaded: LoadedPolicy, put: Callable[[PolicyReloaded], None]) -> None:
-        """``loaded``: the policy with which the agent starts."""
+    def __init__(
+        self,
+        file: PolicyFile,
+        loaded: LoadedPolicy,
+        put: Callable[[PolicyReloaded | PolicyFileSeen], None],
+        directory: Path,
+        fallback: Fallback | None = None,
+    ) -> None:
+        """``loaded``: the policy with which the agent starts. ``directory``: that of the state.
+
+        ``fallback``: where ``loaded`` comes from, if the file was rejected.
+        """
         self.file = file
+        self._loaded = loaded
         self._put = put
+        self._directory = directory.absolute()
+        self._fallback = fallback
+        self._keeper = AcceptedPolicyKeeper(file, directory)
         self._agent_at_start = loaded.settings.agent
         self._is_requested = threading.Event()
         self._is_stopping = False
+        self._found: LoadedPolicy | ConfigError = loaded
+        """What was last read of the file."""
+        self._found_stamp: FileStamp | None = None
+        self._last_stamp: FileStamp | None = None
+        """That of the last look."""
+        self._seen = PolicyFileSeen()
+        """What the engine knows of the file."""
         self.in_force = ActivePolicy(file=file.name, read_at=datetime.now(UTC), hash=loaded.hash)
         """Replaced, never changed."""
+        if fallback is not None:
+            self._found = fallback.error
+            self._seen = PolicyFileSeen(error=str(fallback.error))
+            self.in_force = replace(self.in_force, read_at=fallback.accepted.accepted_at)
+            self._note(self._seen)
 
     def request(self) -> None:
         """Have the file read again."""
@@ -66,37 +135,138 @@ class PolicyReader:
         self._is_requested.set()
 
     def run(self) -> None:
-        """Read the file on request; a result from before the last request does not count."""
-        while self._is_requested.wait() and not self._is_stopping:
-            self._is_requested.clear()
-            try:
-                loaded = read_policy(self.file, log.change)
-                check_in_background(loaded)
-                read = PolicyReloaded(loaded.settings, loaded.hash)
-            except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
-                read = PolicyReloaded(None, error=str(error))
-            if not self._is_requested.is_set():
-                self._put(read)
+        """Keep the policy of the start; then read the file on request, and look at it once a minute."""
+        self.keep()
+        self.look()
+        while not self._is_stopping:
+            if not self._is_requested.wait(LOOK_SECONDS):
+                self.look()
+            elif not self._is_stopping:
+                self._is_requested.clear()
+                self._read()
 
-    def accept(self, new: AgentSettings, hash_: str, before: AgentSettings) -> None:
-        """Note that the new policy is in force now, in place of ``before``."""
+    def keep(self) -> None:
+        """Keep the policy of the start for the next one."""
+        if self._fallback is None:
+            self._keeper.accept(self._loaded)
+        else:
+            self._keeper.go_on_with(self._fallback)
+
+    def _read(self) -> None:
+        """Read the file; a result from before the last request does not count."""
+        found: LoadedPolicy | ConfigError
+        try:
+            found = read_policy(self.file, log.change)
+            check_in_background(found)
+        except ConfigError as error:
+            found = error
+        except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
+            found = ConfigError((str(error),))
+        if self._is_requested.is_set():
+            return
+        self._found = found
+        self._found_stamp = self._last_stamp = None
+        if isinstance(found, ConfigError):
+            self._seen = self._rejected(found)
+            read = PolicyReloaded(None, error=str(found), next_start_failure=self._seen.next_start_failure)
+            self._put(read)
+            return
+        self._loaded = found
+        self._seen = PolicyFileSeen(next_start_failure=self._find_state_failure())
+        read = PolicyReloaded(found.settings, found.hash, next_start_failure=self._seen.next_start_failure)
+        self._put(read)
+        self._keeper.accept(found)
+
+    def look(self) -> None:
+        """See whether the file has changed, and whether the agent would come back after a restart."""
+        self._keeper.write_if_missing()
+        stamp = self.file.stamp()
+        is_settled = stamp == self._last_stamp  # else an editor may be at it
+        self._last_stamp = stamp
+        if stamp != self._found_stamp and is_settled:
+            found = self._load()
+            if self.file.stamp() == stamp:
+                self._found = found
+                self._found_stamp = stamp
+        seen = self._judge(self._found)
+        if seen != self._seen:
+            self._seen = seen
+            self._put(seen)
+
+    def _load(self) -> LoadedPolicy | ConfigError:
+        try:
+            return self.file.load()
+        except ConfigError as error:
+            return error
+
+    def _judge(self, found: LoadedPolicy | ConfigError) -> PolicyFileSeen:
+        if isinstance(found, ConfigError):
+            return self._rejected(found)
+        in_force = self._loaded
+        # A policy from before a start may only observe because of the file that was rejected then.
+        is_other = found.content != in_force.content or found.settings.agent.mode != in_force.settings.agent.mode
+        try:
+            require_trusted(found, is_reload=is_other)
+        except ConfigError as error:
+            return self._rejected(error)
+        changed_at = None
+        if is_other and self._found_stamp is not None:
+            changed_at = self._found_stamp.modified_at
+        return PolicyFileSeen(changed_at=changed_at, next_start_failure=self._find_state_failure())
+
+    def _rejected(self, error: ConfigError) -> PolicyFileSeen:
+        failure = self._keeper.reject(error) or self._find_state_failure()
+        return PolicyFileSeen(error=str(error), next_start_failure=failure)
+
+    def _find_state_failure(self) -> str:
+        """Why the next start could not use the state, or would find none; "" if no reason is known."""
+        try:
+            if self._directory.is_dir():
+                host.create_private_dir(self._directory)
+        except host.HostError as error:
+            return str(error)
+        chosen = self._loaded.settings.agent.state_dir
+        directory = Path(chosen or host.default_state_dir()).absolute()
+        if (
+            self.file.state_dir or directory != self._directory
+        ):  # for a trial, the option may name such a directory
+            return ""
+        return find_state_loss(directory)
+
+    def accept(self, read: PolicyReloaded, new: AgentSettings, before: AgentSettings) -> None:
+        """Note that the policy with these settings is in force now, in place of ``before``."""
         late = keys_for_next_start(self._agent_at_start, new)
         if late and keys_for_next_start(before, new):
             text = "the policy file has changes that need a restart of the agent"
             get_logger().warning(text, log_id=LogId.POLICY_WARNING, keys=late)
-        self.in_force = replace(
-            self.in_force,
+        self.in_force = ActivePolicy(
+            file=self.in_force.file,
             read_at=datetime.now(UTC),
-            hash=hash_,
-            rejected="",
-            rejected_at=None,
+            hash=read.hash,
+            next_start_failure=read.next_start_failure,
             needs_restart=late,
         )
 
-    def reject(self, reason: str) -> None:
-        """Note that the new policy is rejected: the previous one stays in force."""
-        rejected_at = self.in_force.rejected_at or datetime.now(UTC)
-        self.in_force = replace(self.in_force, rejected=reason, rejected_at=rejected_at)
+    def reject(self, read: PolicyReloaded) -> None:
+        """Note that the file is rejected: the previous policy stays in force."""
+        self._note(PolicyFileSeen(error=read.error, next_start_failure=read.next_start_failure))
+
+    def see(self, seen: PolicyFileSeen) -> None:
+        """Note what the file is now, without a reload."""
+        if seen.error and seen.error != self.in_force.rejected:
+            text = "the policy file has changed and is rejected; the old policy stays in force"
+            get_logger().error(text, log_id=LogId.POLICY_REJECTED, reason=seen.error)
+        self._note(seen)
+
+    def _note(self, seen: PolicyFileSeen) -> None:
+        since = self.in_force.rejected_at or datetime.now(UTC)
+        self.in_force = replace(
+            self.in_force,
+            rejected=seen.error,
+            rejected_at=since if seen.error else None,
+            changed_at=seen.changed_at,
+            next_start_failure=seen.next_start_failure,
+        )
 
 
 def machine_warnings(loaded: LoadedPolicy) -> list[str]:

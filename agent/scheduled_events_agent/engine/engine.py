@@ -348,12 +348,16 @@ class Engine:
 
     def reject_settings(self, reason: str) -> None:
         """Report that the new policy cannot be used: the old one stays in force."""
-        self._metrics.reload_ok.set(0)
         self._log.error(
             "the policy file is rejected; the old policy stays in force",
             log_id=LogId.POLICY_REJECTED,
             reason=reason,
         )
+        self.record_rejection(reason)
+
+    def record_rejection(self, reason: str) -> None:
+        """Record that the policy file cannot be used: another policy is in force."""
+        self._metrics.reload_ok.set(0)
         self._reporter.record("reload_rejected", reason, self._machine.now())
 
     def is_acting(self) -> bool:

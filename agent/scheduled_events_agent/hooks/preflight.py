@@ -45,6 +45,8 @@ _TRUST_HINT = "run that command, unless you trust these accounts"
 _STATE_HINT = "name another directory with agent.state_dir"
 HOOK_HINT = "correct it: until then the hook fails, and a failed prepare hook holds its event"
 
+FILE_SYSTEMS_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
 Severity = Literal["error", "warning"]
 
 
@@ -130,7 +132,7 @@ def require_trusted(loaded: LoadedPolicy, *, is_reload: bool = False) -> LoadedP
     if is_reload:
         exposed += _exposed_files(loaded, "exchange", is_root=True)
     if exposed:
-        raise UntrustedPolicyError(tuple(map(str, problems(loaded, exposed))))
+        raise UntrustedPolicyError(tuple(map(str, problems(loaded, exposed))), content=loaded.content)
     return loaded
 
 
@@ -203,6 +205,18 @@ def _literal_secrets(settings: Settings) -> list[str]:
 def is_cleared(directory: Path) -> bool:
     """Whether the system clears the directory, as at a reboot."""
     return any(directory.is_relative_to(place) for place in host.cleared_places())
+
+
+def find_state_loss(directory: Path) -> str:
+    """Why an event takes the state in this directory away; "" if none is known to."""
+    if disk := processes.temporary_disk(directory):
+        return f"the state directory {directory} is on Azure's temporary disk {disk}, which may be empty after it"
+    system = processes.file_system(directory)
+    if system is not None and system[0] in FILE_SYSTEMS_IN_MEMORY:
+        return f"the state directory {directory} is in memory ({system[0]}), and gone after it"
+    if is_cleared(directory):
+        return f"the state directory {directory} is in a directory that the system clears, as at a boot"
+    return ""
 
 
 def _check_state_dir(loaded: LoadedPolicy) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import get_args
 
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted, short_ids
-from scheduled_events_agent.status.messages import utc
+from scheduled_events_agent.status.messages import is_for_this_vm, utc
 from scheduled_events_agent.status.status import (
     Attention,
     AttentionKind,
@@ -21,14 +21,19 @@ from scheduled_events_agent.status.status import (
 
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 """The kinds of attention, the worst first."""
-WITH_DEADLINE: tuple[AttentionKind, ...] = ("prepare_failed", "approval_needed", "approval_failing")
+WITH_DEADLINE: tuple[AttentionKind, ...] = (
+    "prepare_failed",
+    "approval_needed",
+    "approval_failing",
+    "restart_unsafe",
+)
 """Kinds of events that Azure has not started. Without a deadline the event may start at any moment."""
-_OF_EVENTS: tuple[AttentionKind, ...] = ("recovery_failed", "hook_missing", "not_acting", *WITH_DEADLINE)
 _FAILED_APPROVALS = 3
 _CRASHES = 3
 CRASHED_WITHIN = timedelta(hours=1)
 """How long a start after a crash counts."""
 _NAMED_WITHIN = timedelta(minutes=5)
+_RESTARTING = ("Reboot", "Redeploy")
 _NOTIFIED_WITHIN = timedelta(minutes=5)
 
 _MESSAGES: dict[AttentionKind, str] = {
@@ -55,7 +60,7 @@ _CONSEQUENCES: dict[AttentionKind, str] = {
 
 def attention(status: Status) -> tuple[Attention, ...]:
     """All that needs a person, the worst first."""
-    found = [*of_events(status), *_of_agent(status), *_of_setup(status)]
+    found = [*of_events(status), *_of_agent(status), *_of_next_start(status), *_of_setup(status)]
 
     def rank(one: Attention) -> tuple[bool, int, float]:
         deadline = one.deadline.timestamp() if one.deadline else 0.0
@@ -66,7 +71,7 @@ def attention(status: Status) -> tuple[Attention, ...]:
 
 def exit_code(status: Status) -> int:
     """Exit code of the command ``status``. 3: an operator must act; 1: no agent runs, or it is unhealthy."""
-    if any(one.severity == "act" and one.kind in _OF_EVENTS for one in status.attention):
+    if any(one.severity == "act" and one.kind != "unhealthy" for one in status.attention):
         return 3
     return 0 if status.health == "ok" else 1
 
@@ -186,25 +191,66 @@ def _of_agent(status: Status) -> Iterator[Attention]:
         )
 
 
-def _of_setup(status: Status) -> Iterator[Attention]:
+def _of_next_start(status: Status) -> Iterator[Attention]:
+    """What works until the next start. An event that is one may come before a person does."""
     policy = status.policy
-    if policy is not None and policy.rejected:
+    if policy is None:
+        return
+    restart = _next_restart(status)
+    failure = policy.next_start_failure
+    if policy.rejected:
+        in_force = f"In force is the policy accepted at {utc(policy.read_at, status.at)}"
         yield Attention(
             kind="policy_rejected",
-            severity="fix",
+            severity="act" if failure else "fix",
             since=policy.rejected_at,
-            message=_sentence(f"The policy file is rejected: {_first_line(policy.rejected)}"),
-            consequence=f"The one read at {utc(policy.read_at, status.at)} is in force until the agent stops; "
-            "with this file it does not start again.",
+            message=_sentence(f"The policy file as it is now is rejected: {_first_line(policy.rejected)}"),
+            consequence=_sentence(f"{in_force}. After a restart no agent runs: {failure}")
+            if failure
+            else f"{in_force}, also after a restart.",
+            deadline=restart.event.not_before if restart and failure else None,
             commands=(_check(status, "show all that is wrong with it"),),
         )
+        return
+    if not failure and "agent.state_dir" in policy.needs_restart:
+        failure = "the next start begins with another agent.state_dir, in which no event is known"
+    if restart is not None and failure and status.mode == "act":
+        yield Attention(
+            kind="restart_unsafe",
+            severity="act",
+            since=restart.first_seen_at,
+            event_id=restart.event.id,
+            workflow_id=restart.id,
+            message=_sentence(f"After the {restart.event.type} the agent does not go on: {failure}"),
+            consequence="What was prepared is not recovered.",
+            deadline=restart.event.not_before,
+            commands=(_doctor(status),),
+        )
+
+
+def _next_restart(status: Status) -> WorkflowView | None:
+    """The first event that will restart this VM."""
+    restarts = [
+        workflow
+        for workflow in status.pending
+        if workflow.event.type in _RESTARTING and workflow.event.status == "Scheduled" and is_for_this_vm(workflow)
+    ]
+    return min(restarts, key=_starts_at, default=None)
+
+
+def _starts_at(workflow: WorkflowView) -> float:
+    return workflow.event.not_before.timestamp() if workflow.event.not_before else 0.0
+
+
+def _of_setup(status: Status) -> Iterator[Attention]:
     if rejected := status.web_config_rejected:
         yield Attention(
             kind="web_config_rejected",
             severity="fix",
             since=rejected.since,
             message=_sentence(f"agent.web_config is rejected: {_first_line(rejected.reason)}"),
-            consequence="Its previous content is in force, and its certificate may expire.",
+            consequence="Its previous content is in force, and its certificate may expire. "
+            "After a restart no pages are served.",
             commands=(_check(status, "show what is wrong with it"),),
         )
     started_at = status.started_at

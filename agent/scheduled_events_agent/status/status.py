@@ -80,11 +80,16 @@ class ActivePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str  # or ``policy.load.BUILT_IN_NAME``
     read_at: datetime
+    """When it was accepted."""
     hash: str = ""  # as sha256sum prints it; of the built-in policy: that of an empty file
     """SHA-256."""
     rejected: str = ""
     """Why the current file was rejected."""
     rejected_at: datetime | None = None
+    changed_at: datetime | None = None
+    """When the current file was changed, if it is good and not loaded."""
+    next_start_failure: str = ""
+    """Why the agent would not come back after a restart."""
     needs_restart: tuple[str, ...] = ()
     """Keys whose change takes effect at the next start."""
 
@@ -166,7 +171,7 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 AttentionKind = Literal[
     "unhealthy", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed", "not_acting",
-    "approval_failing", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown",
+    "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown",
     "fleet_unavailable", "notifications_failing",
 ]  # fmt: skip
 """The reasons why a person may be needed, the worst first. An unhealthy agent may carry out no command."""

@@ -134,7 +134,7 @@ class Metrics:
         )  # fmt: skip
         self.last_pause_seconds = self._gauge("last_pause_seconds", "Length of the last measured pause.")
         self.reload_ok = self._gauge(
-            "config_last_reload_successful", "1 if the policy file was good when last read."
+            "config_last_reload_successful", "1 if the policy file was good at the last start or reload."
         )
         self.reloaded_at = self._gauge(
             "config_last_reload_success_timestamp_seconds", "Unix time when the policy in force was read."
@@ -233,7 +233,7 @@ class Metrics:
         self._deadlines.clear()
         deadlines: dict[str, float] = {}
         for one in found:
-            if one.kind in WITH_DEADLINE and one.severity == "act":
+            if one.severity == "act" and (one.kind in WITH_DEADLINE or one.deadline):
                 deadline = one.deadline.timestamp() if one.deadline else 0.0
                 deadlines[one.kind] = min(deadline, deadlines.get(one.kind, deadline))
         for name, deadline in deadlines.items():

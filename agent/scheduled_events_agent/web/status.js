@@ -9,7 +9,7 @@
   const MOST = {events: 50, resources: 12, names: 40, records: 40, characters: 600, inName: 80, ofOutput: 2000};
   const LEVELS = {act: "bad", fix: "busy"};
   const BUSY_PHASES = ["preparing", "started", "recovering"];
-  const STARTS_AT_DEADLINE = ["prepare_failed", "approval_needed", "approval_failing"];
+  const STARTS_AT_DEADLINE = ["prepare_failed", "approval_needed", "approval_failing", "restart_unsafe"];
   const SIGNS = {good: "✓", busy: "▸", bad: "✕"};
   const COLORS = {good: "#15803d", busy: "#b45309", bad: "#b91c1c"};
   const ICONS = {
@@ -152,7 +152,7 @@
   };
 
   const deadline = ({severity, kind, deadline: at}) => {
-    if (severity !== "act" || !STARTS_AT_DEADLINE.includes(kind)) return "";
+    if (severity !== "act" || !(at || STARTS_AT_DEADLINE.includes(kind))) return "";
     if (!at || Date.parse(at) <= now()) return el("p", {class: "deadline"}, "It may start ", el("b", {}, "at any moment"));
     return el("p", {class: "deadline"}, el("b", {}, until(at)), " left, until ", time(at, clock(at)));
   };
@@ -205,6 +205,8 @@
     const {policy, vm, rules, fleet} = status;
     const acts = status.mode === "act" ? "acts" : "only observes: runs no hooks, approves nothing";
     const hash = policy.hash ? [", SHA-256 ", el("code", {}, policy.hash.slice(0, 12))] : "";
+    const changed = policy.changed_at
+      ? ["; changed at ", time(policy.changed_at, clock(policy.changed_at)), ", not loaded: reload"] : "";
     const lines = policy.rejected.split("\n");
     const rejected = policy.rejected ? el("div", {}, "The file as it is now was rejected:",
       el("pre", {}, words(lines.slice(0, MOST.names).join("\n"), 4000)), more(lines.length - MOST.names, "lines")) : "";
@@ -222,7 +224,7 @@
       ["This VM", vm.names.length ? listed(vm.names) : "name not known yet"],
       ["VM id", vm.vm_id ? code(vm.vm_id) : ""],
       ["Mode", acts],
-      ["Policy", [code(policy.file), ", read ", moment(policy.read_at), hash, rejected]],
+      ["Policy", [code(policy.file), ", read ", moment(policy.read_at), hash, changed, rejected]],
       ["Needs a restart", policy.needs_restart.length ? listed(policy.needs_restart) : ""],
       ["Notifications", notifications()],
       ["Fleet", fleet ? ["group ", words(fleet.group, MOST.inName) || "not known", fleet.not_ready.length
