@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import structlog.testing
@@ -24,6 +25,7 @@ from scheduled_events_agent.cli.config import find_config, load_policy, policy_f
 from scheduled_events_agent.cli.run import open_daemon
 from scheduled_events_agent.daemon import policy_reader
 from scheduled_events_agent.hooks.durations import encode, record_run
+from scheduled_events_agent.policy.durations import format_duration
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE, ConfigError
 from scheduled_events_agent.simulator import list_scenarios, load_scenario
 from scheduled_events_agent.store import Store
@@ -123,8 +125,8 @@ def test_check_and_explain_say_when_preparation_begins_and_why(run: Run, tmp_pat
     late = "2m15s before NotBefore, or later if its hooks are known to be quicker"
     assert "when Any event begins at once prepare not ready for 15s, then run drain; a Preempt leaves them" in told
     assert (
-        f"that names only other VMs begins {late} prepare run drain; a Preempt leaves them 25s approve when"
-        in told
+        f"that names only other VMs begins {late}; a Preempt at once prepare run drain; a Preempt leaves them 25s "
+        "approve when" in told
     )
     payload = "33-docs-seed000-freeze-duration-minus1.json"
     rows = explain(run, str(path), payload, "--vm", "westno_1")
@@ -136,6 +138,94 @@ def test_check_and_explain_say_when_preparation_begins_and_why(run: Run, tmp_pat
     store.close()
     rows = explain(run, str(path), payload, "--vm", "westno_1")
     assert f"begins at 22:25:48Z ({why}1m10s) prepare not ready for 15s, then run drain" in " ".join(rows.split())
+
+
+PLANS = (
+    "approve: never",
+    "approve: manual",
+    "approve: when-prepared",
+    "approve: immediately",
+    "approve: when-prepared, shared: first",
+    "approve: when-prepared, shared: any",
+    "approve: immediately, shared: hold",
+)
+STEPS = (
+    "prepare: [drain], recover: []",
+    "drain_for: 90s",
+    "drain_for: 15s, prepare: [drain, drain2], recover: []",
+    "",
+)
+TIMES = ("", "lead: 20m", "window: night")
+TYPES = ("Freeze", "Reboot", "Redeploy", "Terminate", "Preempt")
+
+
+class Case(NamedTuple):
+    """An event, the rule's ``affects``, and the row of check that is about such events."""
+
+    affects: str
+    resources: list[str]
+    label: str
+
+
+CASES = {
+    "this VM": Case("self", ["vm-1"], "begins"),
+    "shared": Case("shared", ["vm-1", "vm-2"], "begins"),
+    "several VMs": Case("self", ["vm-2", "vm-1"], "several VMs"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("keys", [", ".join(filter(None, parts)) for parts in product(PLANS, STEPS, TIMES)])
+def test_check_says_the_same_of_the_begin_as_explain(run: Run, tmp_path: Path, case: Case, keys: str) -> None:
+    policy = tmp_path / "p.yaml"
+    policy.write_text(
+        f"agent: {{state_dir: '{tmp_path.as_posix()}/none'}}\n"
+        f"rules: [{{name: a, when: {{affects: {case.affects}}}, {keys}}}]\n"
+        "hooks: {drain: {shell: 'true', timeout: 1m}, drain2: {shell: 'true', timeout: 11m, attempts: 2}}\n"
+        "maintenance_windows: {night: {start: 02:00, length: 1h, days: sat}}\n"
+    )
+    _, out, _ = run("check", "--no-files", str(policy))
+    rows = re.findall(f"^  {case.label} +(.*)$", out, re.MULTILINE)
+    if case.label == "several VMs":  # without such a row, a sentence below the rules covers it
+        rows = [row.rpartition("begins ")[2].removesuffix("; not approved") for row in rows if "begins " in row]
+        if not rows:
+            return
+    for type_ in TYPES:
+        begins_at = _explained_begin(run, tmp_path, type_, case.resources)
+        if not rows:
+            assert begins_at in (None, NOON)
+            continue
+        said = _said_of(type_, rows[0].removeprefix("in window night, or "))
+        assert begins_at is not None
+        if begins_at == NOON:
+            assert said == "at once"
+        else:
+            before = (NOON + timedelta(hours=2) - begins_at).total_seconds()
+            assert said.partition(", or later")[0] == f"{format_duration(before)} before NotBefore"
+
+
+NOON = datetime(2022, 4, 11, 12, tzinfo=UTC)
+
+
+def _explained_begin(run: Run, tmp_path: Path, type_: str, resources: list[str]) -> datetime | None:
+    event = {"EventId": "1", "EventType": type_, "EventStatus": "Scheduled", "Resources": resources}
+    event["NotBefore"] = "2022-04-11T14:00:00Z"
+    (tmp_path / "event.json").write_text(json.dumps(event))
+    words = ("--config", str(tmp_path / "p.yaml"), "--vm", "vm-1", "--at", "2022-04-11T12:00:00Z", "--json")
+    _, out, _ = run("explain", str(tmp_path / "event.json"), *words)
+    begins_at = json.loads(out)["events"][0]["begins_at"]
+    return datetime.fromisoformat(begins_at) if begins_at else None
+
+
+def _said_of(type_: str, row: str) -> str:
+    """What a row of check says of events of this type."""
+    usual, *others = row.split("; ")
+    for other in others:
+        found = re.fullmatch(r"a ([A-Z][a-z]+(?:(?:, | or )[A-Z][a-z]+)*) (.*)", other)
+        assert found is not None
+        if type_ in found[1]:
+            return found[2]
+    return usual
 
 
 SEVERAL = (
@@ -171,6 +261,66 @@ def test_check_shows_the_difference_for_events_of_several_vms(
     rows = [line.split(maxsplit=2)[2] for line in out.splitlines() if line.startswith("  several VMs")]
     assert rows == ([row] if row else [])
     assert ("If an event names other VMs too" in out) == has_sentence
+
+
+def test_check_names_only_types_that_reach_the_rule(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "rules:\n"
+        "  - {name: eviction, when: {type: Preempt}, prepare: [save], approve: never}\n"
+        "  - {name: rest, prepare: [save], recover: [], approve: when-prepared}\n"
+        "  - {name: far, when: {affects: others, type: [Freeze, Preempt]}, drain_for: 1m, approve: manual}\n"
+        "hooks: {save: {shell: 'true', timeout: 2m}}\n"
+    )
+    _, out, _ = run("check", "--no-files", "p.yaml")
+    told = " ".join(out.split())
+    assert "eviction when Preempt begins at once prepare run save; a Preempt leaves them 25s approve never" in told
+    assert "rest when Any event begins at once prepare run save approve when prepared" in told
+    assert (
+        "far when Freeze or Preempt that names only other VMs begins 1m5s before NotBefore; a Preempt at once"
+        in told
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        ("{name: a, when: {type: Reboot}}", "Any other event is only observed: logged and counted."),
+        ("{name: a}", "An event that names other VMs only is only observed: logged and counted."),
+        (
+            "{name: a, when: {source: User}}, {name: b}",
+            "An event that names other VMs only is only observed: logged",
+        ),
+        ("{name: a, when: {affects: others}}", "Any other event is only observed: logged and counted."),
+        ("{name: a, when: {affects: [self, others]}}", ""),
+        ("{name: a}, {name: b, when: {affects: others}}", ""),
+        (
+            "{name: a}, {name: b, when: {affects: others, source: User}}",
+            "An event that names other VMs only is only",
+        ),
+        (
+            "{name: a, when: {type: SpotRebalanceRecommendation, source: User}}, {name: b}",
+            "Any other event is only observed: logged and counted.",
+        ),
+        (
+            "{name: a, when: {type: SpotRebalanceRecommendation}}, {name: b}",
+            "An event that names other VMs only is only observed: logged and counted.",
+        ),
+    ],
+)
+def test_check_says_which_events_are_left_to_observe(run: Run, tmp_path: Path, rules: str, sentence: str) -> None:
+    (tmp_path / "p.yaml").write_text(f"rules: [{rules}]\n")
+    _, out, _ = run("check", "--no-files", "p.yaml")
+    found = re.findall(r"^.*is only observed: .*$", out, re.MULTILINE)
+    assert [line.startswith(sentence) for line in found] == ([True] if sentence else [])
+
+
+def test_check_shows_the_address_that_auto_is_now(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "dhcp_option_245", lambda: "10.1.2.3")
+    (tmp_path / "p.yaml").write_text("imds: {endpoint: auto}\n")
+    _, out, _ = run("check", "--no-files", "p.yaml")
+    assert "The agent asks http://10.1.2.3 (endpoint auto, as this machine finds it now) every 1s" in out
 
 
 def test_no_line_of_check_is_longer_than_the_terminal(

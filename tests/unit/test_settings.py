@@ -214,6 +214,65 @@ def test_errors_of_all_parts_are_reported_at_once_in_line_order() -> None:
     assert [fault.split(": ")[0] for fault in faults(text)] == ["policy.yaml:1", "policy.yaml:3", "policy.yaml:4"]
 
 
+NAMES_HOOKS = "this key names hooks; write a command below hooks"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        *(
+            (f"rules: [{{name: a, {key}: systemctl stop nginx}}]", f'got "systemctl stop nginx": {NAMES_HOOKS}')
+            for key in ("prepare", "on_start", "recover")
+        ),
+        (
+            "on_clear: systemctl stop nginx",
+            f'on_clear: expected a list; got "systemctl stop nginx": {NAMES_HOOKS}',
+        ),
+        ("rules: [{name: a, prepare: [systemctl stop nginx]}]", f'; got "systemctl stop nginx": {NAMES_HOOKS}'),
+        ("rules: [{name: a, prepare: {run: [x]}}]", f"expected a list; got keys with values: {NAMES_HOOKS}"),
+        ("rules: [{name: a, prepare: drain}]", 'prepare: expected a list; got "drain": write [drain]'),
+        ("rules: [{name: a, prepare: }]", "expected a list; got nothing: remove the key, or write []"),
+        ("agent: {observe: yes}", 'agent: unknown key "observe"; write mode: observe'),
+        ("observe: yes", '1: unknown key "observe"; write agent: {mode: observe}'),
+        ("rules: [{name: a, immediately: yes}]", 'unknown key "immediately"; write approve: immediately'),
+        ("rules: [{name: a, when: {Freeze: yes}}]", 'unknown key "Freeze"; write type: Freeze'),
+        ("rules: [{name: a, hold: yes}]", 'unknown key "hold"; known here: name, '),
+        ("maintenance_windows: {n: {start: 02:00, length: 1h, days: weekend}}", 'got "weekend": write [sat, sun]'),
+        (
+            "maintenance_windows: {n: {start: 02:00, length: 1h, days: [Weekend]}}",
+            'got "Weekend": write [sat, sun]',
+        ),
+        (
+            "maintenance_windows: {n: {start: 02:00, length: 1h, days: weekdays}}",
+            ": write [mon, tue, wed, thu, fri]",
+        ),
+        (
+            "maintenance_windows: {n: {start: 02:00, length: 1h, days: daily}}",
+            ": remove the key: it opens every day",
+        ),
+        ("maintenance_windows: {n: {start: 02:00, length: 1h, days: saturday}}", 'got "saturday": write sat'),
+        ("notify: [{name: a, to: 'https://x/', true: [held]}]", 'put "on" in quotes: Helm and other programs'),
+    ],
+)
+def test_a_hint_says_what_to_write(text: str, fault: str) -> None:
+    found = faults(text)
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+def test_approve_when_prepared_with_nothing_to_prepare_is_warned_of() -> None:
+    text = "rules[0].approve: approves at once, as the rule prepares nothing: write immediately if that is meant"
+    for keys, is_warned in (
+        ("", True),
+        ("recover: [x]", True),
+        ("prepare: [x], recover: []", False),
+        ("drain_for: 5s", False),
+    ):
+        policy = f"rules: [{{name: a, approve: when-prepared, {keys}}}]\nhooks: {{x: {{shell: x}}}}\n"
+        warnings = map(str, parse_settings(policy, "p.yaml").warnings)
+        assert any(text in warning for warning in warnings) == is_warned
+
+
 def test_a_wrong_value_does_not_hide_errors_between_other_keys() -> None:
     text = """\
 rules:

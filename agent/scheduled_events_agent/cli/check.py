@@ -3,10 +3,11 @@
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, given_path
@@ -15,8 +16,16 @@ from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
 from scheduled_events_agent.hooks.preflight import Finding, check_machine, problems
 from scheduled_events_agent.imds.api_version import candidate_versions
-from scheduled_events_agent.imds.document import RECOMMENDATION
-from scheduled_events_agent.policy import Rule, When, names_recommendations, promised_times
+from scheduled_events_agent.imds.document import RECOMMENDATION, ScheduledEvent
+from scheduled_events_agent.policy import (
+    MatchContext,
+    Rule,
+    When,
+    decide,
+    names_recommendations,
+    promised_times,
+)
+from scheduled_events_agent.policy.checks import may_be_observed, reached_types
 from scheduled_events_agent.policy.durations import format_duration, plural
 from scheduled_events_agent.policy.load import BUILT_IN_NAME, ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.schema import policy_schema
@@ -29,6 +38,9 @@ _SEVERAL_VMS = (
     "as its hooks allow; one that approves at once does so for all of them, 10s later for each VM listed before "
     "this one."
 )
+# Names of VMs in the events that tell what a rule does.
+_THIS_VM = "this-vm"
+_OTHER_VM = "other-vm"
 # For the metadata service, which other machines than VMs in Azure lack.
 _ASK_SECONDS = 2.0
 
@@ -197,13 +209,16 @@ def _format_policy(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
         what = "names no rules" if loaded.parsed.lines else "is empty"
         yield f"The file {what}: the built-in rules are in force."
     yield "The first rule that matches an event applies:"
-    for rule in settings.rules:
+    for rule, reached in reached_types(settings.rules):
         yield ""
         yield from terminal.line(rule.name, "bold")
         when = Row("when", _format_conditions(rule.when))
-        yield from terminal.rows([when, *plan_rows(_plan_of(rule, settings))])
+        yield from terminal.rows([when, *plan_rows(_plan_of(rule, reached, settings))])
     yield ""
-    yield from terminal.line("Any other event is only observed: logged and counted.")
+    observed = may_be_observed(settings.rules)
+    if observed:
+        which = "Any other event" if "self" in observed else "An event that names other VMs only"
+        yield from terminal.line(f"{which} is only observed: logged and counted.")
     if any(rule.shared is None and _may_approve_for_others(rule) for rule in settings.rules):
         yield from terminal.line(_SEVERAL_VMS)
     imds = settings.imds
@@ -211,7 +226,8 @@ def _format_policy(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
     versions = ", else ".join(
         candidate_versions(imds.api_version, has_recommendations=names_recommendations(settings.rules))
     )
-    poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {versions})"
+    every = f"every {format_duration(imds.poll_interval)} (api-version {versions})"
+    poll = f"asks {_format_endpoint(imds.endpoint)} {every}"
     listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
     mode = "" if agent.mode == "act" else "; mode observe: runs no hooks and approves nothing"
     clear = f"; runs {', '.join(settings.on_clear)} at start if nothing is pending" if settings.on_clear else ""
@@ -231,6 +247,14 @@ def _format_policy(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
         do = waits if fleet.on_unavailable == "wait" else begins
         words = f"While the store is unavailable, events {do}, and what names several VMs is not approved."
         yield from terminal.line(words)
+
+
+def _format_endpoint(setting: str) -> str:
+    if setting != "auto":
+        return setting
+    from scheduled_events_agent.imds import client  # noqa: PLC0415  # with httpx, half of this command's start
+
+    return f"{client.resolve_endpoint(setting)} (endpoint auto, as this machine finds it now)"
 
 
 def _format_conditions(when: When) -> str:
@@ -259,7 +283,8 @@ def _format_conditions(when: When) -> str:
     return " ".join(parts)
 
 
-def _plan_of(rule: Rule, settings: Settings) -> Plan:
+def _plan_of(rule: Rule, reached: tuple[str, ...], settings: Settings) -> Plan:
+    """The plan of a rule. ``reached``: the types of events that it may match."""
     is_prepared = bool(rule.prepare or rule.drain_for)
     takes_recommendations = RECOMMENDATION in rule.when.type
     approve = {
@@ -275,49 +300,64 @@ def _plan_of(rule: Rule, settings: Settings) -> Plan:
     elif takes_recommendations and rule.approve != "never":
         approve += "; a recommendation is not approved"
     over = f" (a recommendation after {format_duration(rule.expire_after)})" if takes_recommendations else ""
+    is_timed = rule.approve != "never" and (rule.lead is not None or rule.window is not None)
     return Plan(
-        begins=_format_begin(rule, settings) if is_prepared or _is_timed(rule) else "",
+        begins=_format_begin(rule, reached, settings, _resources_of(rule)) if is_prepared or is_timed else "",
         drain_for=rule.drain_for,
         prepare=rule.prepare,
-        limits=_format_limits(rule, settings),
+        limits=_format_limits(rule, reached, settings),
         on_start=rule.on_start,
         approve=approve,
         recover=rule.recover,
         recover_when=f"once it is over{over}",
-        several_vms=_format_several_vms(rule, settings),
+        several_vms=_format_several_vms(rule, reached, settings),
     )
 
 
-def _is_timed(rule: Rule) -> bool:
-    return rule.lead is not None or rule.window is not None
+def _resources_of(rule: Rule) -> tuple[str, ...]:
+    """The resources of an event that the rule is about."""
+    if "self" in rule.when.affects:
+        return (_THIS_VM,)
+    return (_THIS_VM, _OTHER_VM) if "shared" in rule.when.affects else (_OTHER_VM,)
 
 
-def _format_begin(rule: Rule, settings: Settings) -> str:
-    is_approved = rule.approve in ("immediately", "when-prepared")
-    opens = f"in window {rule.window}, or " if rule.window is not None and is_approved else ""
-    if rule.when.type == (RECOMMENDATION,):
-        return "at once"
-    if rule.lead is not None:
-        return f"{opens}{format_duration(rule.lead)} before NotBefore"
-    if opens:
-        return f"{opens}shortly before NotBefore"
-    return "at once" if is_approved else _format_late_begin(rule, settings)
+def _format_begin(rule: Rule, types: tuple[str, ...], settings: Settings, resources: tuple[str, ...]) -> str:
+    """When the preparation for such an event begins, and for which types it does at another time."""
+    types_by_text: dict[str, list[str]] = {}
+    for type_ in types:
+        text = _format_begin_of_type(rule, type_, settings, resources)
+        types_by_text.setdefault(text, []).append(type_)
+    if not types_by_text:
+        return ""
+    usual = max(types_by_text, key=lambda text: len(types_by_text[text]))
+    others = [f"a {_join_or(types)} {text}" for text, types in types_by_text.items() if text != usual]
+    return "; ".join([usual, *others])
 
 
-def _format_late_begin(rule: Rule, settings: Settings) -> str:
-    if rule.when.type == ("Preempt",):
-        return "at once"
+def _format_begin_of_type(rule: Rule, type_: str, settings: Settings, resources: tuple[str, ...]) -> str:
+    now = datetime.now(UTC)
+    event = ScheduledEvent(
+        id="1", type=type_, status="Scheduled", resources=resources, not_before=now + timedelta(days=30)
+    )
+    rule = replace(rule, when=When(type=rule.when.type, affects=("self", "others")))  # as if its conditions held
+    facts = MatchContext(names=(_THIS_VM,), not_before_seen_at=now)
+    decision = decide([rule], settings.maintenance_windows, event, facts)
+    without_hooks = rule.drain_for + settings.agent.reserve
     hooks = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
-    needed = format_duration(rule.drain_for + hooks + settings.agent.reserve)
-    quicker = ", or later if its hooks are known to be quicker" if rule.prepare else ""
-    return f"{needed} before NotBefore{quicker}"
+    latest = decision.latest_begin(event, without_hooks + hooks)
+    if latest is None:
+        return "at once"
+    opens = f"in window {rule.window}, or " if decision.begins_in_window else ""
+    is_by_hooks = latest != decision.latest_begin(event, without_hooks)
+    quicker = ", or later if its hooks are known to be quicker" if is_by_hooks else ""
+    return f"{opens}{format_duration(latest.seconds)} before NotBefore{quicker}"
 
 
-def _format_limits(rule: Rule, settings: Settings) -> str:
+def _format_limits(rule: Rule, reached: tuple[str, ...], settings: Settings) -> str:
     """The time that Azure's promised notice leaves for the hooks of ``prepare``; "" if that is enough."""
     limits = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
     types_by_time: dict[float, list[str]] = {}
-    for time in promised_times(rule, settings.hooks, settings.agent.reserve):
+    for time in promised_times(rule, reached, settings.hooks, settings.agent.reserve):
         if time.hooks < limits:
             types_by_time.setdefault(time.hooks, []).append(time.type)
     parts: list[str] = []
@@ -332,16 +372,13 @@ def _may_approve_for_others(rule: Rule) -> bool:
     return rule.approve in ("immediately", "when-prepared") and bool({"self", "shared"} & set(rule.when.affects))
 
 
-def _format_several_vms(rule: Rule, settings: Settings) -> str:
+def _format_several_vms(rule: Rule, reached: tuple[str, ...], settings: Settings) -> str:
     """The difference for events that name other VMs too; "" if the sentence for all rules covers it."""
     if not _may_approve_for_others(rule):
         return ""
     is_prepared = bool(rule.prepare or rule.drain_for)
-    late = "not approved"
-    if is_prepared and rule.lead is not None:
-        late = f"begins {format_duration(rule.lead)} before NotBefore; not approved"
-    elif is_prepared:
-        late = f"begins {_format_late_begin(rule, settings)}; not approved"
+    begins = _format_begin(rule, reached, settings, (_OTHER_VM, _THIS_VM)) if is_prepared else ""
+    late = f"begins {begins}; not approved" if begins else "not approved"
     if rule.shared == "any":
         return "approved for all of them"
     if rule.shared == "all-ready":
@@ -352,7 +389,7 @@ def _format_several_vms(rule: Rule, settings: Settings) -> str:
         return "" if rule.shared is None else "the first VM approves it, each one after it 10s later"
     if rule.shared == "first":
         return f"approved if this VM is the first of them; else {late}"
-    differs = is_prepared and (rule.lead is not None or rule.when.type == ("Preempt",))
+    differs = is_prepared and (rule.lead is not None or "at once" in begins)
     return late if differs else ""
 
 

@@ -2,15 +2,23 @@
 
 import re
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
-from scheduled_events_agent.imds.document import REBALANCE_VERSION, RECOMMENDATION
+from scheduled_events_agent.imds.document import EVENT_TYPES, REBALANCE_VERSION, RECOMMENDATION
 from scheduled_events_agent.imds.endpoint import ip_address_of, parse_endpoint
 from scheduled_events_agent.policy.decide import promised_times
 from scheduled_events_agent.policy.durations import format_duration, quote
-from scheduled_events_agent.policy.rules import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When, names_recommendations
+from scheduled_events_agent.policy.rules import (
+    DEFAULT_EXPIRE_SECONDS,
+    Hook,
+    Rule,
+    RuleAffects,
+    When,
+    names_recommendations,
+)
 from scheduled_events_agent.policy.settings import (
     KUBERNETES_FORMAT,
     NOTIFICATION_FORMATS,
@@ -59,6 +67,8 @@ _MAX_COMPARED = 32
 
 # Conditions of a rule that are lists.
 _LISTS = ("type", "source", "status", "resource", "description")
+
+_RECOMMENDATIONS = When(type=(RECOMMENDATION,))
 
 Finding = tuple[str, str]
 """Path and message."""
@@ -364,13 +374,13 @@ def warnings(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
         yield "imds.endpoint", f"{endpoint[0]} is looked up before each request: write an address"
     yield from _recommendation_warnings(settings)
-    for index, rule in enumerate(settings.rules):
+    for index, (rule, reached) in enumerate(reached_types(settings.rules)):
         path = f"rules[{index}]"
         yield from _rule_warnings(path, rule)
         if _is_never_recovered(rule) and f"{path}.recover" not in lines:
             yield f"{path}.prepare", "nothing puts this VM back in service: write recover: [] if that is meant"
         yield from _glob_warnings(f"{path}.when.resource", rule.when.resource, lines)
-        yield from _time_warnings(path, rule, settings)
+        yield from _time_warnings(path, rule, reached, settings)
     yield from _root_starter_warnings(settings.hooks)
     for name, hook in settings.hooks.items():
         if sign := _shell_sign(hook.run or ()):
@@ -474,6 +484,10 @@ def _rule_warnings(path: str, rule: Rule) -> Iterator[Finding]:
         yield f"{path}.shared", f"{text}: write hold, all-ready, or approve: immediately"
     if rule.shared == "all-ready" and rule.approve in ("manual", "never"):
         yield f"{path}.shared", f"does nothing with approve: {rule.approve}: use when-prepared"
+    is_about_others = rule.shared == "all-ready" or rule.when.type == (RECOMMENDATION,)
+    if not prepares and rule.approve == "when-prepared" and not is_about_others:
+        text = "approves at once, as the rule prepares nothing"
+        yield f"{path}.approve", f"{text}: write immediately if that is meant, else name hooks in prepare"
     if rule.window is not None and rule.approve in ("manual", "never"):
         yield (
             f"{path}.window",
@@ -515,12 +529,13 @@ def _glob_warnings(path: str, globs: tuple[str, ...], lines: Mapping[str, int]) 
             yield where, "a bracket of the glob does not close, so it matches only a bracket"
 
 
-def _time_warnings(path: str, rule: Rule, settings: Settings) -> Iterator[Finding]:
+def _time_warnings(path: str, rule: Rule, reached: Container[str], settings: Settings) -> Iterator[Finding]:
+    """Warnings about too little time. ``reached``: the types of events that the rule may match."""
     hooks = settings.hooks
     if rule.drain_for and settings.agent.listen == "off":
         yield f"{path}.drain_for", "no balancer can see it, as agent.listen is off"
     is_longer_than_lead = rule.lead is not None and rule.drain_for > rule.lead
-    for time in promised_times(rule, hooks, settings.agent.reserve):
+    for time in promised_times(rule, reached, hooks, settings.agent.reserve):
         if time.type in rule.when.type and time.drain < rule.drain_for and not is_longer_than_lead:
             text = (
                 f"{format_duration(rule.drain_for)} will be cut to {format_duration(time.drain)} for a {time.type}"
@@ -536,6 +551,35 @@ def _time_warnings(path: str, rule: Rule, settings: Settings) -> Iterator[Findin
         if seconds > rule.lead:
             text = f"{what} ({format_duration(seconds)}) is longer than lead ({format_duration(rule.lead)})"
             yield f"{path}.{key}", f"{text}: NotBefore may cut it short"
+
+
+def reached_types(rules: Iterable[Rule]) -> Iterator[tuple[Rule, tuple[str, ...]]]:
+    """Each rule with the types of events that it may match: those that no rule above certainly takes."""
+    above: list[Rule] = []
+    for rule in rules:
+        named = rule.when.type or EVENT_TYPES
+        others = replace(rule.when, type=())
+        takers = [taker.when for taker in above[:_MAX_COMPARED] if _covers(replace(taker.when, type=()), others)]
+        takers += [] if rule.when.type else [_RECOMMENDATIONS]  # without types, it matches no recommendation
+        yield rule, tuple(type_ for type_ in named if not any(_has_type(when, type_) for when in takers))
+        insort(above, rule, key=_condition_count)
+
+
+def may_be_observed(rules: Iterable[Rule]) -> tuple[RuleAffects, ...]:
+    """Of which events no rule may take some: those that name this VM (self), and those that do not (others)."""
+    whens: dict[RuleAffects, list[When]] = {"self": [When()], "others": [When(affects=("others",))]}
+    rules = sorted(rules, key=_condition_count)[:_MAX_COMPARED]
+    if names_recommendations(rules):
+        whens["self"].append(_RECOMMENDATIONS)
+    return tuple(
+        affects
+        for affects, left in whens.items()
+        if not all(any(_covers(rule.when, when) for rule in rules) for when in left)
+    )
+
+
+def _has_type(when: When, type_: str) -> bool:
+    return type_ in when.type if when.type else type_ != RECOMMENDATION
 
 
 def _condition_count(rule: Rule) -> int:

@@ -4,7 +4,7 @@ Invariant: an event that no rule clearly allows to approve is never approved.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import takewhile
@@ -60,6 +60,14 @@ class StartTime(NamedTuple):
     """Why not earlier, as a clause; "" if at once."""
 
 
+class LatestBegin(NamedTuple):
+    """How long before NotBefore an event is handled at the latest."""
+
+    seconds: float
+    reason: str
+    """Why not earlier, as a clause."""
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The actions for one event, and the reason. Stored with the event's workflow."""
 
@@ -99,36 +107,45 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def start(self, event: ScheduledEvent, now: datetime, needed_seconds: float) -> StartTime:
         """From when the event is handled, never before ``now``.
 
-        If this VM does not approve the event by itself, it stays prepared until Azure starts the event. So,
-        without a lead, it prepares as late as possible: ``needed_seconds`` before NotBefore, and in no window.
+        A window that opens before the latest begin makes it earlier.
         """
         at_once = StartTime(now, "")
+        latest = self.latest_begin(event, needed_seconds)
         starts_at = event.starts_at
-        if starts_at is None:
+        if latest is None or starts_at is None or (starts_at - now).total_seconds() <= latest.seconds:
             return at_once
-        is_automatic = not self.why_not_automatic
-        if self.lead is not None:
-            lead = self.lead
-            reason = f"lead {format_duration(lead)}"
-        elif is_automatic and self.window is not None:
-            lead = max(needed_seconds, USUAL_NOTICE_SECONDS)
-            reason = f"window {self.window_name} does not open before"
-        elif not is_automatic and self.has_preparation and event.type != "Preempt":
-            # Evictions are excluded here: one may come sooner than its NotBefore.
-            lead = needed_seconds
-            reason = f"{self.why_not_automatic}, and preparation may take {format_duration(lead)}"
-        else:
-            return at_once
-        if (starts_at - now).total_seconds() <= lead:
-            return at_once
-        latest = starts_at - timedelta(seconds=lead)
-        if is_automatic and self.window is not None:
-            opening = self.window.opening(now, before=latest)
+        latest_at = starts_at - timedelta(seconds=latest.seconds)
+        if self.begins_in_window and self.window is not None:
+            opening = self.window.opening(now, before=latest_at)
             if opening == now:
                 return at_once
             if opening is not None:
                 return StartTime(opening, f"window {self.window_name} opens")
-        return StartTime(latest, reason)
+        return StartTime(latest_at, latest.reason)
+
+    @property
+    def begins_in_window(self) -> bool:
+        """Whether an open maintenance window makes the handling begin."""
+        return self.window is not None and not self.why_not_automatic
+
+    def latest_begin(self, event: ScheduledEvent, needed_seconds: float) -> LatestBegin | None:
+        """How long before NotBefore the event is handled at the latest; None: at once, whenever that is.
+
+        If this VM does not approve the event by itself, it stays prepared until Azure starts the event. So,
+        without a lead, it prepares as late as possible: ``needed_seconds`` before NotBefore, and in no window.
+        """
+        if event.starts_at is None:
+            return None
+        if self.lead is not None:
+            return LatestBegin(self.lead, f"lead {format_duration(self.lead)}")
+        if self.begins_in_window:
+            seconds = max(needed_seconds, USUAL_NOTICE_SECONDS)
+            return LatestBegin(seconds, f"window {self.window_name} does not open before")
+        # Evictions are excluded here: one may come sooner than its NotBefore.
+        if self.why_not_automatic and self.has_preparation and event.type != "Preempt":
+            may_take = f"preparation may take {format_duration(needed_seconds)}"
+            return LatestBegin(needed_seconds, f"{self.why_not_automatic}, and {may_take}")
+        return None
 
 
 class PromisedTime(NamedTuple):
@@ -141,11 +158,13 @@ class PromisedTime(NamedTuple):
     """Seconds for all hooks of ``prepare`` together."""
 
 
-def promised_times(rule: Rule, hooks: Mapping[str, Hook], reserve: float) -> Iterator[PromisedTime]:
-    """The promised time for each type that the rule matches. Hooks that the policy lacks are not counted."""
+def promised_times(
+    rule: Rule, types: Container[str], hooks: Mapping[str, Hook], reserve: float
+) -> Iterator[PromisedTime]:
+    """The promised time for each of the types. Hooks that the policy lacks are not counted."""
     limits = sum(hooks[name].limit_seconds for name in rule.prepare if name in hooks)
     for type_, notice in PROMISED_NOTICE_SECONDS.items():
-        if not rule.when.type or type_ in rule.when.type:
+        if type_ in types:
             left = notice if rule.lead is None else min(notice, rule.lead)
             drain = drain_seconds(rule.drain_for, left, limits + reserve if rule.prepare else 0.0)
             yield PromisedTime(type_, left, drain, max(0.0, left - drain - reserve))

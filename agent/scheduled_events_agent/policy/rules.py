@@ -23,6 +23,16 @@ SharedMode = Literal["hold", "first", "any", "all-ready"]
 EarlyStartMode = Literal["cancel", "finish"]
 RuleAffects = Literal["self", "shared", "others"]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+_WORKDAYS = "write [mon, tue, wed, thu, fri]"
+_WEEKEND = "write [sat, sun]"
+_EVERY_DAY = "remove the key: it opens every day then"
+_DAY_HINTS = {
+    "weekend": _WEEKEND, "weekends": _WEEKEND, "sat-sun": _WEEKEND,
+    "weekday": _WORKDAYS, "weekdays": _WORKDAYS, "workday": _WORKDAYS, "workdays": _WORKDAYS, "mon-fri": _WORKDAYS,
+    "all": _EVERY_DAY, "any": _EVERY_DAY, "daily": _EVERY_DAY, "*": _EVERY_DAY, "mon-sun": _EVERY_DAY,
+    "monday": "write mon", "tuesday": "write tue", "wednesday": "write wed", "thursday": "write thu",
+    "friday": "write fri", "saturday": "write sat", "sunday": "write sun",
+}  # fmt: skip
 _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 DEFAULT_EXPIRE_SECONDS = 3600.0
@@ -41,6 +51,8 @@ _SENSITIVE_NAMES = (
     r"|connection_?string|(^|_)(pat|sas|auth)(_|$)"
 )
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="Letters, digits, . _ -")]
+
+HookName = Annotated[Name, Meta(extra={"hint": "this key names hooks; write a command below hooks"})]
 
 
 class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,14 +102,14 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: Annotated[Name, Meta(description="Name for logs and metrics.")]
     when: Annotated[When, Meta(description="Conditions; without any, every event that names this VM.")] = When()
     prepare: Annotated[
-        tuple[Name, ...],
+        tuple[HookName, ...],
         Meta(description="Hooks to run, in order, before the event; the first failure ends them."),
     ] = ()
     on_start: Annotated[
-        tuple[Name, ...], Meta(description="Hooks to run, in order, once the event has started.")
+        tuple[HookName, ...], Meta(description="Hooks to run, in order, once the event has started.")
     ] = ()
     recover: Annotated[
-        tuple[Name, ...],
+        tuple[HookName, ...],
         Meta(description="Hooks to run, in order, when an event that was prepared for is over."),
     ] = ()
     drain_for: Annotated[
@@ -196,7 +208,10 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     length: Annotated[
         Duration, Meta(gt=0, le=7 * 86400, description="How long the window stays open; at most seven days.")
     ]
-    days: Annotated[tuple[Day, ...], Meta(description="Days on which it opens.", extra=ONE_OR_MANY)] = _DAYS
+    days: Annotated[
+        tuple[Annotated[Day, Meta(extra={"hints": _DAY_HINTS})], ...],
+        Meta(description="Days on which it opens.", extra=ONE_OR_MANY),
+    ] = _DAYS
     timezone: Annotated[
         str, Meta(description="IANA name such as Europe/Berlin.", extra={"check": _timezone_error})
     ] = "UTC"

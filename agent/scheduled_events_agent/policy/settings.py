@@ -15,6 +15,7 @@ from scheduled_events_agent.policy.rules import (
     SECRET,
     Duration,
     Hook,
+    HookName,
     MaintenanceWindow,
     Name,
     Rule,
@@ -293,7 +294,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = DEFAULT_RULES
     hooks: Annotated[dict[Name, Hook], Meta(description="The programs that rules name.")] = {}
     on_clear: Annotated[
-        tuple[Name, ...],
+        tuple[HookName, ...],
         Meta(description="Hooks to run when the agent starts and nothing is pending for this VM."),
     ] = ()
     maintenance_windows: Annotated[

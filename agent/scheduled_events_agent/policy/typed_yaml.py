@@ -201,7 +201,9 @@ class _Reader:
             return self._convert(node, annotation, path)
         except _ValueProblemError as error:
             is_hidden = self._is_secret and node.id == "scalar" and not _is_null(node)
-            return self._problem(line, path, without_value(str(error)) if is_hidden else str(error))
+            message = without_value(str(error)) if is_hidden else str(error)
+            hint = _extra(unwrap_annotated(annotation)[1], "hint")
+            return self._problem(line, path, f"{message}: {hint}" if hint else message)
         finally:
             self._is_secret = is_around_secret
             self._open.discard(id(node))
@@ -270,9 +272,12 @@ class _Reader:
                 hint = f": write {_as_list(node.value.replace(',', ' '))}" if is_list else ""
                 raise _ValueProblemError(f"{error}{hint}") from error
         else:
-            hint = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
+            hint = _extra(unwrap_annotated(item_type)[1], "hint") or ""
+            if node.id == "scalar" and node.value and not (hint and re.search(r"\s", node.value)):
+                hint = f"write {_as_list(node.value)}"
             expected = "a list such as [one, two]" if self._is_secret else "a list"
-            raise _ValueProblemError(f"expected {expected}; got {_found(node, '[]')}{hint}")
+            message = f"expected {expected}; got {_found(node, '[]')}"
+            raise _ValueProblemError(f"{message}: {hint}" if hint and not _is_null(node) else message)
         if _INVALID in items:
             return tuple(items[: items.index(_INVALID)])  # those after it would get a wrong index
         return _check(tuple(items), metas)
@@ -336,8 +341,11 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
     if value is not None:
         return value
     is_word = get_origin(type_) is Literal and "," not in text
-    guess = nearest(text, get_args(type_)) if is_word else None
-    hint = f'; did you mean "{guess}"?' if guess else ""
+    hint = ""
+    if known := (_extra(metas, "hints") or {}).get(text.lower()):
+        hint = f": {known}"
+    elif is_word and (guess := nearest(text, get_args(type_))):
+        hint = f'; did you mean "{guess}"?'
     raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}{hint}")
 
 
@@ -403,18 +411,42 @@ def _hint(key: str, fields: Mapping[str, msgspec.structs.FieldInfo], *, has_valu
     for name, item in fields.items():
         if key in _inner_fields(item.type):
             return f'it is a key of "{name}": indent it below that'
+    if key == "true" and "on" in fields:
+        return 'put "on" in quotes: Helm and other programs read it as true'
+    places = _places_of_word(key, fields)
+    if len(places) == 1:
+        return f"write {places[0]}"
     if guess := nearest(key, fields):
         return f'did you mean "{guess}"?'
     known = f"known here: {', '.join(fields)}"
     return known if has_value else f"{known}; a list is written [one, two]"
 
 
-def _inner_fields(annotation: Any) -> Iterable[str]:
+def _inner_fields(annotation: Any) -> Mapping[str, msgspec.structs.FieldInfo]:
     """The keys of the Struct that a field holds; none if it holds something else."""
     type_, _ = unwrap_annotated(annotation)
     options = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
     structs = [one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)]
-    return [key for one in structs for key in _fields(one)]
+    return {key: field for one in structs for key, field in _fields(one).items()}
+
+
+def _places_of_word(word: str, fields: Mapping[str, msgspec.structs.FieldInfo]) -> list[str]:
+    """The fields, and those of the Structs that these hold, that take this word, with it as their value."""
+    places = [f"{name}: {word}" for name, item in fields.items() if word in _words(item.type)]
+    for name, item in fields.items():
+        inner = _places_of_word(word, _inner_fields(item.type))
+        places += [f"{name}: {{{place}}}" for place in inner]
+    return places
+
+
+def _words(annotation: Any) -> tuple[Any, ...]:
+    """The words that a field takes, alone or in a list; none if it takes other values."""
+    type_, _ = unwrap_annotated(annotation)
+    if get_origin(type_) in (Union, UnionType):
+        type_, _ = unwrap_annotated(get_args(type_)[0])
+    if get_origin(type_) is tuple:
+        type_, _ = unwrap_annotated(get_args(type_)[0])
+    return get_args(type_) if get_origin(type_) is Literal else ()
 
 
 def _as_list(text: str) -> str:
@@ -434,6 +466,11 @@ def unwrap_annotated(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
 
 def meta_kinds(metas: tuple[Meta, ...]) -> list[Any]:
     return [meta.extra.get("kind") for meta in metas if meta.extra]
+
+
+def _extra(metas: tuple[Meta, ...], key: str) -> Any:
+    """What an annotation says under this key of ``extra``; None if it says nothing."""
+    return next((meta.extra[key] for meta in metas if meta.extra and key in meta.extra), None)
 
 
 def _is_null(node: Node) -> bool:
