@@ -239,6 +239,31 @@ def test_a_hold_during_an_approval_is_answered_after_the_approval(
         assert agent.pending()[event]["phase"] == "held"
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_release_of_an_approval_under_way_says_what_became_of_it(
+    sim: Simulator, agent: Agent, *, is_taken: bool
+) -> None:
+    agent.write_policy(imds={"request_timeout": "3s"}, rules=[{"name": "all", "approve": "manual"}])
+    if is_taken:
+        sim.fault(None, "slow", on="approve", delay_seconds=2)
+    else:
+        sim.fault(None, "stall", on="approve", count=1)
+    agent.start()
+    event = sim.schedule("Reboot", source="User", start_delay_seconds=600, lasts_seconds=None)
+    agent.wait_phase(event, "prepared")
+    assert ask(agent, "approve", event).returncode == 0
+    done = ask(agent, "release", event)
+    if is_taken:
+        assert (done.returncode, done.stdout) == (1, "rejected: Azure has accepted the approval\n")
+        found = agent.pending()[event]
+        assert (found["phase"], found["operator_action"]) == ("approved", "approve")
+    else:
+        assert (done.returncode, done.stdout.partition(":")[0]) == (0, "released")
+        sim.wait_polls(8)
+        assert sim.approvals(event) == ()
+        assert agent.pending()[event]["operator_action"] == ""
+
+
 def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}

@@ -94,6 +94,21 @@ def test_a_hold_without_a_response_during_an_approval_is_reported_as_valid(
         assert "has not answered within 0.1 s" in run("hold", "bbbb")[1]
 
 
+def test_a_release_without_a_response_during_an_approval_is_reported_as_valid(
+    run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
+    released = replace(PENDING, approval=Approval(state="requested", is_taken_back=True))
+    keep(state_dir, released)
+    with contextlib.closing(host.acquire_lock(state_dir / "lock")):  # as an agent that runs has it
+        told = (
+            "scheduled-events-agent: released, unless Azure accepts the approval that is under way; see status\n"
+        )
+        assert run("release", "bbbb") == (1, told)
+        keep(state_dir, replace(released, approval=Approval(state="requested")))
+        assert "has not answered within 0.1 s" in run("release", "bbbb")[1]
+
+
 def test_an_event_that_was_never_seen_is_not_found_among_the_pending(run: Run) -> None:
     assert run("approve", "dddd")[1].startswith('scheduled-events-agent: no pending event id begins with "dddd"')
 

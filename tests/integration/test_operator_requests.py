@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from scheduled_events_agent.engine import Engine, Executor, HookDone
 from scheduled_events_agent.hooks.run import HookResult
@@ -15,7 +16,7 @@ from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.policy.settings import AgentSettings, Settings
 from scheduled_events_agent.status.actions import available_actions
-from scheduled_events_agent.store import Store
+from scheduled_events_agent.store import RequestAnswer, Store
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, OperatorAction, RunHook
 
@@ -243,3 +244,129 @@ def test_a_release_cancels_the_hold_requested_just_before_it(agent: Agent, tmp_p
         (False, "rejected"), (True, "released"), (True, "nothing to release"),
     ]  # fmt: skip
     assert [text for text in agent.told() if "kim" in text] == ["held by kim", "released by kim"]
+
+
+@pytest.fixture
+def under_way(agent: Agent) -> Agent:
+    """An operator's approval has been sent, and Azure has not answered yet."""
+    rule = replace(RULE, approve="manual")
+    agent.engine.change_settings(Settings(rules=(rule,), hooks=HOOKS))
+    agent.end("drain")
+    agent.end("save")
+    assert agent.say("approve") == "approved: the event is prepared, approval requested"
+    return agent
+
+
+def answer(agent: Agent, error_kind: str = "") -> None:
+    (workflow_id,) = agent.engine.workflows
+    agent.engine.receive(ApprovalAnswered(workflow_id=workflow_id, error_kind=error_kind))
+
+
+TAKING_BACK: tuple[OperatorAction, ...] = ("hold", "release")
+
+
+@pytest.mark.parametrize("action", TAKING_BACK)
+@pytest.mark.parametrize("comes", ["before", "with", "after"])
+def test_what_takes_back_an_approval_too_late_says_so_and_leaves_the_action_as_before(
+    under_way: Agent, action: OperatorAction, comes: str
+) -> None:
+    (workflow_id,) = under_way.engine.workflows
+    with closing(Store.open_client(under_way.store.path.parent)) as operator:
+        if comes == "after":
+            answer(under_way)
+            under_way.turn()
+        request = operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
+        if comes == "before":
+            under_way.turn()
+            assert operator.load_answer(request) is None
+        if comes != "after":
+            answer(under_way)
+        under_way.turn()
+        found = operator.load_answer(request)
+    assert found is not None
+    assert not found.succeeded
+    assert found.message.startswith("rejected: Azure has accepted the approval")
+    (workflow,) = under_way.engine.workflows.values()
+    assert (workflow.phase, workflow.operator_action) == ("approved", "approve")
+    void = f"the operator's {action} is void: Azure has accepted the approval"
+    assert (void in under_way.told()) == (comes == "before")
+    assert under_way.engine.remembered.known == {}
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("hold", "hold: set; the event is held"),
+        ("release", "released: the event is prepared: an operator must approve it"),
+    ],
+)
+def test_what_takes_back_an_approval_in_time_is_answered_then(
+    under_way: Agent, action: OperatorAction, message: str
+) -> None:
+    (workflow_id,) = under_way.engine.workflows
+    with closing(Store.open_client(under_way.store.path.parent)) as operator:
+        request = operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
+        under_way.turn()
+        assert operator.load_answer(request) is None
+        answer(under_way, "server")
+        under_way.turn()
+        assert operator.load_answer(request) == RequestAnswer(succeeded=True, message=message)
+        # A second approval counts for itself.
+        under_way.say("approve")
+        assert under_way.engine.workflows[workflow_id].approval.is_taken_back is False
+
+
+def test_a_second_release_waits_as_the_first_one_does(under_way: Agent) -> None:
+    (workflow_id,) = under_way.engine.workflows
+    with closing(Store.open_client(under_way.store.path.parent)) as operator:
+        requests = []
+        for action in ("hold", "release", "release"):
+            requests.append(operator.add_request(workflow_id, action, "kim", datetime.now(UTC)))
+            under_way.turn()
+        found = [operator.load_answer(request) for request in requests]
+        assert [one and one.succeeded for one in found] == [False, None, None]
+        answer(under_way)
+        under_way.turn()
+        found = [operator.load_answer(request) for request in requests[1:]]
+    assert [one and one.message for one in found] == ["rejected: Azure has accepted the approval"] * 2
+    (workflow,) = under_way.engine.workflows.values()
+    assert workflow.operator_action == "approve"
+
+
+def test_a_hold_during_the_approval_of_a_rule_is_released_at_once(agent: Agent) -> None:
+    agent.end("drain")
+    agent.end("save")
+    assert agent.say("hold") is None
+    assert agent.say("release") == "released: the event is prepared, approval requested"
+    answer(agent)
+    agent.turn()
+    assert (agent.phase, agent.told()[-1]) == ("approved", "Azure has accepted the approval")
+
+
+@pytest.mark.parametrize("action", TAKING_BACK)
+def test_a_stop_answers_what_waits_for_azure(under_way: Agent, action: OperatorAction) -> None:
+    (workflow_id,) = under_way.engine.workflows
+    with closing(Store.open_client(under_way.store.path.parent)) as operator:
+        request = operator.add_request(workflow_id, action, "kim", datetime.now(UTC))
+        under_way.turn()
+        under_way.engine.begin_stop()
+        under_way.engine.finish()
+        found = operator.load_answer(request)
+    assert found is not None
+    word = "held" if action == "hold" else "released"
+    text = f"{word}, unless Azure accepts the approval that is under way; see status"
+    assert (found.succeeded, found.message) == (False, text)
+
+
+@pytest.mark.parametrize("action", TAKING_BACK)
+def test_what_was_taken_back_before_a_restart_is_not_sent_again(under_way: Agent, action: OperatorAction) -> None:
+    assert under_way.say(action) is None
+    directory = under_way.store.path.parent
+    under_way.store.close()
+    second = Agent(directory)
+    second.engine.change_settings(under_way.engine.settings)
+    second.read(EVENT)
+    (workflow,) = second.engine.workflows.values()
+    assert (workflow.operator_action, workflow.approval.state) == ("hold" if action == "hold" else "", "none")
+    assert workflow.approval.is_taken_back is False
+    second.store.close()

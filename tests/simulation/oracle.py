@@ -30,6 +30,8 @@ invariants:
        that is lost are excused
     13 of a hook of which only one run goes on at a time, a less urgent one gives way to an eviction within a
        second, and runs again later
+    14 an operator hears that a hold is set, or that an approval is taken back, only when no approval is under way
+       that Azure may still accept
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -305,6 +307,16 @@ class Oracle:
             self._owed = {key for key in self._owed if key[0] != name}
         elif not life.is_over:
             life.has_failed, life.failed_hook = False, ""
+
+    def told(self, name: str, word: str) -> None:
+        """An operator hears that a hold is set, or (``word`` is "") that an approval is taken back."""
+        life = self.lives.get(name)
+        if life is None or life.is_over or life.was_started:
+            return
+        rule = self.rule(life)
+        if word == "hold" or rule is None or rule.approve in ("manual", "never"):
+            what = "a hold is set" if word == "hold" else "an approval is taken back"
+            self._expect(not life.is_posted, f"(14) {name}: {what}, says the agent while an approval is under way")
 
     def turned(self, *, may_be_late: bool) -> None:
         """The cycle that received the document has ended."""

@@ -37,6 +37,7 @@ from scheduled_events_agent.workflow import (
     Context,
     GateResult,
     HookFinished,
+    OperatorAction,
     Record,
     Result,
     StageStatus,
@@ -45,6 +46,7 @@ from scheduled_events_agent.workflow import (
     Workflow,
     advance,
     approval,
+    is_unsettled,
     phases,
     recommendations,
     signals,
@@ -131,6 +133,7 @@ REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approval.apply_app
 REAL_FINISH, REAL_END = Engine.finish, stages.with_result
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = DocumentTracker.receive, recommendations.expires_at, signals._create
 REAL_CLEAR = HookRuns.decide_on_clear
+REAL_UNSETTLED = is_unsettled
 REAL_LOAD_NEXT, REAL_COMMIT = OutboxTable.load_next, CrashingStore.commit
 REAL_NEXT = phases.next_transition
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_commit_perform
@@ -313,6 +316,10 @@ def _load_newest(self: OutboxTable, target: str, after_id: int) -> OutboxItem | 
     return notice
 
 
+def _only_holds_wait(workflow: Workflow, action: OperatorAction) -> bool:
+    return action == "hold" and REAL_UNSETTLED(workflow, action)
+
+
 WORKFLOW = "scheduled_events_agent.workflow"
 
 
@@ -439,6 +446,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "13: an eviction waits for its turn": Mutant(
         WORKFLOW, {"_has_come_to": _never}, "(13)", frozenset({"recommendations"})
+    ),
+    "14: an operator is answered while the approval is under way": Mutant(
+        engine_module, {"is_unsettled": _never}, "(14)", frozenset({"operator"}), first=21
+    ),
+    "14: a release does not wait for the answer to the approval": Mutant(
+        engine_module, {"is_unsettled": _only_holds_wait}, "(14)", frozenset({"operator"}), first=360
     ),
     "9: results are lost": Mutant(engine_module, {"advance": _proceed_that_loses_what_fails}, "", first=129),
 }

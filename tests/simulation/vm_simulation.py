@@ -38,7 +38,7 @@ from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, RuleAffects, When
 from scheduled_events_agent.policy.settings import AgentSettings, NotificationKind, NotifyTarget, Settings
 from scheduled_events_agent.simulator.azure import Azure, EventType, LogEntry, LogEntryKind, Plan, SimulatedEvent
-from scheduled_events_agent.status.actions import UNSETTLED_HOLD
+from scheduled_events_agent.status.actions import unsettled_message
 from scheduled_events_agent.store import (
     NO_CHANGES,
     CommitResult,
@@ -910,6 +910,9 @@ class VmSimulation(Simulation[Trouble], Machine):
             pairs.append((name, approve.event_id))
         self.log(f"the agent approves {', '.join(name for name, _ in pairs)}")
         self.oracle.posted(pairs)
+        doubt = self.chance("operator amid an approval")
+        if self.has("operator") and doubt.random() < 0.5:
+            self.after(doubt.uniform(0.0, 5.0), lambda: self._take_back(pairs[0][0]))
         chance, life = self.chance("approvals"), self.life
         fate = chance.random() if self.has("lost answers") else 1.0
         arrives_after = chance.choice((0.01, 1.0, 4.0))
@@ -1078,6 +1081,14 @@ class VmSimulation(Simulation[Trouble], Machine):
             actions = (*actions, "retry", "retry", "resolve")
         self._say(workflow, chance.choice(actions))
 
+    def _take_back(self, name: str) -> None:
+        """An operator would rather not have it approved; the approval may be under way."""
+        if self.engine is None or self._store is None or self.is_disk_full:
+            return
+        known = [one for one in self.engine.workflows.values() if self.name_of(one.event.id) == name]
+        if known:
+            self._say(known[-1], self.chance("operator amid an approval").choice(("hold", "release")))
+
     def _retry_failed(self) -> None:
         """When nothing goes wrong any more, an operator sees what was not recovered, and has it tried again."""
         if self.engine is not None and self._store is not None:
@@ -1120,7 +1131,10 @@ class VmSimulation(Simulation[Trouble], Machine):
                         if answer.succeeded:
                             self.oracle.obeyed(name, word)
                         continue
-                    is_rejected = not answer.succeeded and answer.message != UNSETTLED_HOLD
+                    action: OperatorAction = "hold" if word == "hold" else "release"
+                    is_rejected = not answer.succeeded and answer.message != unsettled_message(action)
+                    if answer.succeeded and (word == "hold" or (word == "" and before == {"approve"})):
+                        self.oracle.told(name, word)
                     self._words[name] = before if is_rejected else {word}
                     self.oracle.spoke(name, self._words[name])
 

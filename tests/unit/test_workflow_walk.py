@@ -26,6 +26,7 @@ invariants, which it works out for itself and not from the fields of a workflow:
 12. the reason why an event waits is the one that holds now
 13. of a hook that runs once at a time, no less urgent run is in the way of an eviction
 14. an event that only an operator can let be approved says so, and no other
+15. once Azure has accepted an approval, the event shows the operator's action without what came too late
 
 An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
 answer lacks it, it is over; if it comes back before a recovery has begun, its own or one for another event that
@@ -178,6 +179,8 @@ class World:
     flights: dict[tuple[str, Stage], Flight] = field(default_factory=dict)
     posts: dict[str, str] = field(default_factory=dict)
     """Appearance -> workflow id of approvals under way."""
+    taken_back: frozenset[str] = frozenset()
+    """Appearances that an operator had approved, and that take back an approval under way."""
     undone: frozenset[str] = frozenset()
     """Appearances that were over when a recover hook started that undoes what was prepared for them."""
     stuck: dict[str, str] = field(default_factory=dict)
@@ -232,6 +235,7 @@ class World:
             *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.held, self.missing,
             self.started, self.confirmed, self.expired, self.elsewhere, self.left,
             self.crashes, self.failures, self.is_blind, self.boot, *sorted(self.remembered),
+            self.taken_back,
             *sorted(self.scheduled_boot.items()),
         )  # fmt: skip
 
@@ -246,7 +250,8 @@ class World:
             self.names[workflow.id], workflow.event.status, workflow.phase,
             *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
-            approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator_action,
+            approval.state, approval.is_taken_back, min(approval.failures, 2), retry, is_stale, drain,
+            workflow.operator_action,
             workflow.is_over, workflow.was_started, workflow.is_history_unknown,
             workflow.wait_reason and replaced(workflow.wait_reason, at=None), workflow.outcome, speaks,
         )  # fmt: skip
@@ -369,9 +374,8 @@ class World:
                 workflow_id = self.posts.pop(name)
                 if how == "ok" and name in self.names.values():
                     self.confirmed |= {name}
-                    if self.words.get(name) == "hold":
-                        self.words[name] = ""
-                        self.held -= {name[0]}
+                    self._void_what_came_late(name)
+                self.taken_back -= {name}
                 self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
             case ["R", "expires"]:
                 self.expired |= {self.present("R")}
@@ -389,7 +393,11 @@ class World:
                 self._say(self.present("R"), "resolve")
             case [event, "operator", ("approve" | "hold" | "release") as action]:
                 name = self.present(event)
-                if action != "hold" or name not in self.confirmed:  # else it comes too late, and changes nothing
+                if (
+                    action == "approve" or name not in self.confirmed
+                ):  # else it comes too late, and changes nothing
+                    if self.words.get(name) == "approve" and name in self.posts:
+                        self.taken_back |= {name}
                     self.words[name] = action
                     is_held = action == "hold" and name not in self.started
                     self.held = self.held | {event} if is_held else self.held - {event}
@@ -408,6 +416,14 @@ class World:
                 self._crash(bool(reboot))
             case [name, ("prepare" | "on_start" | "recover") as stage, outcome]:
                 self._end_hook(name, stage, outcome)  # type: ignore[arg-type]
+
+    def _void_what_came_late(self, name: str) -> None:
+        """A hold or a release that came while the approval was under way does not count: the one before does."""
+        word, is_taken_back = self.words.get(name, ""), name in self.taken_back
+        if word == "hold" or (is_taken_back and word != "approve"):
+            self.words[name] = "approve" if is_taken_back else ""
+        if word == "hold":
+            self.held -= {name[0]}
 
     def _say(self, name: str, action: OperatorAction) -> None:
         workflow_id = next(key for key, value in self.names.items() if value == name)
@@ -544,7 +560,7 @@ class World:
                 self.used = frozenset(item for item in self.used if item[:2] != (name, "prepare"))
                 self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
                 self.failed.pop(name, None)
-        self.flights, self.posts = {}, {}
+        self.flights, self.posts, self.taken_back = {}, {}, frozenset()
         stored = msgspec.json.encode(list(self.workflows.values()))
         self.workflows = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
         self.document_at, self.is_blind = None, True
@@ -611,6 +627,11 @@ class World:
             self.expect(
                 due == workflow.wait_reason, f"(12) {due} is not the reason that is shown: {workflow.wait_reason}"
             )
+            name = self.names[workflow.id]
+            word = self.words.get(name, "").replace("release", "")
+            if name in self.confirmed and name not in self.started and not self.is_over(name):
+                shown = workflow.operator_action
+                self.expect(shown == word, f"(15) {name} shows {shown!r}, not {word!r}")
             is_needed = bool(REAL["why_approval_needed"](workflow, context))
             is_recorded = workflow.approval_needed_since is not None
             self.expect(is_needed == is_recorded, f"(14) an approval by an operator is needed: {is_needed}")
@@ -642,6 +663,7 @@ class World:
         if self.is_gone(name):
             self.expired -= {name}
         self.failed.pop(name, None)
+        self.taken_back -= {name}
         self.posts.pop(name, None)  # no process waits for its answer any more
         self.words.pop(name, None)
         self.scheduled_boot.pop(name, None)
@@ -1203,6 +1225,11 @@ def _admit_and_forget(event: ScheduledEvent, context: Context) -> Any:
     return REAL["_create"](event, replaced(context, holds={}, expired=()))
 
 
+def _answer_that_leaves_it_taken_back(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Any:
+    forgotten = replaced(workflow, approval=replaced(workflow.approval, is_taken_back=False))
+    return REAL["apply_approval_answer"](forgotten, signal, context)
+
+
 def _expiry_that_ends_the_hold(*arguments: Any) -> Any:
     put, removed = REAL["_changes_of_holds"](*arguments)
     ended = {("hold", key) for key in arguments[3].values()}
@@ -1301,6 +1328,10 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     ),
     "a hold outlives the end that an operator gives": (
         {"_changes_of_holds": _expiry_that_leaves_holds_alone}, "(8)", replace(HELD_AND_EXPIRED, crashes=0),
+    ),
+    "an event forgets the approval that Azure has accepted": (
+        {"apply_approval_answer": _answer_that_leaves_it_taken_back}, "(15)",
+        Script({"A": a_rule(approve="manual", prepare=())}, has_operator=True, crashes=0),
     ),
     "an event that left comes back as it was": (
         {"_mark_gone": _lose_as_if_it_had_vanished}, "",

@@ -18,7 +18,7 @@ from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_error, print_json, printable
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import CommandOptions, OperatorResult
-from scheduled_events_agent.status.actions import UNSETTLED_HOLD, command, quoted
+from scheduled_events_agent.status.actions import command, quoted, unsettled_message
 from scheduled_events_agent.status.messages import format_clock
 from scheduled_events_agent.store import (
     FILE_NAME,
@@ -28,7 +28,7 @@ from scheduled_events_agent.store import (
     Store,
     StoreError,
 )
-from scheduled_events_agent.workflow import OperatorAction, Workflow
+from scheduled_events_agent.workflow import OperatorAction, Workflow, is_unsettled
 
 # Longer than the agent ever sleeps, in case the wake-up is lost.
 _ANSWER_WITHIN_SECONDS = 12.0
@@ -229,9 +229,9 @@ def _ask(arguments: argparse.Namespace) -> _RequestResult:
             raise AgentError(f"no agent runs with the state directory {state_dir}: start the agent first")
         request = store.add_request(workflow_id, action, user_name(), datetime.now(UTC))
         answer = wait_for_answer(store, request)
-        is_held = action == "hold" and answer is None and _is_held_amid_approval(store, workflow_id)
-    if is_held:
-        raise AgentError(UNSETTLED_HOLD)
+        has_no_result = answer is None and _waits_for_azure(store, workflow_id, action)
+    if has_no_result:
+        raise AgentError(unsettled_message(action))
     if answer is None:
         look = as_typed(command(options_of(arguments, state_dir), "status"))
         raise AgentError(
@@ -251,10 +251,9 @@ def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) 
     return found[0] if len(found) == 1 else ""
 
 
-def _is_held_amid_approval(store: Store, workflow_id: str) -> bool:
-    """Whether the event is held, but an approval that was sent before has no answer yet."""
-    workflows = [workflow for workflow in store.load_workflows() if workflow.id == workflow_id]
-    return any(one.operator_action == "hold" and one.approval.state == "requested" for one in workflows)
+def _waits_for_azure(store: Store, workflow_id: str, action: OperatorAction) -> bool:
+    """Whether the action is in force, but an approval that was sent before it has no answer yet."""
+    return any(one.id == workflow_id and is_unsettled(one, action) for one in store.load_workflows())
 
 
 def _line(workflow: Workflow) -> str:

@@ -42,7 +42,7 @@ from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalRecord, Vm
-from scheduled_events_agent.status.actions import UNSETTLED_HOLD
+from scheduled_events_agent.status.actions import unsettled_message
 from scheduled_events_agent.status.attention import CRASHED_WITHIN
 from scheduled_events_agent.status.messages import pending_message, with_messages
 from scheduled_events_agent.store import Request, RequestAnswer, StatusRequest, Store, StoreError, WithdrawnError
@@ -67,6 +67,7 @@ from scheduled_events_agent.workflow import (
     Workflows,
     advance,
     is_ready,
+    is_unsettled,
     next_wake_at,
 )
 
@@ -154,8 +155,8 @@ class Engine:
         self.documents = DocumentTracker()
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
-        self._unanswered_holds: dict[int, Request] = {}
-        """Holds in force that are answered when it is known whether Azure accepts the approval under way."""
+        self._unsettled: dict[int, Request] = {}
+        """Holds and releases in force, answered when it is known whether Azure accepts the approval under way."""
         self._document_at: datetime | None = None
         self._store_failures = ChangeLogger("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._reporter = EventReporter(store, metrics, command_options)
@@ -254,7 +255,7 @@ class Engine:
             self._decide_commit_perform(now)
             if not self._is_stopping:
                 self._hook_runs.run_delayed(self.workflows, self.settings, self.name(), now)
-            self._answer_holds()
+            self._answer_unsettled()
             self._after_first_document(now)
             self._hook_runs.save_times()
             self.outbox.purge(self.settings.notify, now)
@@ -329,8 +330,9 @@ class Engine:
     def finish(self) -> None:
         """Store what was received last. Raises StoreError."""
         self.run_cycle(None)
-        for request_id in self._unanswered_holds:
-            self._store.answer_request(request_id, RequestAnswer(succeeded=False, message=UNSETTLED_HOLD))
+        for request in self._unsettled.values():
+            answer = RequestAnswer(succeeded=False, message=unsettled_message(request.action))
+            self._store.answer_request(request.id, answer)
         self._store.record("agent_stopped", pending_message(self.workflows.values()), self._machine.now())
 
     # --- policy
@@ -434,7 +436,7 @@ class Engine:
             self._decide_commit_perform(now)
             return
         # The decision is on disk, and nothing of it is done yet.
-        self._unanswered_holds |= {request.id: request for request in self._requests if request.id not in answers}
+        self._unsettled |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
         self.outbox.committed(notifications, committed, now)
         self.remembered.committed(changes)
@@ -514,7 +516,7 @@ class Engine:
                 self._store.answer_request(loaded.id, status)
                 continue
             request = self._for_present_event(loaded)
-            if request.id in self._unanswered_holds:
+            if request.id in self._unsettled:
                 continue
             workflow = self.workflows.get(request.workflow_id)
             if workflow is None and request.workflow_id in self.remembered.holds:
@@ -559,23 +561,18 @@ class Engine:
         return {
             request.id: answer_to(request, workflow)
             for request, workflow in decided
-            if not (request.action == "hold" and workflow.approval.state == "requested")
+            if not is_unsettled(workflow, request.action)
         }
 
-    def _answer_holds(self) -> None:
-        """Answer requests to hold, once the result of the approval that was under way is known."""
-        for request in list(self._unanswered_holds.values()):
+    def _answer_unsettled(self) -> None:
+        """Answer holds and releases, once the result of the approval that was under way is known."""
+        for request in list(self._unsettled.values()):
             workflow = self.workflows.get(request.workflow_id)
-            if workflow is not None and workflow.approval.state == "requested":
+            if workflow is not None and is_unsettled(workflow, request.action):
                 continue
-            if workflow is None:
-                result = rejection("the event is over")
-            elif workflow.approval.state == "confirmed":
-                result = rejection("Azure has accepted the approval")
-            else:
-                result = answer_to(request, workflow)
+            result = answer_to(request, workflow) if workflow is not None else rejection("the event is over")
             self._store.answer_request(request.id, result)
-            del self._unanswered_holds[request.id]
+            del self._unsettled[request.id]
 
     def _forget_requests(self) -> None:
         """Drop the requests. They are read again, except those that operators withdraw meanwhile."""

@@ -13,6 +13,7 @@ from scheduled_events_agent.workflow import (
     Workflow,
     evaluate_approval_gates,
     is_applied,
+    is_unsettled,
 )
 
 _CONFIRMED = "Azure has accepted the approval; it cannot be withdrawn"
@@ -39,6 +40,8 @@ def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting:
     """Whether the request would take back neither a hold nor an approval. ``waiting``: requests before it."""
     if request.action != "release" or workflow is None:
         return False
+    if is_unsettled(workflow, "release"):
+        return False  # it is not known yet whether the release before this one came in time
     revocable = ("approve", "hold", "release")
     actions = [one.action for one in waiting if one.workflow_id == workflow.id and one.action in revocable]
     last = actions[-1] if actions else workflow.operator_action
@@ -78,6 +81,8 @@ def _why_no_retry(workflow: Workflow, action: OperatorAction, why_not_acting: st
 def answer_to(request: Request, workflow: Workflow) -> RequestAnswer:
     """The reply to the operator, after the cycle that applied the action."""
     if not is_applied(workflow, request.action):
+        if request.action in ("hold", "release") and workflow.approval.state == "confirmed":
+            return rejection("Azure has accepted the approval")
         return rejection("the event has just changed, or another operator was faster")
     return RequestAnswer(succeeded=True, message=_success(request, workflow))
 

@@ -9,10 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from scheduled_events_agent.status.status import CommandOptions, Status
-from scheduled_events_agent.workflow import OperatorAction, Workflow
+from scheduled_events_agent.workflow import ACTION_TEXTS, OperatorAction, Workflow
 
-UNSETTLED_HOLD = "held, unless Azure accepts the approval that is under way; see status"
-"""The answer to a hold, if the answer to the approval under way is not known in time."""
 SHORT_ID = 8
 """Characters of an id that are always shown."""
 # Commands that have the option for the state file, for the policy file, or both. All others have neither.
@@ -61,6 +59,11 @@ def _preparation_actions(workflow: Workflow) -> tuple[OperatorAction, ...]:
         return ("retry", *ends)
     starts_next = bool(workflow.decision.rule) and workflow.decision.has_preparation
     return ("hold", *ends) if starts_next and workflow.prepare.state in ("idle", "running") else ends
+
+
+def unsettled_message(action: OperatorAction) -> str:
+    """The answer to hold or release, if Azure's answer to the approval under way is not known in time."""
+    return f"{ACTION_TEXTS[action]}, unless Azure accepts the approval that is under way; see status"
 
 
 def offered_actions(status: Status, workflow: Workflow) -> tuple[OperatorAction, ...]:

@@ -23,6 +23,7 @@ from scheduled_events_agent.workflow.advance import (
     advance,
     is_applied,
     is_ready,
+    is_unsettled,
     known_events,
     next_wake_at,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "hook_deadline_at",
     "is_applied",
     "is_ready",
+    "is_unsettled",
     "known_events",
     "needed_seconds",
     "needs_all",

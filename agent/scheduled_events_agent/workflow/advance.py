@@ -226,6 +226,13 @@ def is_applied(workflow: Workflow, action: OperatorAction) -> bool:
             return workflow.operator_action == action
 
 
+def is_unsettled(workflow: Workflow, action: OperatorAction) -> bool:
+    """Whether the action takes back an approval that is under way: Azure's answer shows whether it was in time."""
+    approval = workflow.approval
+    takes_back = action == "hold" or (action == "release" and approval.is_taken_back)
+    return takes_back and approval.state == "requested" and is_applied(workflow, action)
+
+
 def is_ready(workflows: Workflows) -> bool:
     """Whether this VM is ready for work: nothing is prepared for, and all recovery is done."""
     return not any(workflow.is_prepared_for for workflow in workflows.values())

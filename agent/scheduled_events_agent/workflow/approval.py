@@ -93,10 +93,11 @@ def apply_approval_answer(workflow: Workflow, signal: ApprovalAnswered, context:
     if not signal.error_kind:
         records = [Record(kind="approved", text="Azure has accepted the approval", addition="")]
         action = workflow.operator_action
-        if action == "hold":  # the hold was set after the approval was sent
-            action = ""
-            text = "the operator's hold is void: Azure has accepted the approval"
+        is_taken_back = workflow.approval.is_taken_back
+        if action == "hold" or (is_taken_back and action == ""):  # it came after the approval was sent
+            text = f"the operator's {action or 'release'} is void: Azure has accepted the approval"
             records.append(Record(kind="operator", text=text))
+            action = "approve" if is_taken_back else ""
         confirmed = replace(workflow, approval=Approval(state="confirmed"), operator_action=action)
         return Transition(workflow=confirmed, records=tuple(records))
     failures = workflow.approval.failures + 1

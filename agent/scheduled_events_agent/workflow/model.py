@@ -96,6 +96,8 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How far the approval has come."""
 
     state: Literal["none", "requested", "confirmed"] = "none"
+    is_taken_back: bool = False
+    """The operator has taken it back while it was under way: it still counts if Azure accepts it."""
     failures: int = 0
     """Number in a row."""
     failing_since: datetime | None = None

@@ -372,6 +372,8 @@ def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context
     ends_hold = workflow.operator_action == "hold" and action != "hold"
     if workflow.phase == "held" and ends_hold and is_untouched:
         workflow = replace(workflow, phase="waiting")
+    if is_withdrawal and workflow.operator_action == "approve" and workflow.approval.state == "requested":
+        workflow = replace(workflow, approval=replace(workflow.approval, is_taken_back=True))
     counts = "" if action == "release" else action
     return Transition(workflow=replace(workflow, operator_action=counts), records=(record,))
 
@@ -442,7 +444,9 @@ def _restart(workflow: Workflow, context: Context) -> Transition:
             workflow = workflow.with_stage(stage, stage_status)
     if workflow.approval.state == "requested":
         since = workflow.approval.failing_since or context.now  # its answer is lost
-        approval = replace(workflow.approval, state="none", retry_at=None, failing_since=since)
+        approval = replace(
+            workflow.approval, state="none", is_taken_back=False, retry_at=None, failing_since=since
+        )
         workflow = replace(workflow, approval=approval)
     workflow = _without_what_a_reboot_has_undone(workflow, context)
     is_same_boot = context.boot_id in (workflow.boot_id, workflow.prepare_boot_id)
