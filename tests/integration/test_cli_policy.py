@@ -639,6 +639,26 @@ def explain(run: Run, policy: str, payload: str, *arguments: str) -> str:
     return out
 
 
+def test_explain_reads_what_powershell_5_1_has_saved(run: Run, policy: str, tmp_path: Path) -> None:
+    """ConvertTo-Json joins the list Resources, and Out-File writes UTF-16 unless it is told not to."""
+    event = {"EventId": "A", "EventType": "Reboot", "EventStatus": "Scheduled", "Resources": "vm-1 vm-2"}
+    text = json.dumps({"DocumentIncarnation": 1, "Events": [event]})
+    saved = tmp_path / "saved.json"
+    for content in (text, json.dumps(event)):
+        saved.write_text(content, encoding="utf-8-sig")
+        code, out, err = run("explain", str(saved), "--config", policy, "--vm", "vm-2")
+        assert (code, err) == (0, "")
+        assert "affects shared" in out
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        saved.write_text(text, encoding=encoding)
+        message = "not JSON (it is UTF-16; expected UTF-8, in PowerShell Out-File -Encoding utf8)"
+        assert run("explain", str(saved), "--config", policy) == (
+            1,
+            "",
+            f"scheduled-events-agent: {saved}: {message}\n",
+        )
+
+
 def test_explain_shows_the_rule_the_reasons_the_plan_and_the_approval(run: Run, policy: str) -> None:
     payload = "33-docs-seed000-freeze-duration-minus1.json"
     assert explain(run, policy, payload, "--vm", "westno_1") == (

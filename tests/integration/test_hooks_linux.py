@@ -382,6 +382,11 @@ def test_output_that_is_not_utf_8_is_passed_on_with_marks() -> None:
     assert result.tail == "\n".join(lines) + "\n"
 
 
+def test_a_text_that_has_no_bytes_is_no_reason_not_to_start() -> None:
+    result = _shell('printf %s "$NAME"', env={"NAME": "a\ud800b"})
+    assert (result.outcome, result.tail) == ("succeeded", "a?b")
+
+
 def test_a_long_line_is_not_cut_within_a_character() -> None:
     lines: list[str] = []
     hook = Hook(shell="i=0; printf x; while [ $i -lt 3000 ]; do printf €; i=$((i+1)); done; echo")

@@ -1,6 +1,7 @@
 """The state file in its normal life: durable, all or nothing, shared with other processes, brought up to date."""
 
 import contextlib
+import errno
 import os
 import shutil
 import sqlite3
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -767,6 +768,37 @@ def test_a_file_locked_by_another_process_does_not_count_as_damaged(
     other.close()
     names = {file.name for file in tmp_path.iterdir()}
     assert names <= {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}  # nothing was quarantined
+
+
+@pytest.mark.parametrize("kind", ["cifs", "nfs4", "fuse.blobfuse2"])
+def test_state_on_a_file_share_whose_locks_fail_is_said_to_need_a_local_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(store_file, "_BUSY_AT_START_SECONDS", 2.5)
+    monkeypatch.setattr("scheduled_events_agent.host.processes.file_system", lambda _: (kind, tmp_path))
+    Store.open(tmp_path, NOW).close()
+    path = tmp_path / FILE_NAME
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError) as caught:
+            Store.open(tmp_path, NOW)
+    reason = f"database is locked: it is on a file share ({kind}), whose locks may fail; state needs a local disk"
+    assert str(caught.value) == f"cannot open the state file {path}: {reason}"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there a lock is an open file")
+def test_a_disk_without_locks_is_not_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(host.HostError) as caught:
+        host.acquire_lock(tmp_path / "lock")
+    reason = "cannot be locked (No locks available); state needs a local disk"
+    assert str(caught.value) == f"{tmp_path / 'lock'}: {reason}"
 
 
 def test_a_missing_directory_is_reported_with_a_hint(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import FILE_NAME, Store, StoreError
+from scheduled_events_agent.store import file as store_file
 from scheduled_events_agent.workflow import Record, Transition, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
@@ -503,6 +504,33 @@ def test_a_client_of_a_damaged_file_leaves_it_to_the_agent(tmp_path: Path) -> No
         "the agent quarantines it when it is started again"
     )
     assert (tmp_path / FILE_NAME).read_bytes() == b"garbage"
+
+
+def test_a_client_is_told_that_the_file_is_being_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the agent replaces a damaged file."""
+    path = tmp_path / FILE_NAME
+    path.write_bytes(b"garbage")
+    told = []
+
+    def look_at_it(connection: sqlite3.Connection, version: int) -> None:
+        with pytest.raises(StoreError) as caught:
+            Store.open_readonly(tmp_path)
+        told.append(str(caught.value))
+        migrate(connection, version)
+
+    def look_for_it(lost: Path) -> Path | None:
+        aside = quarantine(lost)
+        if aside is not None:
+            with pytest.raises(StoreError) as caught:
+                Store.open_readonly(tmp_path)
+            told.append(str(caught.value))
+        return aside
+
+    migrate, quarantine = store_file._migrate, store_file._quarantine
+    monkeypatch.setattr(store_file, "_migrate", look_at_it)
+    monkeypatch.setattr(store_file, "_quarantine", look_for_it)
+    Store.open(tmp_path, NOW).close()
+    assert told == 2 * [f"the agent creates {path} at this moment: try again in a few seconds"]
 
 
 def test_damage_met_while_reading_is_an_error_of_the_store(tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def test_texts_are_one_printable_line_of_bounded_length() -> None:
 
 def test_a_single_resource_may_come_without_a_list() -> None:
     assert parse(Resources="vm_1").resources == ("vm_1",)
+    assert parse(Resources="vm_1 vm_2").resources == ("vm_1 vm_2",)  # nothing says that it is two names
 
 
 # --- api-versions --------------------------------------------------------------------------------------------

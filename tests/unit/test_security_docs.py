@@ -55,12 +55,14 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 def test_no_shell_is_started_but_for_shell_hooks() -> None:
     found = [
-        f"{file}:{call.lineno}: {name}"
+        f"{file}: {ast.unparse(call)}"
         for file, name, call in calls()
         if STARTERS.fullmatch(name)
         or (name.startswith("subprocess.") and any(keyword.arg in ("shell", None) for keyword in call.keywords))
     ]
-    assert found == []
+    # The command itself, in another mode.
+    again = "os.execv(sys.executable, [sys.executable, '-X', 'utf8', *sys.orig_argv[1:]])"
+    assert found == [f"agent/scheduled_events_agent/cli/__init__.py: {again}"]
 
     shells: dict[str, set[str]] = {}
     for file, node in nodes(ast.Constant):

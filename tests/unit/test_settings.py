@@ -2,9 +2,11 @@
 
 # ruff: noqa: E501  # one case, one line
 
+import zoneinfo
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -328,6 +330,29 @@ hooks:
 )
 def test_an_error_is_reported_in_the_first_run_with_a_hint_that_works(text: str, found: list[str]) -> None:
     assert sorted(faults(text)) == sorted(f"policy.yaml:{line}" for line in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("US/Pacific", ", which is an old name: use the new one, or install the package tzdata-legacy"),
+        ("Asia/Calcutta", ", which is an old name: use the new one, or install the package tzdata-legacy"),
+        ("Japan", ", which is an old name: use the new one, or install the package tzdata-legacy"),
+        ("W. Europe Standard Time", ", which is a name of Windows"),
+        ("UTC-11", ", which is a name of Windows"),
+    ],
+)
+def test_a_time_zone_of_another_system_or_time_is_named_as_such(
+    name: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def know_few(key: str) -> NoReturn:
+        raise zoneinfo.ZoneInfoNotFoundError(key)
+
+    monkeypatch.setattr(zoneinfo, "ZoneInfo", know_few)
+    monkeypatch.setattr(zoneinfo, "available_timezones", lambda: {"Europe/Berlin", "Asia/Qatar", "Pacific/Palau"})
+    text = f"maintenance_windows: {{w: {{start: 02:00, length: 1h, timezone: {name}}}}}"
+    error = f'expected an IANA time zone such as Europe/Berlin; got "{name}"{hint}'
+    assert faults(text) == (f"policy.yaml:1: maintenance_windows.w.timezone: {error}",)
 
 
 @pytest.mark.parametrize(

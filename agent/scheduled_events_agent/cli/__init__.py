@@ -7,6 +7,7 @@ reader of the output has gone.
 import argparse
 import gc
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    if argv is None:
+        _ensure_utf8()
     if isinstance(sys.stderr, TextIOWrapper):  # not so under pythonw, nor in some tests
         sys.stderr.reconfigure(errors="backslashreplace")
     stream, output = guarded(sys.stdout)
@@ -68,6 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             print(f"scheduled-events-agent: cannot write: {output.error.strerror}", file=sys.stderr)
     return 1
+
+
+def _ensure_utf8() -> None:
+    """Begin anew in Python's UTF-8 mode if the locale has another encoding.
+
+    Names of files, what hooks get, the log: all of it is UTF-8, whatever the locale.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -13,6 +13,7 @@ import msgspec
 from scheduled_events_agent import host
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal
 from scheduled_events_agent.hooks.preflight import FILE_SYSTEMS_IN_MEMORY
+from scheduled_events_agent.host import disks
 from scheduled_events_agent.host.conflicts import STOP_ONE, ActingAgent, Approver, OwnService
 from scheduled_events_agent.http.errors import HttpErrorKind, parse_date
 from scheduled_events_agent.imds.api_version import FallbackResult, not_available, reason_of
@@ -317,6 +318,8 @@ def check_disk(
         )
     if kind in FILE_SYSTEMS_IN_MEMORY:
         return failure("disk", f"{place} is in memory ({kind}), and gone after a reboot", elsewhere)
+    if kind is not None and disks.is_share(kind):
+        return warning("disk", f"{place} is on a file share ({kind}), whose locks may fail", elsewhere)
     free = f"{free_bytes / 1024**2:,.0f} MiB free"
     if free_bytes < _NO_BYTES:
         return failure(

@@ -634,7 +634,7 @@ def _read(argument: str) -> Document:
     except OSError as error:
         raise AgentError(f"{name}: cannot be read: {error.strerror}", kind="usage") from error
     try:
-        return parse_document(body)
+        return parse_document(body, is_saved=True)
     except DocumentError as error:
         try:
             return Document(incarnation="", events=(parse_event(body),))

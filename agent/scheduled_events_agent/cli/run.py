@@ -138,8 +138,11 @@ def handle_signals(handlers: Mapping[str, Callable[[], None]], wake: Callable[[]
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, handler=handler: handler())
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        # One that came during the start is handled now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # type: ignore[attr-defined,unused-ignore]
+        # A SIGHUP that came during the start is handled now. The other two may have been blocked by the parent.
+        signal.pthread_sigmask(  # type: ignore[attr-defined,unused-ignore]
+            signal.SIG_UNBLOCK,  # type: ignore[attr-defined,unused-ignore]
+            {signal.SIGHUP, signal.SIGTERM, signal.SIGINT},  # type: ignore[attr-defined,unused-ignore]
+        )
     try:
         receiving, sending = socket.socketpair()
     except OSError:  # then a signal may wait for the engine's next tick

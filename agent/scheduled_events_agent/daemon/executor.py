@@ -44,7 +44,6 @@ class ThreadExecutor:
         self._queues = HookQueues(HookQueue)
         self._runs: dict[HookKey, tuple[HookRun, HookCommand]] = {}
         self._unanswered: set[str] = set()
-        self._have_run = False
 
     def start_hook(
         self,
@@ -79,7 +78,6 @@ class ThreadExecutor:
         if is_debugging():
             _log_command(log, hook, deadline)
         self._runs[hook_key(effect)] = (run, effect)
-        self._have_run = True
         run_in_background(
             lambda: self._put(HookDone(effect, run.run())),
             f"hook-{name}",
@@ -104,9 +102,8 @@ class ThreadExecutor:
         return key in self._runs
 
     def reap(self) -> None:
-        """Release orphans of hooks that have ended: they are children of this process now."""
-        if self._have_run:
-            processes.reap_zombies()
+        """Release orphans that have ended: those of hooks, and for PID 1 of a container those of any process."""
+        processes.reap_zombies()
 
     def is_busy(self) -> bool:
         return bool(self._runs or self._unanswered)

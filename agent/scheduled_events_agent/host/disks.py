@@ -14,6 +14,9 @@ _TEMPORARY_LINKS = (
     "dev/disk/by-label/Temporary*Storage",
 )
 
+# Azure Files by SMB and NFS, blobs, and another machine's folder.
+_SHARES = ("cifs", "smb3", "nfs", "nfs4", "blobfuse", "blobfuse2", "sshfs")
+
 
 class Mount(NamedTuple):
     """A mounted file system."""
@@ -31,6 +34,11 @@ def mount_of(path: Path) -> Mount | None:
         if best := max(reversed(found), key=lambda part: len(part.mountpoint), default=None):
             return Mount(best.mountpoint, best.fstype, best.device)
     return None
+
+
+def is_share(kind: str) -> bool:
+    """Whether a file system of this kind is on another machine."""
+    return kind.removeprefix("fuse.") in _SHARES
 
 
 def is_temporary(mount: Mount, root: Path = Path("/")) -> bool:

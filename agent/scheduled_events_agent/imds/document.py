@@ -4,6 +4,7 @@ Pure: does no I/O, and knows neither the policy nor the time. Invariant: an unre
 an empty list, because an event that is missing counts as over.
 """
 
+import codecs
 import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -165,8 +166,11 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """When it was received, on the monotonic clock."""
 
 
-def parse_document(body: bytes) -> Document:
-    """Read an answer of the endpoint. Raises DocumentError, whose text says what was found instead."""
+def parse_document(body: bytes, *, is_saved: bool = False) -> Document:
+    """Read an answer of the endpoint. Raises DocumentError, whose text says what was found instead.
+
+    ``is_saved``: it is from a file, which PowerShell may have written. PowerShell 5.1 joins Resources to one text.
+    """
     data = _decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("Events"), list):
         raise DocumentError(f'expected an object with a list "Events"; got {excerpt(body)}')
@@ -174,7 +178,7 @@ def parse_document(body: bytes) -> Document:
         raise DocumentError(f"{len(data['Events'])} events; at most {MAX_EVENTS} are read", kind="too_many")
     duplicates: dict[str, list[ScheduledEvent]] = {}
     for index, item in enumerate(data["Events"]):
-        event = _to_event(item, f"Events[{index}]")
+        event = _to_event(item, f"Events[{index}]", is_saved=is_saved)
         duplicates.setdefault(event.key, []).append(event)
     incarnation = data.get("DocumentIncarnation")
     merged = [_merge(events) for events in duplicates.values()]
@@ -195,11 +199,11 @@ def check_limits(document: Document, names: Iterable[str]) -> None:
 
 
 def parse_event(body: bytes) -> ScheduledEvent:
-    """Read one bare event object, as logs and articles quote them. Raises DocumentError."""
+    """Read one bare event object from a file, as logs and articles quote them. Raises DocumentError."""
     data = _decode(body)
     if not isinstance(data, dict) or "EventType" not in data:
         raise DocumentError(f'expected an object with "EventType"; got {excerpt(body)}')
-    return _to_event(data, "event")
+    return _to_event(data, "event", is_saved=True)
 
 
 def to_azure_json(event: ScheduledEvent) -> bytes:
@@ -253,13 +257,15 @@ def _urgency(event: ScheduledEvent) -> tuple[object, ...]:
 
 
 def _decode(body: bytes) -> Any:
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:2]:
+        raise DocumentError("not JSON (it is UTF-16; expected UTF-8, in PowerShell Out-File -Encoding utf8)")
     try:
         return parse_json(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise DocumentError(f"not JSON ({error}): {excerpt(body)}") from error
 
 
-def _to_event(item: Any, where: str) -> ScheduledEvent:
+def _to_event(item: Any, where: str, *, is_saved: bool = False) -> ScheduledEvent:
     if not isinstance(item, dict):
         # Skipping the entry could make a known event look as if it were over.
         raise DocumentError(f"{where}: expected an object; got {shown(item)}")
@@ -273,7 +279,7 @@ def _to_event(item: Any, where: str) -> ScheduledEvent:
         # 46-minimal in tests/payloads: no status at all. Only a plain "Scheduled" may be approved.
         status=_word(get("EventStatus")),
         source=_word(get("EventSource")),
-        resources=_names(get("Resources")),
+        resources=_names(get("Resources"), is_saved=is_saved),
         not_before=parse_not_before(get("NotBefore")),
         duration_seconds=_duration(get("DurationInSeconds")),
         description=clean_text(get("Description")),
@@ -305,9 +311,9 @@ def _word(value: Any) -> str:
     return _CANONICAL.get(text.casefold(), text)
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _names(value: Any, *, is_saved: bool) -> tuple[str, ...]:
     if isinstance(value, str):
-        value = [value]
+        value = value.split() if is_saved else [value]
     if not isinstance(value, list):
         return ()
     return tuple([clean_name(name) for name in value])

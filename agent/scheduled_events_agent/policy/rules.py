@@ -1,7 +1,7 @@
 """Types of the policy's rules, hooks and maintenance windows. Pure: does no I/O and keeps no state."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime, time, timedelta, tzinfo
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -42,6 +42,17 @@ Duration = Annotated[
     Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"}),
 ]
 """Seconds; in the policy file a text such as 1h30m."""
+
+# Such as "W. Europe Standard Time" and "UTC-11".
+_WINDOWS_TIMEZONE = r".* Standard Time|UTC[+-]\d\d"
+# Debian 13 and Ubuntu 24.04 have these names in a package of their own.
+_OLD_TIMEZONE = (
+    r"(US|Canada|Brazil|Chile|Mexico)/.*|Australia/(ACT|NSW|North|Queensland|South|Tasmania|Victoria|West)"
+    r"|Asia/(Calcutta|Dacca|Istanbul|Katmandu|Macao|Rangoon|Saigon|Tel_Aviv|Ulan_Bator)|Europe/(Belfast|Kiev)"
+    r"|America/(Buenos_Aires|Cordoba|Fort_Wayne|Indianapolis|Louisville)|Cuba|Egypt|Eire|GB|GB-Eire|Hongkong"
+    r"|Iceland|Iran|Israel|Jamaica|Japan|Libya|Navajo|NZ|Poland|Portugal|PRC|ROC|ROK|Singapore|Turkey"
+    r"|UCT|Universal|W-SU|Zulu"
+)
 
 ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
 SECRET: dict[str, Any] = {"kind": "secret"}
@@ -191,14 +202,22 @@ def _timezone_error(name: str) -> str:
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):
-        from scheduled_events_agent.policy.typed_yaml import nearest  # noqa: PLC0415  # with PyYAML
-
-        zones = available_timezones()
-        guess = nearest(name, [zone for zone in zones if "/" in zone])  # EST is not like CEST
-        hint = f'; did you mean "{guess}"?' if guess else ""
-        hint = hint if zones else "; this machine has no time zone data: install tzdata"
+        hint = _timezone_hint(name, available_timezones())
         return f'expected an IANA time zone such as Europe/Berlin; got "{name}"{hint}'
     return ""
+
+
+def _timezone_hint(name: str, zones: Collection[str]) -> str:
+    if re.fullmatch(_WINDOWS_TIMEZONE, name):
+        return ", which is a name of Windows"
+    if not zones:
+        return "; this machine has no time zone data: install tzdata"
+    if re.fullmatch(_OLD_TIMEZONE, name):
+        return ", which is an old name: use the new one, or install the package tzdata-legacy"
+    from scheduled_events_agent.policy.typed_yaml import nearest  # noqa: PLC0415  # with PyYAML
+
+    guess = nearest(name, [zone for zone in zones if "/" in zone])  # EST is not like CEST
+    return f'; did you mean "{guess}"?' if guess else ""
 
 
 class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -106,7 +106,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Mode, Meta(description="observe: decide and report, but run no hooks and approve nothing.")
     ] = "act"
     state_dir: Annotated[
-        str | None, Meta(description="Directory of the state file. Default: the system's place for it.")
+        str | None,
+        Meta(description="Directory of the state file, on a local disk. Default: the system's place for it."),
     ] = None
     reserve: Annotated[Duration, Meta(description="Prepare hooks must end this long before NotBefore.")] = 5.0
     healthy_within: Annotated[

@@ -327,6 +327,8 @@ def _check_reachable(path: Path, access: int) -> None:
         if not os.access(path, access):
             os.close(os.open(path, os.O_RDWR if access & os.W_OK else os.O_RDONLY))  # fails, and says why
     except FileNotFoundError as error:
+        if _load_loss(path):
+            raise _being_created(path) from error
         raise StoreError(
             f"no agent has run with the state directory {path.parent}: name it with --state-dir", kind="unusable"
         ) from error
@@ -351,11 +353,27 @@ def _opening(path: Path) -> Iterator[None]:
         if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
             kind = error_kind(error, "unusable")
             hint = ": another program uses it, a backup perhaps" if kind == "locked" else ""
+            if share := _share_of(path):
+                hint = f": it is on a file share ({share}), whose locks may fail; state needs a local disk"
             raise StoreError(f"cannot open the state file {path}: {error}{hint}", kind=kind) from error
         raise _DamagedError(str(error)) from error
 
 
+def _being_created(path: Path) -> StoreError:
+    return StoreError(f"the agent creates {path} at this moment: try again in a few seconds", kind="older")
+
+
+def _share_of(path: Path) -> str:
+    """The kind of the file share that the path is on; "" if it is on none that is known."""
+    from scheduled_events_agent.host import disks, processes  # noqa: PLC0415  # psutil, for an error only
+
+    system = processes.file_system(path)
+    return system[0] if system and disks.is_share(system[0]) else ""
+
+
 def _check_version(path: Path, version: int, *, is_owner: bool) -> None:
+    if version == 0 and not is_owner:
+        raise _being_created(path)
     if version > _known_version():
         raise StoreError(
             f"{path} was written by a newer version of the agent (schema {version}, "

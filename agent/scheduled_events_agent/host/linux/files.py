@@ -165,10 +165,14 @@ def acquire_lock(path: Path) -> IO[bytes]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except OSError:
+        except BlockingIOError:
             if time.monotonic() < give_up_at:
                 time.sleep(0.01)
                 continue
+        except OSError as error:
+            file.close()
+            text = f"{path}: cannot be locked ({error.strerror}); state needs a local disk"
+            raise HostError(text, kind="lock") from None
         owner = file.read(20).decode("ascii", "replace").strip() or "unknown"
         file.close()
         raise HostError(

@@ -8,6 +8,7 @@ its environment. A process that leaves the session, loses its parent and clears 
 signs. It is ended with the last tree that is alive.
 """
 
+import codecs
 import errno
 import os
 import pwd
@@ -41,6 +42,9 @@ _PASSED_ON = (
 # Where hooks find their secrets, unless systemd has loaded credentials for the agent and says where these are.
 _CREDENTIALS = "/etc/scheduled-events-agent/credentials"
 _PR_SET_CHILD_SUBREAPER = 36
+_ELF = b"\x7fELF"
+_MACHINES = {3: "x86", 40: "ARM", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
+_RUNS_TOO = {62: 3, 183: 40}  # of 32 bits
 _FIRST_LINE_BYTES = 256  # what the kernel reads of it
 _LEFTOVER_GRACE_SECONDS = 1.0
 # Where very many processes starve this one, a single look takes longer than the grace.
@@ -165,11 +169,11 @@ def start_tree(
             source.write(stdin)
             source.seek(0)
             process = subprocess.Popen(
-                argv,
+                [_to_bytes(word) for word in argv],
                 stdin=source,
                 stdout=output,
                 stderr=output,
-                env={**env, _MARKER: token},
+                env={_to_bytes(name): _to_bytes(value) for name, value in {**env, _MARKER: token}.items()},
                 cwd=directory,
                 user=uid,
                 group=gid,
@@ -186,6 +190,14 @@ def start_tree(
             else:
                 _trees[token] = tree
     return tree
+
+
+def _to_bytes(text: str) -> bytes:
+    """The text in UTF-8. What has no bytes is replaced: it is no reason not to start a hook."""
+    try:
+        return os.fsencode(text)
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")
 
 
 def reap_zombies() -> None:
@@ -275,13 +287,17 @@ def find_command_error(
 
 
 def _first_line_error(head: bytes, cwd: str | None, env: Mapping[str, str]) -> str:
-    if b"\0" in head:  # a program
-        return ""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"#\0", b"\0#")):
+        return "it is UTF-16: save it as UTF-8"
+    if head.startswith(_ELF):
+        return _machine_error(head)
+    if b"\0" in head:
+        return "" if head.strip(b"\0") else "there is nothing in it but NUL bytes: write it again"
     line = head.partition(b"\n")[0]
     words = os.fsdecode(line.removeprefix(b"#!")).split()
     if not line.startswith(b"#!") or not words:
         return "it has no first line #!: name the interpreter in run"
-    if line.endswith(b"\r"):
+    if b"\r" in line:
         return "its first line ends with a carriage return: save it with Unix line ends"
     interpreter = Path(cwd or "/") / words[0]
     try:
@@ -295,6 +311,22 @@ def _first_line_error(head: bytes, cwd: str | None, env: Mapping[str, str]) -> s
     if find_program(arguments[0], cwd, env) is None:
         return f"its interpreter {arguments[0]} is not found in PATH"
     return ""
+
+
+def _machine_error(head: bytes) -> str:
+    """Why this machine cannot run the ELF program that begins so; "" if it can."""
+    with Path("/proc/self/exe").open("rb") as file:
+        own = _machine_of(file.read(_FIRST_LINE_BYTES))
+    machine = _machine_of(head)
+    if machine in (0, own, _RUNS_TOO.get(own)):
+        return ""
+    its, ours = (_MACHINES.get(number, f"machine {number}") for number in (machine, own))
+    return f"it is a program for {its}, and this machine has {ours}"
+
+
+def _machine_of(head: bytes) -> int:
+    """For which kind of processor the ELF program is: e_machine."""
+    return int.from_bytes(head[18:20], "big" if head[5:6] == b"\2" else "little")
 
 
 def decode_output(data: bytes) -> str:
