@@ -84,6 +84,26 @@ def test_an_agent_killed_while_a_hook_is_preempted_continues_with_both_events(
     assert drained(agent)[-1] == reboot
 
 
+def test_an_event_whose_hook_only_waited_is_not_recovered(sim: Simulator, agent: Agent) -> None:
+    freezes = {**RULE, "name": "freezes", "when": {"type": "Freeze"}, "recover": ["thaw"]}
+    drain = agent.hook("drain", until="drained", serialize=True)
+    agent.write_policy(
+        rules=[freezes, RULE], hooks={"drain": drain, "resume": agent.hook("resume"), "thaw": agent.hook("thaw")}
+    )
+    agent.start()
+    reboot = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    freeze = sim.schedule("Freeze", lasts_seconds=None)
+    agent.wait_log("hook started", event_id=freeze, hook="drain")
+    sim.cancel(freeze)
+    agent.wait_log("closed", event_id=freeze)
+    agent.let_go("drained")
+    sim.wait_approved(reboot)
+    sim.end(reboot)
+    agent.wait_log("closed", event_id=reboot)
+    assert agent.ran() == ["drain", "resume"]
+
+
 def drained(agent: Agent) -> list[str]:
     """The events that hooks were started for, in that order."""
     return [note["given"]["ID"] for note in agent.records("start") if note["hook"] == "drain"]

@@ -27,6 +27,7 @@ from scheduled_events_agent.engine import (
     hook_key,
     not_run_result,
 )
+from scheduled_events_agent.engine.hook_runs import HookRuns
 from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent, check_limits
@@ -38,7 +39,14 @@ from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.store import MAX_EVENT_RECORDS, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.telemetry.log import set_up
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import ApprovalAnswered, Approve, OperatorAction, RunHook, advance
+from scheduled_events_agent.workflow import (
+    ApprovalAnswered,
+    Approve,
+    CancelHook,
+    OperatorAction,
+    RunHook,
+    advance,
+)
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
@@ -389,7 +397,8 @@ def test_a_recovery_gets_no_deadline_in_the_past(tmp_path: Path) -> None:
         engine.receive(Identity(name="vm-1", vm_id="id-1"))
         engine.receive(Document(incarnation="1", events=(event,)))
         assert engine.run_cycle(machine.now())
-        engine.receive(HookDone(executor.effects[0], not_run_result("drain", "canceled", "")))
+        canceled = replace(not_run_result("drain", "canceled", ""), has_run=True)
+        engine.receive(HookDone(executor.effects[0], canceled))
         for _ in range(2):
             engine.receive(Document(incarnation="2", events=()))
             assert engine.run_cycle(machine.wait(2.0))
@@ -486,7 +495,9 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
             if life == 0:
                 assert engine.run_cycle(machine.wait(3600 - 605))
                 (effect,) = executor.effects
-                result = replace(not_run_result("drain", "succeeded", ""), attempts=1, duration_seconds=20.0)
+                result = replace(
+                    not_run_result("drain", "succeeded", ""), attempts=1, duration_seconds=20.0, has_run=True
+                )
                 engine.receive(HookDone(effect, result))
                 for _ in range(2):
                     engine.receive(Document(incarnation="2", events=()))
@@ -497,6 +508,32 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
             store.close()
     takes = [reason.rpartition("preparation may take ")[2].removesuffix(")") for reason in reasons]
     assert takes == ["10m5s", "55s"]
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_hook_that_a_shutdown_cut_short_has_run_though_it_is_canceled_later(
+    tmp_path: Path, *, has_run: bool
+) -> None:
+    done: list[HookDone] = []
+    drain = RunHook(workflow_id="w-1", stage="prepare", hook="drain", run=1)
+    failed = replace(not_run_result("drain", "failed", "exit code 1"), has_run=has_run)
+    executor = mock.Mock()
+    with contextlib.closing(Store.open(tmp_path, START)) as store:
+        hook_runs = HookRuns(store, executor, GoingDown(), mock.Mock(), done.append)
+        assert hook_runs.to_signal(drain, failed, None) is None
+        hook_runs.resume()
+        hook_runs.cancel(CancelHook(workflow_id="w-1", stage="prepare"))
+        (canceled,) = done
+        signal = hook_runs.to_signal(drain, canceled.result, None)
+    assert signal is not None
+    assert (signal.outcome, signal.has_run) == ("canceled", has_run)
+
+
+class GoingDown(Host):
+    """A machine that shuts down."""
+
+    def is_shutting_down(self) -> bool:
+        return True
 
 
 def test_a_hold_on_a_shared_event_warns_that_other_vms_may_approve_it(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ class Agent:
     def end(self, hook: str) -> None:
         effect = self.executor.start_hook.call_args.args[0]
         assert effect.hook == hook
-        self.engine.receive(HookDone(effect, not_run_result(hook, "succeeded", "")))
+        result = replace(not_run_result(hook, "succeeded", ""), has_run=True)
+        self.engine.receive(HookDone(effect, result))
         assert self.engine.run_cycle(self.machine.wait(1.0))
 
     def ask(self, action: OperatorAction, about: str = "") -> str | None:
@@ -119,7 +120,8 @@ def test_a_hold_counts_when_the_event_comes_back(
     if agent.started and agent.engine.workflows:  # what was prepared is recovered meanwhile
         if phase == "preparing":
             effect = agent.executor.start_hook.call_args.args[0]
-            agent.engine.receive(HookDone(effect, not_run_result("drain", "canceled", "")))
+            result = replace(not_run_result("drain", "canceled", ""), has_run=True)
+            agent.engine.receive(HookDone(effect, result))
             assert agent.engine.run_cycle(agent.machine.wait(1.0))
         agent.end("resume")
     assert agent.engine.workflows == {}

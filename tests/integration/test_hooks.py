@@ -409,13 +409,14 @@ def test_a_queued_hook_can_be_canceled_or_time_out() -> None:
     second = _Background(hook, queues=queues)
     third = _Background(hook, queues=queues, deadline=time.monotonic() + 0.2)
     late = third.finish()
-    assert (late.outcome, late.attempts) == ("not_started", 0)
+    assert (late.outcome, late.attempts, late.has_run) == ("not_started", 0, False)
     assert late.detail == "no time was left after other runs of this hook"
     second.run.cancel()
     canceled = second.finish()
-    assert (canceled.outcome, canceled.attempts) == ("canceled", 0)
+    assert (canceled.outcome, canceled.attempts, canceled.has_run) == ("canceled", 0, False)
     first.run.cancel()
-    assert first.finish().outcome == "canceled"
+    ended = first.finish()
+    assert (ended.outcome, ended.has_run) == ("canceled", True)
 
 
 def test_a_program_that_is_missing_or_a_directory_is_not_started(tmp_path: Path) -> None:

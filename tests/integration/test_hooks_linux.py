@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from scheduled_events_agent.daemon.executor import ThreadExecutor
 from scheduled_events_agent.engine import RunOnClear
@@ -464,6 +465,19 @@ def test_a_file_that_is_no_program_is_not_started(tmp_path: Path) -> None:
     ):
         result = HookRun("test", Hook(run=(str(path),)), environment={}).run()
         assert (result.outcome, result.exit_code, result.detail) == ("not_started", None, detail)
+
+
+def test_a_hook_has_run_if_any_attempt_started_its_program(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.symlink_to(sys.executable)
+    hook = Hook(run=(str(program), "-c", f"import os; os.unlink({str(program)!r}); raise SystemExit(1)"))
+    once = HookRun("test", hook, environment={}).run()
+    assert (once.outcome, once.has_run) == ("failed", True)
+    never = HookRun("test", hook, environment={}).run()
+    assert (never.outcome, never.has_run) == ("not_started", False)
+    program.symlink_to(sys.executable)
+    again = HookRun("test", replace(hook, attempts=2, retry_delay=0.0), environment={}).run()
+    assert (again.outcome, again.attempts, again.has_run) == ("not_started", 2, True)
 
 
 def test_an_unknown_user_is_rejected() -> None:

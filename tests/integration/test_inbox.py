@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from scheduled_events_agent.daemon.inbox import Command, Inbox
 from scheduled_events_agent.engine import Engine, HookCommand, HookDone, HookKey, hook_key, not_run_result
@@ -117,7 +118,7 @@ class Agent:
         match word:
             case "hook":
                 (effect,) = self.executor.hooks.values()
-                return HookDone(effect, not_run_result("drain", "succeeded", ""))
+                return HookDone(effect, replace(not_run_result("drain", "succeeded", ""), has_run=True))
             case "answer":
                 return ApprovalAnswered(workflow_id=self.workflow("B").id)
             case "identity":
@@ -238,7 +239,7 @@ def test_a_second_stop_ends_the_waiting_and_loses_nothing(start: Callable[[], Ag
 def test_a_hook_that_ends_badly_while_the_agent_stops_is_left_open(start: Callable[[], Agent]) -> None:
     agent = start()
     (effect,) = agent.executor.hooks.values()
-    failed = HookDone(effect, not_run_result("drain", "failed", "exit code 1"))
+    failed = HookDone(effect, replace(not_run_result("drain", "failed", "exit code 1"), has_run=True))
     agent.live(Items([Command("stop"), failed], at_once=False))
     assert agent.workflow("A").phase == "preparing"
     assert agent.workflow("A").prepare.current == "drain"

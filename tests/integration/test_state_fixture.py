@@ -623,7 +623,7 @@ class Performed:
 
     def start_hook(self, effect: RunHook, *_: object, **__: object) -> None:
         self.actions.append(f"{effect.stage} {effect.hook}")
-        result = replace(not_run_result(effect.hook, "succeeded", "exit code 0"), attempts=1)
+        result = replace(not_run_result(effect.hook, "succeeded", "exit code 0"), attempts=1, has_run=True)
         self.results.append(HookDone(effect, result))
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from math import inf
 
+from msgspec.structs import replace
 from simulation import START, Schedule
 
 from scheduled_events_agent.engine import Engine, HookCommand, HookDone, HookKey, Host, hook_key, not_run_result
@@ -54,7 +56,11 @@ class Machine(Host, ABC):
         """How the hook will end, and after how many seconds, unless its time is up before."""
 
     @abstractmethod
-    def hook_starts(self, effect: HookCommand, environment: dict[str, str]) -> None: ...
+    def hook_starts(self, effect: HookCommand, environment: dict[str, str]) -> None:
+        """The hook starts, or waits for another run of it."""
+
+    def hook_begins(self, effect: HookCommand) -> None:
+        """The program of the hook is started."""
 
     def hook_waits(self, effect: HookCommand, behind: RunHook) -> None:
         """The hook has waited for a second for its turn, although the other run was to end at once."""
@@ -88,6 +94,8 @@ class SimulatedExecutor:
         """By the hook's name: the run that goes on, of those that must not overlap."""
         self._waiting: dict[HookKey, Callable[[], None]] = {}
         """What begins the runs that wait for their turn."""
+        self._begun: set[HookKey] = set()
+        """Runs whose program was started."""
         self._patient: set[HookKey] = set()
         """Runs that were asked to end, and may take their time."""
 
@@ -137,13 +145,17 @@ class SimulatedExecutor:
             self._waiting.pop(key)()
 
     def _begin(self, effect: HookCommand, hook: Hook, number: int, deadline: float | None) -> None:
+        key = hook_key(effect)
+        left = inf if deadline is None else deadline - self._machine.monotonic()
+        if left <= 0.0:
+            self._machine.after(0.0, lambda: self._end(key, number, "not_started"))
+            return
+        self._begun.add(key)
+        self._machine.hook_begins(effect)
         outcome, seconds = self._machine.hook_course(effect)
-        limit = (
-            hook.timeout if deadline is None else min(hook.timeout, max(0.0, deadline - self._machine.monotonic()))
-        )
+        limit = min(hook.timeout, left)
         if outcome == "timed_out" or seconds > limit:
             outcome, seconds = "timed_out", limit
-        key = hook_key(effect)
         self._machine.after(seconds, lambda: self._end(key, number, outcome))
 
     def cancel_hook(self, key: HookKey, *, is_urgent: bool = False) -> None:
@@ -214,8 +226,13 @@ class SimulatedExecutor:
         self._live.discard(key)
         self._patient.discard(key)
         self._waiting.pop(key, None)
+        has_run = key in self._begun
+        self._begun.discard(key)
+        if outcome == "timed_out" and not has_run:
+            outcome = "not_started"
         effect = self._runs[key]
         if self._once.get(effect.hook) == key:
             self._take_turns(effect.hook)
         self._machine.hook_ends(effect, outcome)
-        self._machine.give(self._life, HookDone(effect, not_run_result(effect.hook, outcome, outcome)))
+        result = replace(not_run_result(effect.hook, outcome, outcome), has_run=has_run)
+        self._machine.give(self._life, HookDone(effect, result))

@@ -80,6 +80,8 @@ class Life:
     was_started: bool = False
     may_be_begun: bool = False
     """Something may have been prepared."""
+    has_begun: bool = False
+    """More has, or may have, than that a hook waited for another run of it."""
     plan: Rule | None = None
     """The rule that began it."""
     is_unsure: bool = False
@@ -138,6 +140,8 @@ class Run:
     stage: str
     hook: str
     is_told_to_end: bool = False
+    has_begun: bool = False
+    """Its program was started; else it waits for another run of the hook."""
 
 
 @dataclass
@@ -364,10 +368,18 @@ class Oracle:
             self._check_forward(life, stage, hook, text)
         self.runs.append(Run(event, stage, hook))
 
+    def begun(self, event: str, stage: str, hook: str) -> None:
+        """The program of a hook that has started is started, too."""
+        for run in self.runs:
+            run.has_begun |= (run.event, run.stage) == (event, stage)
+        if stage == "prepare":
+            self._begin(self.lives[event], is_certain=True, hook=hook)
+
     def maybe_started(self, event: str, stage: str, hook: str) -> None:
         """The start is on disk, and may never come."""
         life = self.lives[event]
         if stage == "prepare":
+            life.has_begun = True  # the agent cannot know
             self._begin(life, is_certain=False, hook=hook)
 
     def told_to_end(self, event: str, stage: str) -> None:
@@ -403,6 +415,16 @@ class Oracle:
             done = gone - {run.event for run in self.runs if run.stage == "prepare"}
             self._allowed = {key for key in self._allowed if key[1] != hook or key[0] not in done}
 
+    def known_unbegun(self, event: str, stage: str, hook: str, outcome: HookOutcome, *, is_required: bool) -> None:
+        """The agent has put on disk that a hook has ended whose program was not started."""
+        self.known(event, stage, hook, outcome, is_required=is_required)
+        life = self.lives[event]
+        if stage == "prepare" and outcome == "canceled":
+            self._used.discard((event, stage, hook))
+        may_have_begun = life.has_begun or life.is_history_unknown or not life.is_sure
+        if life.plan is not None and not (may_have_begun or life.plan.drain_for):
+            self._allowed = {key for key in self._allowed if key[0] != event}
+
     def not_run(self, event: str, stage: str, hook: str) -> None:
         """The hook failed, and counts as not run because the machine went down."""
         self._used.discard((event, stage, hook))
@@ -436,6 +458,7 @@ class Oracle:
         """The agent is gone, with whatever ran."""
         for run in self.runs:
             self._used.discard((run.event, run.stage, run.hook))
+            self.lives[run.event].has_begun |= run.stage == "prepare"
         self.runs, self._fresh, self.is_blind, self.on_clear_runs = [], [], True, 0
         for life in self.lives.values():
             life.is_posted = life.is_missing = False
@@ -456,6 +479,8 @@ class Oracle:
     def forgotten(self, event: str, stage: str, hook: str) -> None:
         """The hook had ended, and the agent was killed before that was on disk."""
         self._used.discard((event, stage, hook))
+        if event in self.lives:
+            self.lives[event].has_begun |= stage == "prepare"
 
     def lost(self) -> None:
         """The state file is gone: what was begun is not known any more."""
@@ -601,6 +626,7 @@ class Oracle:
         if life.plan is None:
             life.plan, life.is_unsure = rule, life.policies != self._policies
         life.may_be_begun = True
+        life.has_begun |= is_certain
         plans = [plan for plan in (life.plan, rule) if plan is not None]
         if life.is_unsure or (hook and hook not in plans[0].prepare):
             plans = [plan for plan in self.all_rules if life.type in plan.when.type]
@@ -631,7 +657,7 @@ class Oracle:
             return
         self._check_time(life, text)
         self._expect(life.words != {"hold"}, f"(11) {text} against an operator")
-        self._begin(life, is_certain=True, hook=hook)
+        self._begin(life, is_certain=False, hook=hook)
         assert life.plan is not None
         may_finish = life.plan.on_early_start == "finish" or life.is_unsure
         self._expect(not life.was_started or may_finish, f"(5) {text} though the event has started")

@@ -135,7 +135,7 @@ REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = DocumentTracker.receive, recommendations.e
 REAL_CLEAR = HookRuns.decide_on_clear
 REAL_UNSETTLED = is_unsettled
 REAL_LOAD_NEXT, REAL_COMMIT = OutboxTable.load_next, CrashingStore.commit
-REAL_NEXT = phases.next_transition
+REAL_NEXT, REAL_FINISH_HOOK = phases.next_transition, signals._finish_hook
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_commit_perform
 
 
@@ -265,6 +265,10 @@ def _needed_by_sharers_only(workflow: Workflow, workflows: Any) -> list[Workflow
     return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.undoes(workflow, peer)]
 
 
+def _counts_what_only_waited(workflow: Workflow, signal: HookFinished) -> Transition:
+    return REAL_FINISH_HOOK(workflow, replace(signal, has_run=True))
+
+
 def _recovers_all_again(workflow: Workflow, workflows: Any, context: Context) -> Transition | WaitReason | None:
     """All hooks that are done run again if any other event that shares hooks was ever prepared for."""
     recover, needed_by = workflow.recover, phases._dependents(workflow, workflows)
@@ -359,6 +363,9 @@ MUTANTS: dict[str, Mutant] = {
     "3: a restart prepares again": Mutant(WORKFLOW, {"_restart": _restart_that_prepares_again}, "(3)"),
     "4: recovery is forgotten": Mutant(WORKFLOW, {"_over": _close_at_once}, "(4)"),
     "4: recovery ignores other events": Mutant(WORKFLOW, {"undoes": _never}, "(4)"),
+    "4: a hook that only waited counts as run": Mutant(
+        WORKFLOW, {"_finish_hook": _counts_what_only_waited}, "(4)", frozenset({"overlapping rules", "bad hooks"})
+    ),
     "4: recovery asks for shared hooks only": Mutant(
         WORKFLOW, {"next_transition": _recovers_all_again}, "(4)", frozenset({"overlapping rules"})
     ),

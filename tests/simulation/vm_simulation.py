@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -86,7 +87,7 @@ _NEWS: dict[RecordKind, NotificationKind] = {
 # Of each two neighbors the rules share hooks, of the first and the last they do not.
 _OVERLAPPING: tuple[dict[str, tuple[str, ...]], ...] = (
     {"prepare": ("save",), "recover": ("load",)},
-    {"prepare": ("drain", "save"), "recover": ("resume", "load")},
+    {"prepare": ("drain", "save"), "recover": ("resume", "load", "go")},
     {"prepare": ("drain",), "recover": ("resume",)},
 )
 _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
@@ -233,13 +234,13 @@ class VmSimulation(Simulation[Trouble], Machine):
         count = chance.choice((2, 3, 4)) if "many events" in self.troubles else chance.choice((1, 2))
         for number in range(count):
             at = chance.uniform(0.0, 600.0 if number else 30.0)
-            self.after(at, lambda number=number: self._announce(number))  # type: ignore[misc]
+            self.after(at, partial(self._announce, number))
         if "overlapping rules" in self.troubles:
             chance = self.chance("overlapping rules")
             begin = chance.uniform(0.0, 600.0)
             for number, type_ in enumerate(_TYPES, start=count):
                 at = begin + chance.uniform(0.0, 20.0)
-                self.after(at, lambda number=number, type_=type_: self._announce(number, type_))  # type: ignore[misc]
+                self.after(at, partial(self._overlap, number, type_))
         if "recommendations" in self.troubles:
             chance = self.chance("recommendations")
             for _ in range(chance.randint(1, 2)):
@@ -285,7 +286,18 @@ class VmSimulation(Simulation[Trouble], Machine):
 
     # --- Azure
 
-    def _announce(self, number: int, type_: EventType | None = None) -> None:
+    def _announce(self, number: int) -> None:
+        self._schedule(number, None)
+
+    def _overlap(self, number: int, type_: EventType) -> None:
+        """An event beside others whose rules share hooks with its own; Azure may soon cancel it."""
+        chance = self.chance("overlapping rules")
+        event_id = self._schedule(number, type_)
+        if chance.random() < 0.3:
+            self.after(chance.uniform(1.0, 20.0), lambda: self._cancel(event_id))
+
+    def _schedule(self, number: int, type_: EventType | None) -> str:
+        """An event of that type, or of any."""
         chance = self.chance(f"event {number}")
         by_chance = chance.choice(_TYPES)
         plan = Plan(
@@ -306,6 +318,7 @@ class VmSimulation(Simulation[Trouble], Machine):
             self.after(chance.uniform(0.0, plan.notice_seconds or 0.0), lambda: self._cancel(event_id))
         if chance.random() < 0.1:
             self.after(chance.uniform(0.0, 60.0), lambda: self._azure.reset_incarnation(self.epoch()))
+        return event_id
 
     def _recommend(self) -> None:
         """Azure warns of an eviction, which may come or not, and before or after the warning is taken back."""
@@ -854,7 +867,10 @@ class VmSimulation(Simulation[Trouble], Machine):
         if isinstance(ended.effect, RunHook):
             name, stage, hook = self._event_of(ended.effect), ended.effect.stage, ended.effect.hook
             outcome = ended.result.outcome
-            self.oracle.known(name, stage, hook, outcome, is_required=is_required)
+            if ended.result.has_run:
+                self.oracle.known(name, stage, hook, outcome, is_required=is_required)
+            else:
+                self.oracle.known_unbegun(name, stage, hook, outcome, is_required=is_required)
             if stage == "prepare" and is_required and outcome not in ("succeeded", "canceled"):
                 # An approval from before the failure is void; whether one that is not answered yet was before it
                 # is not known.
@@ -887,6 +903,10 @@ class VmSimulation(Simulation[Trouble], Machine):
         event = self.name_of(environment["SCHEDULED_EVENT_ID"])
         self.log(f"{event}: {effect.stage} hook {name} starts")
         self.oracle.started(event, effect.stage, name)
+
+    def hook_begins(self, effect: HookCommand) -> None:
+        if isinstance(effect, RunHook):
+            self.oracle.begun(self._event_of(effect), effect.stage, effect.hook)
 
     def hook_waits(self, effect: HookCommand, behind: RunHook) -> None:
         if isinstance(effect, RunHook) and effect.stage == "prepare":

@@ -148,7 +148,15 @@ class Agent:
         self.documents.committed(has_errors=False)
         return self.send(*found)
 
-    def ends(self, hook: str, outcome: HookOutcome = "succeeded", event: str = "A", after: float = 1) -> list[str]:
+    def ends(
+        self,
+        hook: str,
+        outcome: HookOutcome = "succeeded",
+        event: str = "A",
+        after: float = 1,
+        *,
+        has_run: bool = True,
+    ) -> list[str]:
         """The hook in flight for ``event`` ends."""
         self.wait(after)
         for workflow in self.all_of(event):
@@ -164,6 +172,7 @@ class Agent:
                             run=progress.run,
                             outcome=outcome,
                             detail=detail,
+                            has_run=has_run,
                         )
                     )
         raise AssertionError(f"hook {hook} is not in flight for {event}")
@@ -1247,6 +1256,14 @@ def test_a_recover_hook_does_not_run_again_after_an_event_whose_rule_does_not_na
     assert agent.all_of("A") == []
 
 
+def test_a_hook_that_only_waited_undoes_nothing_that_was_recovered() -> None:
+    agent = while_the_second_of_two_hooks_recovers(prepare=("drain",), recover=("uncordon",))
+    agent.document(an_event(id="B", type="Freeze"))
+    assert agent.ends("resume", "canceled") == ["B: prepare drain"]
+    assert agent.document() == ["B: cancel prepare"]
+    assert agent.ends("drain", "canceled", event="B", has_run=False) == ["A: recover resume"]
+
+
 def test_a_drain_alone_undoes_the_recover_hooks_of_its_rule() -> None:
     agent = while_the_second_of_two_hooks_recovers(prepare=(), drain_for=60.0, recover=("uncordon",))
     assert agent.document(an_event(id="B", type="Freeze")) == ["A: cancel recover"]
@@ -1365,6 +1382,60 @@ def test_an_event_that_is_over_before_its_first_hook_ran_has_nothing_to_recover(
     assert agent.document() == []
     assert agent.all_of("B") == []
     assert agent.ends("resume", "canceled") == ["A: recover resume"]
+
+
+@pytest.mark.parametrize("outcome", ["canceled", "not_started", "succeeded"])
+def test_an_event_whose_only_hook_ended_before_its_program_was_started_has_nothing_to_recover(
+    outcome: HookOutcome,
+) -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    if outcome == "canceled":
+        assert agent.document() == ["A: cancel prepare"]
+    agent.ends("drain", outcome, has_run=outcome == "succeeded")
+    assert agent.document() == (["A: recover resume"] if outcome == "succeeded" else [])
+    assert (agent.workflows == {}) == (outcome != "succeeded")
+
+
+def test_a_hook_that_ended_before_its_program_was_started_leaves_the_one_before_it_to_recover() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.ends("drain")
+    assert agent.document() == ["A: cancel prepare"]
+    assert agent.ends("checkpoint", "canceled", has_run=False) == ["A: recover resume"]
+
+
+@pytest.mark.parametrize("boot", ["boot 1", "boot 2"])
+def test_a_drain_is_recovered_though_the_hook_after_it_ended_before_its_program_was_started(boot: str) -> None:
+    agent = Agent(a_rule(prepare=("drain",), drain_for=30.0))
+    agent.document(an_event())
+    assert agent.tick(31) == ["A: prepare drain"]
+    agent.ends("drain", "not_started", has_run=False)
+    assert agent.phase == "held"
+    agent.restart(boot, an_event())
+    agent.document()
+    agent.document()
+    assert [w.recover.current for w in agent.workflows.values()] == ["resume"]
+
+
+@pytest.mark.parametrize("boot", ["boot 1", "boot 2"])
+def test_an_agent_that_was_killed_while_a_hook_waited_recovers(boot: str) -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    assert agent.restart(boot) == ["A: recover resume"]
+
+
+def test_a_hook_that_gave_way_before_its_program_was_started_runs_later() -> None:
+    spot = a_rule(name="spot", when=When(type=("Preempt",)), prepare=("drain",), recover=())
+    agent = Agent(spot, a_rule(prepare=("drain",)), serialized=("drain",))
+    agent.document(an_event())
+    preempt = an_event(id="P", type="Preempt")
+    assert agent.document(an_event(), preempt) == ["A: cancel prepare", "P: prepare drain"]
+    assert agent.ends("drain", "canceled", has_run=False) == []
+    assert "A: prepare drain" in agent.ends("drain", event="P")
+    agent.ends("drain")
+    assert agent.document(preempt) == []
+    assert agent.document() == ["A: recover resume"]
 
 
 def test_two_recoveries_with_the_same_hooks_run_each_once_in_their_order() -> None:

@@ -150,6 +150,8 @@ class Flight:
     hook: str
     run: int
     is_told_to_end: bool = False
+    is_waiting: bool = False
+    """Another run of the hook goes on, and only one may: its program is not started yet."""
 
 
 @dataclass
@@ -230,7 +232,10 @@ class World:
         return (
             *(self._workflow_key(workflow) for workflow in self.workflows.values()),
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
-            *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
+            *sorted(
+                (*key, flight.hook, flight.is_told_to_end, flight.is_waiting)
+                for key, flight in self.flights.items()
+            ),
             *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
             *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.held, self.missing,
             self.started, self.confirmed, self.expired, self.elsewhere, self.left,
@@ -271,12 +276,7 @@ class World:
             return
         if self.missing:
             yield "another answer"
-        for (name, stage), flight in self.flights.items():
-            yield f"{name} {stage} succeeded"
-            if flight.is_told_to_end:
-                yield f"{name} {stage} canceled"
-            elif stage != "recover" or self.failures < self.script.failures:
-                yield f"{name} {stage} failed"
+        yield from self._choices_of_hooks()
         for name in self.posts:
             yield f"{name} approval ok"
             if not any(workflow.approval.failures for workflow in self.workflows.values()):
@@ -288,6 +288,15 @@ class World:
             yield "crash"
             if self.boot == 0:
                 yield "crash with reboot"
+
+    def _choices_of_hooks(self) -> Iterator[str]:
+        for (name, stage), flight in self.flights.items():
+            if not flight.is_waiting:
+                yield f"{name} {stage} succeeded"
+            if flight.is_told_to_end:
+                yield f"{name} {stage} canceled"
+            elif stage != "recover" or self.failures < self.script.failures:
+                yield f"{name} {stage} failed"
 
     def _choices_of_azure(self, event: str) -> Iterator[str]:
         status = self.truth.get(event)
@@ -524,8 +533,10 @@ class World:
 
     def _end_hook(self, name: str, stage: Stage, outcome: HookOutcome) -> None:
         flight = self.flights.pop((name, stage))
-        if stage == "prepare":
+        if stage == "prepare" and not flight.is_waiting:
             self._owe_again(name)
+        if not flight.is_waiting:
+            self._begin_waiting(flight.hook)
         if stage == "recover" and outcome == "failed":
             self.failures += 1
             self.stuck[name] = flight.hook
@@ -536,17 +547,32 @@ class World:
         elif outcome == "succeeded":
             self.news |= {(name, stage, flight.hook)}
             self.succeeded |= {(name, flight.hook)}
-        elif outcome == "canceled" and stage == "prepare" and not self.is_over(name) and name not in self.started:
-            self.used -= {(name, stage, flight.hook)}  # it gave way to an eviction, and has still to run
+        elif outcome == "canceled" and stage == "prepare":
+            gave_way = not self.is_over(name) and name not in self.started
+            if flight.is_waiting or gave_way:  # it gave way to an eviction, and has still to run
+                self.used -= {(name, stage, flight.hook)}
         elif outcome == "failed" and stage == "prepare":
             self.failed[name] = flight.hook
             if self.words.get(name) == "approve" and name not in self.confirmed:
                 self.words[name] = ""
         self._send(
             HookFinished(
-                workflow_id=flight.workflow_id, stage=stage, hook=flight.hook, run=flight.run, outcome=outcome
+                workflow_id=flight.workflow_id,
+                stage=stage,
+                hook=flight.hook,
+                run=flight.run,
+                outcome=outcome,
+                has_run=not flight.is_waiting,
             )
         )
+
+    def _begin_waiting(self, hook: str) -> None:
+        """A run of the hook has ended: of those that wait, an eviction's goes first."""
+        waiting = [key for key, flight in self.flights.items() if flight.hook == hook and flight.is_waiting]
+        for name, stage in sorted(waiting, key=lambda key: key[0][0] != "P")[:1]:
+            self.flights[name, stage].is_waiting = False
+            if stage == "prepare":
+                self._owe(name)
 
     def _crash(self, is_reboot: bool) -> None:
         self.crashes += 1
@@ -554,6 +580,7 @@ class World:
         self.boot += is_reboot
         self.used -= {(name, stage, flight.hook) for (name, stage), flight in self.flights.items()}
         for name in [name for name, stage in self.flights if stage == "prepare"]:
+            self._owe(name)  # also one that has only waited: the agent does not know
             self._owe_again(name)
         if is_reboot:
             for name in [name for name in self.names.values() if name not in self.started]:
@@ -616,7 +643,7 @@ class World:
                         assert flight
                         flight.is_told_to_end = True
                 if isinstance(effect, RunHook):
-                    self.flights[name, effect.stage] = Flight(workflow.id, effect.hook, effect.run)
+                    self._start(name, effect)
                     begun.add((name, effect.stage))
             if not workflow.is_open:
                 self._forget(name, workflow.outcome)
@@ -635,6 +662,14 @@ class World:
             is_needed = bool(REAL["why_approval_needed"](workflow, context))
             is_recorded = workflow.approval_needed_since is not None
             self.expect(is_needed == is_recorded, f"(14) an approval by an operator is needed: {is_needed}")
+
+    def _start(self, name: str, effect: RunHook) -> None:
+        """The hook runs, or waits if another run of it goes on and only one may."""
+        hook = effect.hook
+        is_taken = hook in self.script.serialized and any(one.hook == hook for one in self.flights.values())
+        self.flights[name, effect.stage] = Flight(effect.workflow_id, hook, effect.run, is_waiting=is_taken)
+        if effect.stage == "prepare" and not is_taken:
+            self._owe(name)
 
     def _taken_by_eviction(self, hook: str) -> bool:
         """Whether the one run of the hook that may go on is that of an eviction."""
@@ -689,7 +724,6 @@ class World:
         if stage == "on_start":
             self.expect(self.read[event] == "Started", f"{text} though {event} has not started")
             return
-        self._owe(name)
         self.expect(self.words.get(name) != "hold", f"(10) {text} against the operator")
         self.expect(not self._has_earlier_flight(name), f"(3) {text} beside a hook of an earlier appearance")
         may_finish = rule.on_early_start == "finish" and self.scheduled_boot[name] == self.boot
@@ -771,8 +805,10 @@ class World:
         if self.missing:
             return "another answer"
         for (name, stage), flight in self.flights.items():
-            outcome = "canceled" if flight.is_told_to_end else "succeeded"
-            return f"{name} {stage} {outcome}"
+            if flight.is_told_to_end:
+                return f"{name} {stage} canceled"
+            if not flight.is_waiting:
+                return f"{name} {stage} succeeded"
         for name in self.posts:
             return f"{name} approval ok"
         for name in self.unrecovered():
@@ -841,8 +877,10 @@ def walk(script: Script) -> int:
                     world.is_gone(name) or name in world.started or not world.may_approve(name)
                     for name in world.posts
                 ) or any(stage == "prepare" and world.words.get(name) == "hold" for name, stage in world.flights)
-                # Work that a crash has cut off is not done again for an event that is missing.
-                if choice == "crash" and not is_late and not world.missing:
+                # Work that a crash has cut off is not done again for an event that is missing. A hook that waited
+                # counts as one that ran.
+                is_unknown = any(flight.is_waiting for flight in world.flights.values())
+                if choice == "crash" and not (is_late or is_unknown or world.missing):
                     undisturbed = ending(world, endings)
                     differs = end ^ undisturbed
                     new.expect(not differs, f"(9) {differs} differs without the crash")
@@ -976,6 +1014,23 @@ PAIRS = {
 @pytest.mark.parametrize("rules", PAIRS.values(), ids=PAIRS.keys())
 def test_two_events_with_signals_in_every_order_and_a_crash_anywhere(rules: dict[str, Rule], depth: int) -> None:
     assert walk(Script(rules, crashes=1, appearances=1, depth=depth)) > 500
+
+
+WAITING = {
+    "own recovery": a_pair(DRAIN, {"prepare": ("drain",), "recover": ("go",)}),
+    "same hooks": a_pair(DRAIN, DRAIN),
+    "second hook waits": a_pair(DRAIN, {"prepare": ("save", "drain"), "recover": ("go",)}),
+    "drain": a_pair(DRAIN, {"prepare": ("drain",), "recover": ("go",), "drain_for": 30.0}),
+    "in spite of failure": a_pair(DRAIN, {"prepare": ("drain",), "recover": ("go",), "on_failure": "approve"}),
+}
+
+
+@to_depth(TWO_EVENTS, nightly=7)
+@pytest.mark.parametrize("rules", WAITING.values(), ids=WAITING.keys())
+def test_an_event_whose_hook_waits_for_that_of_another_in_every_order(rules: dict[str, Rule], depth: int) -> None:
+    begins = ("A appears Scheduled", "B appears Scheduled")
+    once = frozenset({"drain"})
+    assert walk(Script(rules, crashes=1, appearances=1, serialized=once, begins=begins, depth=depth)) > 400
 
 
 def three(first: dict[str, Any], second: dict[str, Any], third: dict[str, Any]) -> dict[str, Rule]:
@@ -1213,6 +1268,14 @@ def _recovers_all_again(workflow: Workflow, workflows: Any, context: Context) ->
     return REAL["next_transition"](workflow, workflows, context)
 
 
+def _counts_what_only_waited(workflow: Workflow, signal: HookFinished) -> Any:
+    return REAL["_finish_hook"](workflow, replaced(signal, has_run=True))
+
+
+def _counts_nothing_that_was_canceled(workflow: Workflow, signal: HookFinished) -> Any:
+    return REAL["_finish_hook"](workflow, replaced(signal, has_run=signal.outcome != "canceled"))
+
+
 def _undoes_nothing(recovering: Workflow, _: Workflow) -> Workflow:
     return recovering
 
@@ -1250,6 +1313,7 @@ REAL: Faults = {
     "why_approval_needed": approval.why_approval_needed,
     "_begin_when_due": phases._begin_when_due,
     "next_transition": phases.next_transition,
+    "_finish_hook": signals._finish_hook,
     "with_result": stages.with_result,
 }
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
@@ -1267,6 +1331,13 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "recovery asks for shared hooks only": (
         {"next_transition": _recovers_all_again}, "(4)",
         Script(OVERLAPPING, crashes=0, appearances=1, begins=ALL_PREPARED),
+    ),
+    "a hook that only waited counts as run": (
+        {"_finish_hook": _counts_what_only_waited}, "(4)",
+        Script(WAITING["own recovery"], serialized=frozenset({"drain"}), crashes=0),
+    ),
+    "a hook that was canceled counts as not run": (
+        {"_finish_hook": _counts_nothing_that_was_canceled}, "(4)", Script({"A": a_rule()}, crashes=0),
     ),
     "a preparation undoes no recover hook": (
         {"without_undone_hooks": _undoes_nothing}, "(4)",

@@ -5,7 +5,14 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.engine.messages import ON_CLEAR, HookDone, RunOnClear, hook_key, not_run_result
+from scheduled_events_agent.engine.messages import (
+    ON_CLEAR,
+    HookDone,
+    HookKey,
+    RunOnClear,
+    hook_key,
+    not_run_result,
+)
 from scheduled_events_agent.engine.protocols import Executor, Host
 from scheduled_events_agent.engine.reporter import EventReporter
 from scheduled_events_agent.hooks import durations
@@ -61,6 +68,8 @@ class HookRuns:
         """Hooks that wait for the end of an on_clear hook, because it might undo their work."""
         self.cut_short: list[RunHook] = []
         """Hooks that failed while the machine went down; they run again if it stays up after all."""
+        self._begun: set[HookKey] = set()
+        """Hooks that were cut short after their program had been started, until they end."""
         self._times = durations.decode(store.get_meta("hook_times"))
         self._are_times_saved = True
 
@@ -150,7 +159,11 @@ class HookRuns:
                 reason=result.detail,
             )
             self.cut_short.append(effect)
+            if result.has_run:
+                self._begun.add(hook_key(effect))
             return None
+        has_run = result.has_run or hook_key(effect) in self._begun
+        self._begun.discard(hook_key(effect))
         attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
         return HookFinished(
             workflow_id=effect.workflow_id,
@@ -159,6 +172,7 @@ class HookRuns:
             run=effect.run,
             outcome=result.outcome,
             is_required=hook is None or hook.required,
+            has_run=has_run,
             detail=f"{result.detail}{attempts}",
             tail=result.tail,
         )

@@ -96,5 +96,12 @@ def hook_key(effect: HookCommand) -> HookKey:
 def not_run_result(hook: str, outcome: HookOutcome, detail: str) -> HookResult:
     """The result of a hook that was never started."""
     return HookResult(
-        hook=hook, outcome=outcome, exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail
+        hook=hook,
+        outcome=outcome,
+        exit_code=None,
+        attempts=0,
+        duration_seconds=0.0,
+        tail="",
+        detail=detail,
+        has_run=False,
     )

@@ -64,6 +64,8 @@ class HookResult(msgspec.Struct, frozen=True, kw_only=True):
     """The end of the last attempt's output, 4 KiB at most."""
     detail: str
     """One phrase for people, such as ``exit code 3``."""
+    has_run: bool = True
+    """Whether its program was started, in any attempt."""
 
 
 def hook_environment(
@@ -201,6 +203,7 @@ class HookRun:
         self._queue = queues[name] if queues is not None and hook.serialize else None
         self._lines_left = _MAX_LINES
         self._is_canceled = False
+        self._has_run = False
         self._has_ended = False
         self._exit_code: int | None = None
         self._is_abandoned = False
@@ -291,7 +294,7 @@ class HookRun:
     def _start(self, output: int, started_at: float) -> processes.ProcessTree:
         hook = self._hook
         limit = attempt_environment(min(hook.timeout, self._latest_end(started_at) - started_at))
-        return processes.start_tree(
+        tree = processes.start_tree(
             run=command_of(hook),
             shell=hook.shell,
             env={
@@ -307,6 +310,8 @@ class HookRun:
             output=output,
             token=f"{self._instance}:{os.urandom(8).hex()}",
         )
+        self._has_run = True
+        return tree
 
     def _seconds_left_variable(self, now: float) -> dict[str, str]:
         """SECONDS_LEFT of an attempt: the run may have waited for other runs or attempts since it was made."""
@@ -432,6 +437,7 @@ class HookRun:
             tail=tail,
             # A path in it may hold bytes that are not text, which could not be stored.
             detail=detail.encode("utf-8", "replace").decode(),
+            has_run=self._has_run,
         )
 
 

@@ -32,7 +32,7 @@ from scheduled_events_agent.workflow.model import (
 from scheduled_events_agent.workflow.phases import evaluate_approval_gates, next_transition
 from scheduled_events_agent.workflow.recommendations import expires_at
 from scheduled_events_agent.workflow.signals import apply_signal, can_resume, waiting_for_hook
-from scheduled_events_agent.workflow.stages import can_start, undoes, without_undone_hooks
+from scheduled_events_agent.workflow.stages import can_start, is_nothing_done, undoes, without_undone_hooks
 from scheduled_events_agent.workflow.timing import approval_turn_at, start_of
 
 # An approval that waits for a later document checks this often whether there is one.
@@ -175,7 +175,7 @@ def _breach(before: Workflow, transition: Transition, context: Context) -> str:
         if isinstance(effect, Approve) and evaluate_approval_gates(before, context).verdict != "allow":
             return "it was to be approved although its gates do not allow that"
         is_recovery = isinstance(effect, RunHook) and effect.stage == "recover"
-        if is_recovery and before.prepare.state == "idle":
+        if is_recovery and is_nothing_done(before):
             return "it was to be recovered from although nothing was prepared for it"
     return ""
 

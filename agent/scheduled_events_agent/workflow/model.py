@@ -85,7 +85,7 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     current: str | None = None
     """The hook that runs."""
     run: int = 0  # a result is that of this run if it has the same number
-    """Number of hooks started."""
+    """Number of hooks started. One that ended before its program was started does not count."""
     is_canceling: bool = False
     """The hook that runs has been asked to end."""
     failure: str = ""  # as a phrase
@@ -195,6 +195,8 @@ class HookFinished(msgspec.Struct, frozen=True, kw_only=True):
     outcome: HookOutcome
     is_required: bool = True
     """False: a failure does not end the stage."""
+    has_run: bool = True
+    """False: it ended before its program was started."""
     detail: str = ""
     tail: str = ""
     """The end of its output, for the journal."""

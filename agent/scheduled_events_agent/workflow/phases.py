@@ -41,6 +41,7 @@ from scheduled_events_agent.workflow.stages import (
     can_start,
     cancel_stage,
     give_way,
+    is_nothing_done,
     needs_more_preparation,
     next_hook,
     other_prepared,
@@ -313,7 +314,7 @@ def _over(workflow: Workflow, _workflows: Workflows, _context: Context) -> Trans
         return cancel_stage(workflow, "prepare")
     if workflow.on_start.state == "running":
         return cancel_stage(workflow, "on_start")
-    if workflow.prepare.state == "idle":
+    if is_nothing_done(workflow):
         has_started = workflow.was_started or workflow.event.is_started
         if not (workflow.is_history_unknown and has_started and workflow.decision.recover):
             return _close(workflow)
@@ -321,7 +322,7 @@ def _over(workflow: Workflow, _workflows: Workflows, _context: Context) -> Trans
             record = Record(kind="started", text="had started, before this VM's name was known")
             return _enter(replace(workflow, was_started=True), "started", record)
         # An unneeded recovery does little harm; a forgotten one leaves the VM out of service.
-        workflow = replace(workflow, prepare=StageStatus(state="canceled"))
+        workflow = replace(workflow, prepare=StageStatus(state="canceled", run=1))
     if workflow.recover.state == "resolved":
         return _close(workflow)
     return _recover(workflow, "begins" if workflow.recover.state == "idle" else "goes on")

@@ -395,7 +395,8 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Transition:
     stage_status = workflow.stage_status(signal.stage)
     phrase = f"hook {signal.hook}: {signal.detail or signal.outcome}"
     was_cut_short = signal.outcome == "canceled" and stage_status.is_canceling
-    stage_status = replace(stage_status, current=None, is_canceling=False)
+    run = stage_status.run if signal.has_run else stage_status.run - 1
+    stage_status = replace(stage_status, current=None, is_canceling=False, run=run)
     if not was_cut_short:
         stage_status = with_result(stage_status, signal)
     text = f"{phrase} ({signal.outcome})" if signal.detail else phrase

@@ -132,7 +132,12 @@ def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> 
 
 
 def is_nothing_done(workflow: Workflow) -> bool:
-    """Whether its preparation has only waited for hooks of other events: then nothing needs a recovery."""
+    """Whether no drain and no prepare hook has begun: then nothing needs a recovery.
+
+    A preparation without hooks counts as done.
+    """
+    if workflow.prepare.state == "idle":
+        return True
     return workflow.prepare.run == 0 and workflow.drain_until is None and workflow.decision.prepare != ()
 
 
