@@ -23,12 +23,13 @@ import pytest
 from ports import free_port
 
 from scheduled_events_agent import __version__, cli, host
-from scheduled_events_agent.cli import doctor, operator, terminal
+from scheduled_events_agent.cli import doctor, doctor_checks, operator, terminal
 from scheduled_events_agent.hooks import command
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.host.conflicts import STOP_ONE, OwnService
+from scheduled_events_agent.host.conflicts import STOP_ONE, OwnService, ServiceFailure
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.status import NO_OPTIONS
 from scheduled_events_agent.store import Store
 
 needs_modes = pytest.mark.skipif(sys.platform == "win32", reason="modes and accounts are Linux's")
@@ -848,6 +849,74 @@ def test_only_another_agent_on_the_machine_is_a_warning(
                 break
         assert (entry["level"], entry["hint"]) == ("warning", STOP_ONE)
         assert entry["command"].endswith(" -m scheduled_events_agent run --config " + str(tmp_path / "p.yaml"))
+
+
+def test_the_process_of_the_own_service_is_no_other_agent(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is starting has no lock yet: here its process has another state directory in its place."""
+
+    def others(*options: str) -> list[str]:
+        found = [one.message for one in examine(endpoint.url, "", *options).checks["other-agents"]]
+        return re.findall(
+            r"another agent acts on this machine, process (\d+): .*" + re.escape(str(tmp_path)), "\n".join(found)
+        )
+
+    assert examine(endpoint.url).one("agent").message.startswith("no agent runs")
+    config = ("--config", str(tmp_path / "p.yaml"))
+    with running_agent(*config, "--state-dir", str(tmp_path / "second")) as (service, _):
+        assert others() == [str(service.pid)]
+        monkeypatch.setattr(processes, "is_of_own_service", lambda pid: pid == service.pid)
+        assert others() == []
+        with running_agent(*config) as (manual, _):
+            assert others() == [str(service.pid)], "another process has the lock"
+            assert others("--state-dir", str(tmp_path / "second")) == [str(manual.pid)]
+
+    def ended(pid: int) -> bool:
+        raise FileNotFoundError(pid)
+
+    with running_agent(*config) as (service, _):
+        monkeypatch.setattr(processes, "is_of_own_service", ended)
+        assert others("--state-dir", str(tmp_path / "third")) == []
+
+
+ERROR = "/etc/p.yaml:3: rules[0]: wrong"
+FAILURES = {
+    "the log": (
+        ServiceFailure("no module named x", is_retried=True),
+        "",
+        "no module named x",
+        "systemd starts it again",
+    ),
+    "the policy": (ServiceFailure("", is_retried=True), ERROR, ERROR, "systemd starts it again"),
+    "not known": (
+        ServiceFailure("", is_retried=True),
+        "",
+        f"{host.supervisor_commands().log} says why",
+        "systemd starts it again",
+    ),
+    "for good": (ServiceFailure("exit", is_retried=False), ERROR, "exit", doctor_checks.START),
+}
+
+
+@pytest.mark.parametrize(("failure", "problem", "reason", "then"), FAILURES.values(), ids=FAILURES)
+def test_the_hint_for_a_service_that_fails_names_what_made_it_fail(
+    tmp_path: Path, failure: ServiceFailure, problem: str, reason: str, then: str
+) -> None:
+    service = service_of("root")._replace(is_running=False, state="activating (auto-restart)", failure=failure)
+    found = doctor_checks.check_service(service, "", problem)
+    assert (found.severity, found.hint) == ("error", f"it failed: {reason}; correct that, then {then}")
+    assert doctor._check_absent_agent(tmp_path, service, NO_OPTIONS).hint == "see the check service"
+
+
+def test_a_service_that_is_starting_is_waited_for(tmp_path: Path) -> None:
+    service = service_of("root")._replace(is_running=False, state="activating (start)", is_starting=True)
+    found = doctor_checks.check_service(service, "")
+    assert (found.severity, found.hint) == ("warning", "it is starting: run this again in half a minute")
+    assert doctor._check_absent_agent(tmp_path, service, NO_OPTIONS).hint == "see the check service"
+    stopped = service._replace(state="inactive (dead)", is_starting=False)
+    assert doctor_checks.check_service(stopped, "").hint == doctor_checks.START
+    assert doctor._check_absent_agent(tmp_path, stopped, NO_OPTIONS).hint == doctor_checks.START
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def test_a_shutdown_is_known_only_from_an_answer_of_systemd(
 
 RUNNING = {
     "LoadState": "loaded", "UnitFileState": "enabled", "ActiveState": "active", "SubState": "running",
-    "MainPID": "17", "User": "root", "NeedDaemonReload": "no",
+    "MainPID": "17", "User": "root", "NeedDaemonReload": "no", "InvocationID": "0a1b", "Result": "exit-code",
 }  # fmt: skip
 
 
@@ -110,6 +110,10 @@ RUNNING = {
             OwnService(False, "inactive (dead)", False, 0, "root", False, is_masked=True),
         ),
         ({"LoadState": "not-found", "UnitFileState": "", "ActiveState": "inactive", "MainPID": "0"}, None),
+        (
+            {"ActiveState": "activating", "SubState": "start"},
+            OwnService(True, "activating (start)", False, 17, "root", False, is_starting=True),
+        ),
     ],
 )
 def test_the_agents_own_service_is_as_systemctl_shows_it(
@@ -119,6 +123,72 @@ def test_the_agents_own_service_is_as_systemctl_shows_it(
     asked = f"show --property={','.join(RUNNING)} scheduled-events-agent.service"
     put_program(tmp_path, monkeypatch, f"[ \"$*\" = '{asked}' ] || exit 9\ncat <<'END'\n{shown}END\n")
     assert processes.own_service() == expected
+
+
+AUTO_RESTART = {"ActiveState": "activating", "SubState": "auto-restart", "MainPID": "0"}
+FAILED = {"ActiveState": "failed", "SubState": "failed", "MainPID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("differing", "journal", "failure"),
+    [
+        (AUTO_RESTART, "--priority=err) echo 'the agent   cannot run' ;;", ("the agent cannot run", True)),
+        (AUTO_RESTART, "_TRANSPORT=stdout) echo 'No module named x' ;;", ("No module named x", True)),
+        (FAILED, "--priority=err) echo 'no such file' ;;", ("no such file", False)),
+        ({**FAILED, "Result": "watchdog"}, "", ("systemd calls it watchdog", False)),
+        (AUTO_RESTART, "", ("", True)),
+    ],
+)
+def test_the_failure_of_the_service_has_the_last_error_of_its_last_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    differing: dict[str, str],
+    journal: str,
+    failure: tuple[str, bool],
+) -> None:
+    shown = "".join(f"{name}={value}\n" for name, value in (RUNNING | differing).items())
+    put_program(tmp_path, monkeypatch, f"cat <<'END'\n{shown}END\n")
+    put_program(
+        tmp_path,
+        monkeypatch,
+        f'[ "$5" = _SYSTEMD_INVOCATION_ID=0a1b ] || exit 9\ncase "$6" in\n{journal}\n*) exit 1 ;;\nesac\n',
+        "journalctl",
+    )
+    service = processes.own_service()
+    assert service is not None
+    assert (service.is_running, service.is_starting, service.failure) == (False, False, failure)
+
+
+def test_a_failure_is_known_without_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "".join(f"{name}={value}\n" for name, value in (RUNNING | AUTO_RESTART).items())
+    put_program(tmp_path, monkeypatch, f"while read -r line; do echo \"$line\"; done <<'END'\n{shown}END\n")
+    monkeypatch.setattr(programs, "DEFAULT_PATH", str(tmp_path))
+    service = processes.own_service()
+    assert service is not None
+    assert service.failure == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_own"),
+    [
+        ("0::/system.slice/scheduled-events-agent.service\n", True),
+        ("0::/system.slice/scheduled-events-agent.service/payload\n", True),
+        ("12:pids:/a\n1:name=systemd:/system.slice/scheduled-events-agent.service\n0::/\n", True),
+        ("0::/system.slice/scheduled-events-agent-hook@drain.service\n", False),
+        ("0::/user.slice/user-0.slice/session-1.scope\n", False),
+        ("0::/\n", False),
+        ("", False),
+    ],
+)
+def test_the_control_group_says_whether_a_process_is_of_the_own_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, *, is_own: bool
+) -> None:
+    monkeypatch.setattr(programs, "_PROCESSES", tmp_path)
+    (tmp_path / "17").mkdir()
+    (tmp_path / "17" / "cgroup").write_text(groups)
+    assert processes.is_of_own_service(17) == is_own
+    with pytest.raises(FileNotFoundError):
+        processes.is_of_own_service(18)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,20 @@ def test_a_service_that_is_masked_is_to_be_unmasked_first(service: Service) -> N
     assert examine(service)[1]["service"][0][0] == "ok"
 
 
+def test_a_service_that_fails_at_each_start_is_told_why_and_is_no_other_agent(service: Service) -> None:
+    service.add_drop_in("[Service]\nRestartSec=300ms\n")
+    service.machine.write("/etc/scheduled-events-agent/policy.yaml", "rulez: []\n")
+    service.machine.run("systemctl", "restart", "scheduled-events-agent", check=False)
+    reason = '/etc/scheduled-events-agent/policy.yaml:1: unknown key "rulez"'
+    looks = [examine(service)[1] for _ in range(12)]
+    assert [look["other-agents"][0][0] for look in looks] == ["ok"] * len(looks)
+    hints = {look["service"][0][1].partition(", runs as")[0]: look["service"][0][2] for look in looks}
+    waiting = hints["installed, enabled, activating (auto-restart)"]
+    assert waiting.startswith("it failed: ")
+    assert reason in waiting
+    assert waiting.endswith("; correct that, then systemd starts it again")
+
+
 def test_a_unit_that_was_edited_and_not_read_again_is_a_warning(service: Service) -> None:
     service.add_drop_in("[Service]\nNice=1\n")
     service.machine.write(f"{DROP_INS}/90-test.conf", "[Service]\nNice=2\n")

@@ -118,6 +118,23 @@ def test_agents_are_recognized_by_their_first_process_and_the_own_one_is_ignored
     assert [one.pid for one in acting_agents({1})] == [10, 20]
 
 
+def test_a_process_of_the_own_service_is_no_other_agent_and_one_that_has_ended_neither(
+    processes: Processes,
+) -> None:
+    def is_of_service(pid: int) -> bool:
+        if pid == 40:
+            raise FileNotFoundError
+        return pid in (21, 30)
+
+    processes[20] = processes[21] = (*PACKAGED, "run")  # the service, whose second process is asked about
+    processes[30] = (*PACKAGED, "run")  # the same service, restarted while this looks
+    processes[40] = (*PACKAGED, "run")
+    processes[50] = (*PACKAGED, "run", "--state-dir", "/tmp/x")
+    assert [one.pid for one in acting_agents(set(), is_of_service)] == [50]
+    assert [one.pid for one in acting_agents({50}, is_of_service)] == []
+    assert [one.pid for one in acting_agents({50})] == [20, 30, 40]
+
+
 # --- other programs that approve
 
 

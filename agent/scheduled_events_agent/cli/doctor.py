@@ -38,7 +38,7 @@ from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, 
 from scheduled_events_agent.hooks import preflight
 from scheduled_events_agent.hooks.command import command_of
 from scheduled_events_agent.host import conflicts, processes
-from scheduled_events_agent.host.conflicts import OwnService
+from scheduled_events_agent.host.conflicts import ActingAgent, OwnService
 from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
 from scheduled_events_agent.imds.client import ImdsError, RawResponse, connect, parse_identity, resolve_endpoint
 from scheduled_events_agent.imds.document import ApiVersion
@@ -166,13 +166,10 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         yield _check_agent(state_dir, agent, service, loaded, options)
     else:
         yield from (hidden(check, host.account_name()) for check in ("state", "disk", "agent"))
-    yield doctor_checks.check_service(service, service_error)
-    own_pids = {int(agent.pid)} if agent.pid and agent.pid.isdecimal() else set[int]()
-    if agent.lock_error and service is not None:
-        own_pids = {service.pid}  # as far as this account can tell
-    others = conflicts.acting_agents(own_pids)
+    problem = policy_error.problems[0] if policy_error is not None else ""
+    yield doctor_checks.check_service(service, service_error, problem)
     yield from doctor_checks.check_other_agents(
-        processes.other_approvers(), others, is_acting=settings.agent.mode == "act"
+        processes.other_approvers(), _other_agents(agent), is_acting=settings.agent.mode == "act"
     )
 
 
@@ -604,6 +601,16 @@ def _check_agent(
     return check_running_agent(agent.pid, agent.status, loaded)
 
 
+def _other_agents(agent: _Agent) -> list[ActingAgent]:
+    """The agents that act beside the one of these checks: that of the state directory, else the service."""
+    pids = {int(agent.pid)} if agent.pid and agent.pid.isdecimal() else set[int]()
+    try:
+        is_service = all(map(processes.is_of_own_service, pids))
+    except OSError:  # it has just ended, as a service that fails at each start does
+        is_service = True
+    return conflicts.acting_agents(pids, processes.is_of_own_service if is_service else None)
+
+
 def _check_absent_agent(state_dir: Path, service: OwnService | None, options: CommandOptions) -> Finding:
     if service is not None and service.is_running:
         return warning(
@@ -612,8 +619,11 @@ def _check_absent_agent(state_dir: Path, service: OwnService | None, options: Co
             "name with --config and --state-dir what the service is started with",
         )
     hint = f"start it: {start_command(options)}"
-    if options == NO_OPTIONS and service is not None and service.is_masked:
-        hint = UNMASK
+    if options == NO_OPTIONS and service is not None:
+        if service.is_masked:
+            hint = UNMASK
+        elif service.is_starting or service.failure is not None:
+            hint = "see the check service"
     return warning("agent", f"no agent runs with the state directory {state_dir}", hint)
 
 

@@ -274,8 +274,11 @@ def check_notifications(
 # --- the machine
 
 
-def check_service(service: OwnService | None, error: str) -> Finding:
-    """Whether the agent is a service that starts with the machine. ``error``: why that is not known."""
+def check_service(service: OwnService | None, error: str, policy_problem: str = "") -> Finding:
+    """Whether the agent is a service that starts with the machine.
+
+    ``error``: why that is not known. ``policy_problem``: the first error of the policy.
+    """
     if error:
         return warning(
             "service",
@@ -292,8 +295,10 @@ def check_service(service: OwnService | None, error: str) -> Finding:
     if service.is_masked:
         enabled = "masked"
     what = f"installed, {enabled}, {service.state}, runs as {service.account}"
+    if service.is_starting:
+        return warning("service", what, "it is starting: run this again in half a minute")
     if not service.is_running:
-        return failure("service", what, UNMASK if service.is_masked else START)
+        return failure("service", what, _start_hint(service, policy_problem))
     if not service.is_enabled:
         enable = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
         hint = UNMASK if service.is_masked else enable
@@ -302,6 +307,17 @@ def check_service(service: OwnService | None, error: str) -> Finding:
         hint = "systemctl daemon-reload, and restart it"
         return warning("service", f"{what}; its files have changed since", hint)
     return ok("service", what)
+
+
+def _start_hint(service: OwnService, policy_problem: str) -> str:
+    """What to do so that a service that does not run does."""
+    if service.is_masked:
+        return UNMASK
+    if service.failure is None:
+        return START
+    reason = service.failure.reason or policy_problem or f"{host.supervisor_commands().log} says why"
+    again = "systemd starts it again" if service.failure.is_retried else START
+    return f"it failed: {reason}; correct that, then {again}"
 
 
 def check_disk(

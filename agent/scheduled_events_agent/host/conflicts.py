@@ -4,7 +4,7 @@ Sources that cannot be read are ignored. ``root`` is the root of the file system
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
@@ -46,6 +46,15 @@ STOP_ONE = "stop one of the two, or start it with --observe"
 """The hint if two programs approve events."""
 
 
+class ServiceFailure(NamedTuple):
+    """How the last run of the agent's service failed."""
+
+    reason: str
+    """The last error of that run in the system's log; "" if it is not known."""
+    is_retried: bool
+    """Whether the manager starts it again."""
+
+
 class OwnService(NamedTuple):
     """The agent's own service, as the service manager has it."""
 
@@ -66,6 +75,10 @@ class OwnService(NamedTuple):
     """Whether the manager has loaded credentials for it, which take the place of a directory of secrets."""
     units_error: str = ""
     """Why its account cannot start the units of hooks that run as root; empty if it can."""
+    is_starting: bool = False
+    """Whether its process is there, and has not reported that it is ready."""
+    failure: ServiceFailure | None = None
+    """None if it has not failed, or that is not known."""
 
 
 class _KnownApprover(NamedTuple):
@@ -115,14 +128,21 @@ def running_processes() -> Iterator[psutil.Process]:
         yield process
 
 
-def acting_agents(own_pids: Collection[int]) -> list[ActingAgent]:
-    """The agents that run on this machine and act, but for those of these processes."""
+def acting_agents(own_pids: Collection[int], is_own: Callable[[int], bool] | None = None) -> list[ActingAgent]:
+    """The agents that run on this machine and act, but for those of these processes.
+
+    ``is_own``: whether another process is one of them too. It is asked at once: the process may end soon after. It
+    raises OSError then.
+    """
+    own_pids = set(own_pids)
     commands: dict[int, list[str]] = {}
     parents: dict[int, int] = {}
     for process in running_processes():
         with suppress(*UNREADABLE):
             words = process.cmdline()
             if is_acting_agent(words):
+                if is_own is not None and is_own(process.pid):
+                    own_pids.add(process.pid)
                 commands[process.pid] = words
                 parents[process.pid] = process.ppid()
 

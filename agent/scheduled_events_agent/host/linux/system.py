@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from scheduled_events_agent.host import conflicts, disks
-from scheduled_events_agent.host.conflicts import Approver, OwnService
+from scheduled_events_agent.host.conflicts import Approver, OwnService, ServiceFailure
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.linux.processes import DEFAULT_PATH
 
@@ -18,11 +18,18 @@ if sys.platform == "win32":
     raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
 
 _SERVICE = "scheduled-events-agent.service"
-_SERVICE_PROPERTIES = "LoadState,UnitFileState,ActiveState,SubState,MainPID,User,NeedDaemonReload"
+_SERVICE_PROPERTIES = (
+    "LoadState,UnitFileState,ActiveState,SubState,MainPID,User,NeedDaemonReload,InvocationID,Result"
+)
+_PROCESSES = Path("/proc")
 _CREDENTIALS = Path("/run/credentials")  # where systemd puts those that it has loaded
 _SERVICE_QUESTION_SECONDS = 10.0
 _SHUTDOWN_QUESTION_SECONDS = 2.0
-_MISSING = {"systemctl": "this machine does not use systemd", "pkaction": "this machine has no polkit"}
+_MISSING = {
+    "systemctl": "this machine does not use systemd",
+    "journalctl": "this machine does not use systemd",
+    "pkaction": "this machine has no polkit",
+}
 _FIRST_POLKIT_WITH_RULES = (0, 106)
 # Name of a unit; that of a template with its instance.
 _UNIT_NAME = r"(?a)[\w:.\\-]+(@(?!\.)[\w:.\\-]+)?"
@@ -64,7 +71,31 @@ def own_service() -> OwnService | None:
         is_masked=unit["UnitFileState"].startswith("masked"),
         has_credentials=_has_credentials(),
         units_error="" if account == "root" else _polkit_error(),
+        is_starting=unit["ActiveState"] == "activating" and unit["MainPID"] != "0",
+        failure=_failure_of(unit),
     )
+
+
+def is_of_own_service(pid: int) -> bool:
+    """Whether systemd has started the process for the agent's service. Raises OSError if it has ended."""
+    groups = (_PROCESSES / str(pid) / "cgroup").read_text(encoding="utf-8", errors="replace")
+    return any(_SERVICE in line.split(":", 2)[-1].split("/") for line in groups.splitlines())
+
+
+def _failure_of(unit: Mapping[str, str]) -> ServiceFailure | None:
+    is_retried = unit["SubState"] == "auto-restart"
+    if not is_retried and unit["ActiveState"] != "failed":
+        return None
+    of_run = f"_SYSTEMD_INVOCATION_ID={unit['InvocationID']}"
+    question = ("--no-pager", "--quiet", "--output=cat", "--lines=1", of_run)
+    reason = "" if unit["Result"] in ("success", "exit-code") else f"systemd calls it {unit['Result']}"
+    with suppress(HostError):
+        # Python's own last words, such as of a missing module, come by standard error.
+        for found in (("--priority=err",), ("_TRANSPORT=stdout",)):
+            answer = _ask("journalctl", *question, *found, timeout_seconds=_SERVICE_QUESTION_SECONDS).stdout
+            if line := " ".join(answer.split()):
+                return ServiceFailure(line, is_retried)
+    return ServiceFailure(reason, is_retried)
 
 
 def unknown_units(names: Collection[str]) -> set[str]:

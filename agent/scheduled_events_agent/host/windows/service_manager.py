@@ -100,6 +100,14 @@ def own_service() -> OwnService | None:
     )
 
 
+def is_of_own_service(pid: int) -> bool:
+    """Whether the service manager has started the process for the agent's service, as far as it is known."""
+    with contextlib.suppress(HostError):
+        facts = query()
+        return facts is not None and facts.pid == pid
+    return False
+
+
 def query() -> Facts | None:
     """The state of the service, as the SCM reports it; None if there is none."""
     try:
