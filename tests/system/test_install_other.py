@@ -323,6 +323,8 @@ def test_cloud_init_installs_the_package_with_its_policy_at_the_first_boot(
         assert "status: done" in start_with_cloud_init(machine, "file:///root/agent.deb", proof, policy_text(sim))
         service = Service(machine, sim.endpoint())
         assert machine.path(POLICY).read_text() == policy_text(sim)
+        for place in (POLICY, "/run/scheduled-events-agent-install/policy.yaml"):
+            assert stat_of(machine, place) == "600 root root"
         assert service.show("UnitFileState") == "enabled"
         assert is_approved(sim)
         machine.reboot()  # the same instance: nothing is installed again

@@ -222,12 +222,15 @@ def test_the_cookbook_installs_an_example_over_a_policy_and_keeps_it(installed: 
         (commands,) = shown_commands("docs/cookbook/README.md", "## Install")
         script = "\n".join(command for command in commands if not command.startswith("sudoedit "))
         before = machine.path(POLICY).read_text()
+        machine.run("chgrp", "adm", POLICY)
+        machine.run("chmod", "640", POLICY)
         told = machine.run("sh", "-ec", script).stdout
         assert told.startswith("redis.yaml: valid\n")
         assert " is not found" not in told
         example = machine.path(f"/usr/share/doc/{NAME}/examples/redis.yaml").read_text()
         assert machine.path(POLICY).read_text() == example
         assert machine.path(f"{POLICY}.~1~").read_text() == before
+        assert machine.run("stat", "-c", "%a %U %G", POLICY).stdout == "640 root adm\n"
         hooks = [f"/etc/{NAME}/hooks/{name}" for name in ("common.sh", "redis-prepare", "redis-recover")]
         assert machine.run("stat", "-c", "%a %U %n", *hooks).stdout == "".join(
             f"755 root {hook}\n" for hook in hooks

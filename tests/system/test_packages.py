@@ -339,7 +339,7 @@ def test_units_in_the_package_differ_from_the_wheels_only_in_the_program_path(
 def test_files_that_the_documents_name_are_in_the_package(debs: Mapping[str, Mapping[str, Entry]]) -> None:
     text = (CHECKOUT / "docs/install-linux.md").read_text()
     places = [place.strip("/") for place in re.findall(r"^- `(/[^`]+)`: ", text, re.MULTILINE)]
-    assert len(places) == 12
+    assert len(places) == 13
     made_by_systemd = [f"etc/{NAME}/credentials", f"var/lib/{NAME}"]
     assert [place for place in places if place not in debs["x86_64"]] == made_by_systemd
 
