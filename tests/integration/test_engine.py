@@ -34,7 +34,13 @@ from scheduled_events_agent.imds.document import Document, ScheduledEvent, check
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, When
-from scheduled_events_agent.policy.settings import AgentSettings, ImdsSettings, NotifyTarget, Settings
+from scheduled_events_agent.policy.settings import (
+    AgentSettings,
+    ImdsSettings,
+    NotificationKind,
+    NotifyTarget,
+    Settings,
+)
 from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.store import MAX_EVENT_RECORDS, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.telemetry.log import set_up
@@ -588,6 +594,91 @@ def test_journal_log_and_notification_have_the_same_text_of_a_record(tmp_path: P
     assert notified == {kind: journal[kind] for kind in notified}
     assert journal["approval_needed"].startswith("an operator must approve it: ")
     assert journal["held"] == "held: an operator holds it; Azure may start it at any moment"
+
+
+def notifications_of(store: Store, target: str) -> list[Notification]:
+    found: list[Notification] = []
+    last = store.outbox.load_next(target, 0)
+    while last is not None:
+        found.append(msgspec.json.decode(last.body, type=Notification))
+        last = store.outbox.load_next(target, last.id)
+    return found
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("has_started", [False, True])
+def test_an_event_from_before_the_name_is_notified_as_seen_when_the_name_comes(
+    tmp_path: Path, *, has_started: bool, is_restarted: bool
+) -> None:
+    kinds: tuple[NotificationKind, ...] = ("seen", "started")
+    targets = (
+        NotifyTarget(name="ops", to="https://example.com", on=kinds),
+        NotifyTarget(name="all", to="https://example.com", on=kinds, when=When(affects=("self", "others"))),
+    )
+    settings = Settings(rules=(Rule(name="all", when=When(affects=("self", "others"))),), notify=targets)
+    executor = mock.create_autospec(Executor, instance=True)
+    other = replace(EVENT, id="E-2", resources=("vm-2",))
+    event = replace(EVENT, status="Started" if has_started else "Scheduled", not_before=None)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(contextlib.closing(Store.open(tmp_path, START)))
+        engine = Engine(settings, store, Metrics(tuple), executor)
+        engine.start()
+        for _ in range(2):
+            engine.receive(Document(incarnation="1", events=(event, other)))
+            assert engine.run_cycle(datetime.now(UTC))
+        assert notifications_of(store, "all") == []
+        if is_restarted:
+            store.close()
+            store = stack.enter_context(contextlib.closing(Store.open(tmp_path, START)))
+            engine = Engine(settings, store, Metrics(tuple), executor)
+            engine.start()
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        for _ in range(2):
+            engine.receive(Document(incarnation="1", events=(event, other)))
+            assert engine.run_cycle(datetime.now(UTC))
+        told = {
+            name: [(one.kind, one.event.id) for one in notifications_of(store, name)] for name in ("ops", "all")
+        }
+    started = [("started", EVENT.id)] if has_started else []
+    assert told["ops"] == [("seen", EVENT.id), *started]
+    assert sorted(told["all"]) == sorted([*told["ops"], ("seen", "E-2")])
+    assert told["all"][-1:] == started or not has_started
+
+
+def test_an_event_that_was_over_before_the_name_came_is_notified_from_its_begin_to_its_end(tmp_path: Path) -> None:
+    target = NotifyTarget(name="ops", to="https://example.com", on=("seen", "recovered"))
+    settings = Settings(rules=(Rule(name="all"),), notify=(target,))
+    executor = mock.create_autospec(Executor, instance=True)
+    with contextlib.closing(Store.open(tmp_path, START)) as store:
+        engine = Engine(settings, store, Metrics(tuple), executor)
+        engine.start()
+        for number, events in enumerate(((EVENT,), (), (), ())):
+            engine.receive(Document(incarnation="1", events=events, answered=100.0 * (number + 1)))
+            assert engine.run_cycle(datetime.now(UTC))
+        assert len(engine.workflows) == 1
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        assert engine.run_cycle(datetime.now(UTC))
+        assert engine.workflows == {}
+        assert [one.kind for one in notifications_of(store, "ops")] == ["seen", "recovered"]
+
+
+@pytest.mark.parametrize("resources", [("vm-1",), ("vm-2", "vm-1")])
+def test_an_event_that_comes_to_name_this_vm_is_notified_as_seen(
+    tmp_path: Path, resources: tuple[str, ...]
+) -> None:
+    target = NotifyTarget(name="ops", to="https://example.com", on=("seen",))
+    settings = Settings(rules=(Rule(name="all", when=When(affects=("self", "others"))),), notify=(target,))
+    executor = mock.create_autospec(Executor, instance=True)
+    with contextlib.closing(Store.open(tmp_path, START)) as store:
+        engine = Engine(settings, store, Metrics(tuple), executor)
+        engine.start()
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        for named in (("vm-2",), resources, resources):
+            engine.receive(Document(incarnation="1", events=(replace(EVENT, resources=named),)))
+            assert engine.run_cycle(datetime.now(UTC))
+        assert [one.event.resources for one in notifications_of(store, "ops")] == [resources]
+        (reason,) = [one.reason for one in notifications_of(store, "ops")]
+    assert reason.startswith(f"names this VM: {EVENT.type} Scheduled")
 
 
 def events_of(*vms: str) -> Document:

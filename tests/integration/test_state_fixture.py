@@ -424,6 +424,7 @@ JOURNAL = [
     agent_record("machine_paused", "was paused for 8.2s"),
     agent_record("notification_lost", "pager: seen of LOST: too many waited"),
     event_record("seen", "Reboot Scheduled, from Platform, for vm-1"),
+    event_record("named", "names this VM: Reboot Scheduled, from Platform, for vm-1"),
     event_record("decided", BY_RULE.reason),
     event_record("changed", "status Scheduled -> Started"),
     event_record("renamed", "goes on under the id HALF-RECOVERED (was OLD)"),

@@ -25,9 +25,10 @@ invariants:
     10 what this VM does not approve by itself is prepared for, and no earlier before NotBefore than it takes; both
        by this VM's clock, which may be wrong
     11 no drain and no prepare hook starts against an operator's hold
-    12 every notification that is on disk arrives at its target, those of a target in order, or is counted as given
-       up; no other notification arrives. The counts of an agent that is killed and the notifications of a state
-       that is lost are excused
+    12 a target hears of an event, if it wants to, before it hears what happens to it, also if the VM's name comes
+       later than the event; every notification that is on disk arrives at its target, those of a target in order,
+       or is counted as given up; no other notification arrives. The counts of an agent that is killed and the
+       notifications of a state that is lost are excused
     13 of a hook of which only one run goes on at a time, a less urgent one gives way to an eviction within a
        second, and runs again later
     14 an operator hears that a hold is set, or that an approval is taken back, only when no approval is under way
@@ -152,6 +153,8 @@ class Notice:
     news: News
     is_sure: bool
     """It is on disk; otherwise the power went while it was written."""
+    is_named: bool = False
+    """The agent had a name for its VM."""
     is_settled: bool = False
     """It has arrived, is counted as given up, or is excused."""
     has_arrived: bool = False
@@ -488,16 +491,34 @@ class Oracle:
         self.lives = {}
         self._excuse(self._notices)
 
-    def writes_news(self, news: Iterable[tuple[News, str, tuple[str, ...]]]) -> None:
-        """These, each with type and VMs of its event, are about to be written."""
+    def writes_news(self, news: Iterable[tuple[News, str, tuple[str, ...]]], *, is_named: bool) -> None:
+        """These, each with type and VMs of its event, are about to be written.
+
+        ``is_named``: the agent has a name for its VM, right or not. Without one no target hears of any event.
+        """
         self._unwritten = [
-            Notice(target.name, one, is_sure=False)
+            Notice(target.name, one, is_sure=False, is_named=is_named)
             for one, type_, vms in news
             for target in self.targets
             if one[1] in target.kinds
             and (type_ in target.when.type or not target.when.type)
             and (VM in vms or "others" in target.when.affects)
         ]
+        if self._policies == 1 and is_named:
+            for notice in self._unwritten:
+                self._check_announcement(notice)
+
+    def _check_announcement(self, notice: Notice) -> None:
+        """Whether the target has heard of the event before it hears what happens to it."""
+        kinds = next(target.kinds for target in self.targets if target.name == notice.target)
+        workflow_id, what, _ = notice.news
+        written = (*self._notices, *self._unwritten)
+        of_event = [one for one in written if (one.target, one.news[0]) == (notice.target, workflow_id)]
+        is_announced = any(one.news[1] == "seen" and one.is_named for one in of_event)
+        self._expect(
+            is_announced or "seen" not in kinds,
+            f"(12) {notice.target} hears that {workflow_id} is {what}, not seen",
+        )
 
     def has_written_news(self) -> None:
         """They are on disk."""

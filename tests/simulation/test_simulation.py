@@ -448,6 +448,9 @@ MUTANTS: dict[str, Mutant] = {
         CrashingStore, {"commit": _commit_notices_later}, "(12)", frozenset({"power cuts"})
     ),
     "12: the newest notice goes first": Mutant(OutboxTable, {"load_next": _load_newest}, "(12)"),
+    "12: an event from before the VM's name is not announced": Mutant(
+        WORKFLOW, {"_records_of_names": lambda *_: ()}, "(12)", frozenset({"late name"}), first=2
+    ),
     "12: what is dropped is not counted": Mutant(
         Outbox, {"_drop": lambda *_: None}, "(12)", frozenset({"bad receivers", "reloads"})
     ),

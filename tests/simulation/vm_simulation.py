@@ -80,8 +80,8 @@ _VERSION, _PREVIEW = "2020-07-01", "2024-07-09"
 _TYPES: tuple[EventType, ...] = ("Freeze", "Reboot", "Redeploy")
 _TARGETS = ("chat", "pager")
 _NEWS: dict[RecordKind, NotificationKind] = {
-    "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
-    "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
+    "seen": "seen", "named": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held",
+    "approved": "approved", "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
 # Of each two neighbors the rules share hooks, of the first and the last they do not.
@@ -808,12 +808,14 @@ class VmSimulation(Simulation[Trouble], Machine):
 
     def commits(self, steps: Sequence[Transition], at: datetime) -> None:
         """The agent is about to write these."""
-        self.oracle.writes_news(
+        assert self.engine is not None
+        news = [
             ((step.workflow.id, _NEWS[note.kind], at), step.workflow.event.type, step.workflow.event.resources)
             for step in steps
             for note in step.records
             if note.kind in _NEWS
-        )
+        ]
+        self.oracle.writes_news(news, is_named=bool(self.engine.names()))
 
     def committed(self, steps: Sequence[Transition]) -> None:
         """The decisions of the agent are on disk, and none of them is carried out yet."""

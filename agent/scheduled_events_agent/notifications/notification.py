@@ -16,8 +16,8 @@ from scheduled_events_agent.status.attention import of_events
 from scheduled_events_agent.workflow import RecordKind, Transition
 
 _KINDS: dict[RecordKind, NotificationKind] = {
-    "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
-    "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
+    "seen": "seen", "named": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held",
+    "approved": "approved", "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
 # These notifications say what an operator can do.

@@ -169,6 +169,8 @@ def record_log_message(workflow: Workflow, record: Record, text: str) -> str:
     match record.kind:
         case "seen":
             text = _seen(workflow)
+        case "named":
+            text, _, _ = text.partition(":")
         case "approving":
             text = f"asks Azure to start it ({text})"
         case "approved":

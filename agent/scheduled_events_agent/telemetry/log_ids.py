@@ -38,7 +38,7 @@ class LogId(IntEnum):
     LOG_FILE_REJECTED = 113, "warning", "The log file is not written because others could change its directory."
     PAGES_FAILED = 114, "error", "The HTTP server cannot listen, or a change of agent.web_config was rejected."
     PAGES_WORK = 115, "info", "The HTTP server is listening, or the changed agent.web_config is in force."
-    SEEN = 200, "info", "A scheduled event was seen."
+    SEEN = NAMED = 200, "info", "A scheduled event was seen."
     DECIDED = 201, "info", "The agent decided what to do about the event."
     CHANGED = RENAMED = MISSING = 202, "info", "The event changed."
     STARTED = 203, "info", "The event started."

@@ -26,10 +26,10 @@ HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_start
 OperatorAction = Literal["approve", "hold", "release", "retry", "resolve"]
 """The actions of an operator on an event; release takes back approve and hold."""
 RecordKind = Literal[
-    "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
-    "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
-    "recovery_failed", "waiting", "without_slot", "hook_missing", "approval_needed", "closed", "operator",
-    "restarted", "expired",
+    "seen", "named", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started",
+    "hook_finished", "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started",
+    "recovering", "recovery_failed", "waiting", "without_slot", "hook_missing", "approval_needed", "closed",
+    "operator", "restarted", "expired",
 ]  # fmt: skip
 WaitKind = Literal[
     # before it begins

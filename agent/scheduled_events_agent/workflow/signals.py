@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from msgspec.structs import replace
 
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
-from scheduled_events_agent.imds.document import ScheduledEvent
+from scheduled_events_agent.imds.document import Affects, ScheduledEvent
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import apply_approval_answer
@@ -71,7 +71,9 @@ def apply_signal(workflow: Workflow | None, signal: Signal, context: Context) ->
         case AgentRestarted():
             return _restart(workflow, context)
         case PolicyChanged():
-            return None if workflow.is_over else _decide_anew(workflow, context)
+            # Of an event that was over before this VM's name was known, it is decided now whose it was.
+            is_decided = workflow.is_over and workflow.decision.affects != "unknown"
+            return None if is_decided else _decide_anew(workflow, context)
         case ClockChanged(seconds):
             return _shift_times(workflow, seconds, context)
 
@@ -207,11 +209,25 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     # The reason holds the values of the conditions: a changed status alone is not a new decision.
     is_news = replace(new, reason=old.reason) != old
     text = f"{new.reason}; no hook any more: {', '.join(lost)}" if lost else new.reason
-    records = (Record(kind="decided", text=text),) if is_news else ()
+    records = _records_of_names(workflow.event, old.affects, new.affects, context.now)
+    if is_news:
+        records = (*records, Record(kind="decided", text=text))
     wait_reason = workflow.wait_reason
     if is_news and wait_reason is not None and wait_reason.kind in ("would_begin", "would_run_on_start"):
         wait_reason = None  # its text contains the decision, so it is noted again
     return Transition(workflow=replace(workflow, decision=new, wait_reason=wait_reason), records=records)
+
+
+def _records_of_names(
+    event: ScheduledEvent, before: Affects, affects: Affects, now: datetime
+) -> tuple[Record, ...]:
+    """A record if the event is known as this VM's only now, or as other VMs': until now no target heard of it."""
+    is_own = affects in ("self", "shared")
+    if is_own and before in ("unknown", "others"):
+        return (Record(kind="named", text=f"names this VM: {_describe(event, now)}"),)
+    if affects == "others" and before == "unknown":
+        return (Record(kind="named", text=f"names other VMs: {_describe(event, now)}"),)
+    return ()
 
 
 def _begun_by(
