@@ -30,6 +30,7 @@ REQUEST = FleetRequest(
     vm="web_1",
     stage="requested",
     needs_slot=True,
+    lacks_slot=False,
     needs_all=False,
     requested_vms=("web_1",),
     seen_at=0.0,
@@ -71,8 +72,8 @@ def until(updates: "queue.Queue[Any]", is_wanted: Any) -> FleetUpdate:
             return update
 
 
-def may_begin(update: FleetUpdate) -> bool:
-    return "a" in update.statuses and update.statuses["a"].may_begin
+def has_slot(update: FleetUpdate) -> bool:
+    return "a" in update.statuses and update.statuses["a"].has_slot
 
 
 def lived(*kinds: ErrorKind) -> tuple[list[MutableMapping[str, Any]], str]:
@@ -84,7 +85,7 @@ def lived(*kinds: ErrorKind) -> tuple[list[MutableMapping[str, Any]], str]:
         thread = FleetThread(updates.put_nowait, metrics, SETTINGS, lambda *_: backend)
         with running(thread) as entries:
             thread.publish((REQUEST,), ("web_1",), "id", "web")
-            until(updates, may_begin)
+            until(updates, has_slot)
     return entries, metrics.expose().decode()
 
 
@@ -142,7 +143,7 @@ def test_an_unchanged_request_does_not_wake_it_again(monkeypatch: Any) -> None:
         for _ in range(100):
             thread.publish((), ("web_1",), "id", "web")
         thread.publish((REQUEST,), ("web_1",), "id", "web")
-        until(updates, may_begin)
+        until(updates, has_slot)
     assert len(syncs) == 2
 
 
@@ -158,7 +159,7 @@ def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_backend() -> None:
         update = until(updates, lambda update: update.error == text)
         assert update.unavailable_since is not None
         thread.publish((REQUEST,), ("web_1",), "id", "web")
-        until(updates, may_begin)
+        until(updates, has_slot)
     assert [entry["event"] for entry in entries] == [
         "using the fleet's store fails", "using the fleet's store works again"
     ]  # fmt: skip
@@ -171,7 +172,7 @@ def test_a_configuration_error_is_logged_once() -> None:
     one = FleetThread(first.put_nowait, Metrics(list), settings, lambda *_: MemoryBackend(store))
     with running(one):
         one.publish((REQUEST,), ("web_1",), "id", "web")
-        until(first, may_begin)
+        until(first, has_slot)
     two = FleetThread(second.put_nowait, Metrics(list), settings, lambda *_: MemoryBackend(store))
     with running(two) as entries:
         two.publish((REQUEST,), ("web_1",), "id-2", "web")
@@ -200,7 +201,7 @@ def test_a_vm_that_leaves_a_group_deletes_its_records_there(settings: Settings) 
     thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, connect)
     with running(thread):
         thread.publish((REQUEST,), ("web_1",), "id", "web")
-        until(updates, may_begin)
+        until(updates, has_slot)
         assert stores["web"].list()
         thread.reconfigure(settings)
         deadline = time.monotonic() + 60
@@ -271,9 +272,9 @@ def test_a_bug_while_it_leaves_a_group_does_not_end_the_thread(monkeypatch: pyte
     thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, lambda *_: MemoryBackend(store))
     with running(thread) as entries:
         thread.publish((REQUEST,), ("web_1",), "id", "web")
-        until(updates, may_begin)
+        until(updates, has_slot)
         monkeypatch.delattr(MemoryStore, "delete")
         thread.reconfigure(Settings(fleet=other))
         thread.publish((REQUEST,), ("web_1",), "id", "web")
-        until(updates, lambda update: update.settings == other and may_begin(update))
+        until(updates, lambda update: update.settings == other and has_slot(update))
     assert "a bug in the agent" in [entry["event"] for entry in entries]

@@ -387,6 +387,7 @@ MORE_CLOSED = (
     closed_for(19, WaitReason(kind="stale", at=NOT_BEFORE)),
     closed_for(20, WaitReason(kind="other_event", detail="X")),
     closed_for(21, WaitReason(kind="lost_hook", detail="resume")),
+    closed_for(22, WaitReason(kind="approval_slot", at=NOT_BEFORE, detail="1st in line")),
 )
 WORKFLOWS = (CLOSED, *MORE_CLOSED, *OPEN)
 

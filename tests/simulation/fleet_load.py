@@ -1,8 +1,9 @@
 """How many requests the store of a fleet gets: the real client and plan on simulated time, without faults.
 
 Each VM has a small model of the agent's workflow: it begins when it may, or at its latest begin; its hooks take a
-while; it approves when all VMs of the event are ready; the event lasts; it recovers. Where requests take time,
-each sync has a thread of its own, of which one runs at a time: VMs then write between the requests of others.
+while; it approves when all VMs of the event are ready, and if it began late, with a slot; the event lasts; it
+recovers. Where requests take time, each sync has a thread of its own, of which one runs at a time: VMs then write
+between the requests of others.
 """
 
 import random
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from math import inf
-from typing import Literal
+from typing import Any
 
 from memory_backend import MemoryStore
 from msgspec.structs import replace
@@ -203,10 +204,12 @@ class LoadVm:
             status = self._client.statuses.get(name)
             if status is None or status.workflow_id != request.workflow_id:
                 continue
-            if status.may_begin:
-                self._begin(self._events[name])
-            if status.is_all_ready:
-                self._approve(self._events[name])
+            event = self._events[name]
+            if status.has_slot and request.stage == "requested":
+                self._begin(event)
+            is_ready = status.is_all_ready or (len(event.vms) == 1 and request.lacks_slot)
+            if is_ready and (status.has_slot or not request.lacks_slot):
+                self._approve(event)
 
     def see(self, event: Event) -> None:
         simulation = self._simulation
@@ -219,6 +222,7 @@ class LoadVm:
             vm=self.name,
             stage="requested",
             needs_slot=True,
+            lacks_slot=False,
             needs_all=len(event.vms) > 1,
             requested_vms=event.vms,
             seen_at=simulation.at,
@@ -235,21 +239,27 @@ class LoadVm:
         if self.name in event.handling_since:
             return
         event.handling_since[self.name] = self._simulation.at
-        self._become(event, "not_ready")
+        lacks_slot = self.name in event.without_slot
+        self._become(event, stage="not_ready", needs_slot=False, lacks_slot=lacks_slot)
         self._simulation.after(self._simulation.chance.uniform(*event.prepare), partial(self._end_prepare, event))
 
     def _end_prepare(self, event: Event) -> None:
-        if len(event.vms) == 1:
+        lacks_slot = self.name in event.without_slot
+        if event.has_started:
+            return
+        if len(event.vms) > 1:
+            self._become(event, stage="ready", needs_slot=lacks_slot)
+        elif lacks_slot:
+            self._become(event, needs_slot=True)
+        else:
             self._simulation.start(event)
-        elif not event.has_started:
-            self._become(event, "ready")
 
     def _approve(self, event: Event) -> None:
-        self._become(event, "not_ready")
+        self.see_started(event)
         self._simulation.start(event)
 
     def see_started(self, event: Event) -> None:
-        self._become(event, "not_ready")
+        self._become(event, stage="not_ready", needs_slot=False)
 
     def recover(self, event: Event) -> None:
         self._simulation.after(self._simulation.chance.uniform(*event.recover), partial(self._end, event))
@@ -258,8 +268,8 @@ class LoadVm:
         del self._requests[event.name], self._events[event.name]
         self.sync()
 
-    def _become(self, event: Event, stage: Literal["ready", "not_ready"]) -> None:
-        request = self._requests[event.name]
-        if request.stage != stage:
-            self._requests[event.name] = replace(request, stage=stage, needs_slot=False)
+    def _become(self, event: Event, **changes: Any) -> None:
+        before = self._requests[event.name]
+        request = self._requests[event.name] = replace(before, **changes)
+        if request != before:
             self.sync()

@@ -342,9 +342,8 @@ class Vm(Machine):
             if workflow.id not in self._known:
                 self.appeared_at[name] = self.simulation.at
             self.seen_at.setdefault(name, self.simulation.at)
-            if workflow.id not in self._begun and workflow.prepare.state != "idle":
-                self._begun.add(workflow.id)
-                oracle.begun(self, name)
+            if workflow.prepare.state != "idle":
+                self._note_begun(workflow.id, name)
         begun = {known[workflow.id] for workflow in engine.workflows.values() if workflow.prepare.state != "idle"}
         for workflow_id, name in self._known.items():
             if workflow_id not in known and name not in begun:
@@ -352,6 +351,11 @@ class Vm(Machine):
         self._known = known
         self.seen_at = {name: at for name, at in self.seen_at.items() if name in self.documents}
         oracle.looks(self)
+
+    def _note_begun(self, workflow_id: str, name: str) -> None:
+        if workflow_id not in self._begun:
+            self._begun.add(workflow_id)
+            self.simulation.oracle.begun(self, name)
 
     def _look_at_operators(self, engine: Engine) -> None:
         for workflow in engine.workflows.values():
@@ -382,6 +386,13 @@ class Vm(Machine):
             or (request.stage == "ready" and request.needs_all)
         }
         return {event: status for event, status in self._last.statuses.items() if event in waiting}
+
+    def has_slot(self, name: str) -> bool:
+        """Whether the event may begin, or be approved, by the last list."""
+        events = [one.event for one in self.requests if self.simulation.name_of(one.event_id) == name]
+        is_old = self.monotonic() - self._last.listed_at > 10.0
+        statuses = [self._last.statuses.get(event, FleetEventStatus()) for event in events]
+        return not is_old and any(status.has_slot for status in statuses)
 
     def give(self, life: int, item: Any) -> None:
         """Into the inbox of the agent that asked for it."""
@@ -486,6 +497,8 @@ class Vm(Machine):
         self._look_at_operators(self.engine)
         name = self.simulation.name_of(environment["SCHEDULED_EVENT_ID"])
         self._names[effect.workflow_id] = name
+        if effect.stage == "prepare":
+            self._note_begun(effect.workflow_id, name)
         self.simulation.oracle.hook_started(self, name, effect.stage)
 
     def hook_ends(self, effect: HookCommand, outcome: HookOutcome) -> None:

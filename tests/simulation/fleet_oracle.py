@@ -11,6 +11,8 @@
 (8) What was prepared for is recovered from; then no record is left but of VMs that died, and nothing is asked.
 (9) Clocks change nothing (see ``fleet_runs``).
 (10) After a kill and a start, own records are the same within 25 s, and statuses soon after.
+(11) What began late, without a slot, is approved only by a list in which fewer other events than the limit have a
+    slot or have begun; those do not count that only wait to be approved, and start later.
 """
 
 from collections import Counter
@@ -59,6 +61,8 @@ class Work:
     state: State = ""
     has_begun: bool = False
     """And is not recovered."""
+    is_late: bool | None = False
+    """It could wait no longer, and began without a slot. None: not known, for its agent was killed meanwhile."""
     has_run: bool = False
     """A hook has run for it."""
     undone_at: float = -inf
@@ -93,6 +97,10 @@ class Kept:
     written_at: float
     renew_seconds: float
     made_at: float
+    slot: str
+    slot_since: float
+    begun_at: float
+    """Since when it says that its VM has begun; infinite if it does not."""
     claimed_at: float = inf
     """Since when it is claimed, or was."""
 
@@ -115,6 +123,8 @@ class Life:
     is_approved: bool = False
     is_without_slot: bool = False
     """One of its VMs has begun without a slot, and rightly so, and not all have recovered since."""
+    has_late_slot: bool = False
+    """One of its VMs has approved it with a slot that it got late."""
     over_at: float = 0.0
 
 
@@ -129,6 +139,7 @@ class FleetOracle:
         self._by_key: dict[str, Life] = {}
         self._looks: dict[tuple[str, str], float] = {}
         self._room_since: dict[str, float] = {}
+        self._late_room_since: dict[str, float] = {}
         self._no_slot_until: dict[str, float] = {}
         """By vmId: until when it gets no slot, for records may have lapsed in an outage."""
         self._has_tick = False
@@ -162,7 +173,8 @@ class FleetOracle:
         simulation.log(f"{vm.vm_id}: {stage} hook for {name} starts")
         self._changed_at = simulation.at
         if stage == "prepare":
-            self.begun(vm, name)
+            if not work.has_begun:
+                self.begun(vm, name)
             work.has_run = True
             self._enter(work, "preparing")
             return
@@ -198,8 +210,9 @@ class FleetOracle:
 
     def _recovered(self, life: Life, work: Work) -> None:
         self._enter(work, "")
-        work.has_begun = work.has_run = False
+        work.has_begun = work.has_run = work.is_late = False
         life.is_without_slot &= any(other.has_begun for other in life.works.values())
+        life.has_late_slot &= life.is_without_slot
         self._recovered_at = self._simulation.at
 
     def closed(self, vm: "Vm", name: str) -> None:
@@ -277,12 +290,20 @@ class FleetOracle:
         if found is not None and found.vm_id != vm.vm_id:
             self.released(sent.key)
             found = None
-        if found is None or found.state != state:
+        if found is None or (found.state, found.slot) != (state, sent.fields["slot"]):
             self._changed_at = simulation.at
-            simulation.log(f"{vm.vm_id} writes {self.key_in_words(sent.key)}: {state}")
+            slot = f", slot {sent.fields['slot']}" if sent.fields["slot"] else ""
+            simulation.log(f"{vm.vm_id} writes {self.key_in_words(sent.key)}: {state}{slot}")
+        slot = sent.fields["slot"]
+        begun_at = inf
+        if state in ("not_ready", "ready"):
+            begun_at = min(found.begun_at if found else inf, simulation.at)
         kept = life.records[vm_key] = Kept(
             vm_id=vm.vm_id,
             state=state,
+            slot=slot,
+            slot_since=found.slot_since if found and found.slot == slot else simulation.at,
+            begun_at=begun_at,
             written_at=simulation.at,
             renew_seconds=float(sent.fields["renew_seconds"]),
             made_at=found.made_at if found else simulation.at,
@@ -339,10 +360,11 @@ class FleetOracle:
     # --- (1), (6) an event begins
 
     def begun(self, vm: "Vm", name: str) -> None:
-        """Called for each VM; nothing if it is known."""
+        """Called for each VM, and each appearance of the event; nothing but its lateness if it is known."""
         simulation = self._simulation
         life = self.lives[name]
         work = self._work(name, vm)
+        work.is_late = self._begins_late(vm, name)
         if work.has_begun:
             return
         self._changed_at = simulation.at
@@ -359,10 +381,7 @@ class FleetOracle:
             raise BrokenError(f"(1) {vm.vm_id} begins {name} with a slot soon after an outage")
         # It must have been heard of: its claim was listed a few seconds ago at most.
         work.heard_at = max(work.heard_at, simulation.at - _STATUS_SECONDS)
-        self.checked[1] += 1
-        busy = [one.name for one in self.lives.values() if self._is_under_way(one)]
-        if len(busy) > self._limit:
-            raise BrokenError(f"(1) {', '.join(busy)} are under way at a time")
+        self._look_at_slots()
         if not any(other.has_begun for other in life.works.values() if other is not work):
             self._look_at_order(vm, life)
 
@@ -378,6 +397,16 @@ class FleetOracle:
             or (fleet.on_unavailable == "begin" and is_away)
         )
 
+    def _begins_late(self, vm: "Vm", name: str) -> bool | None:
+        simulation = self._simulation
+        is_exempt = simulation.type_of(name) in _URGENT or self._work(name, vm).operator_action == "approve"
+        if self._limit is None or is_exempt or vm.has_slot(name):
+            return False
+        if self._latest_begin(vm, name) > simulation.at + 0.01:
+            return False
+        own = [one for one in self.lives[name].records.values() if one.vm_id == vm.vm_id]
+        return None if any(one.state in _COUNTED for one in own) else True
+
     def _latest_begin(self, vm: "Vm", name: str) -> float:
         """By the VM's own clock."""
         return self._simulation.not_before(name) - max(_LEAST_LEAD, vm.needed_seconds()) - vm.wall_offset
@@ -391,7 +420,7 @@ class FleetOracle:
     def _is_under_way(self, life: Life) -> bool:
         at = self._simulation.at
         works = [work for work in life.works.values() if work.has_begun]
-        if life.is_without_slot:
+        if life.is_without_slot and not life.has_late_slot:
             return False
         return any(
             at - work.heard_at <= _SLOT_SECONDS and at - work.recycle_began_at > _STATUS_SECONDS for work in works
@@ -523,6 +552,7 @@ class FleetOracle:
         open_ = [life for life in self.lives.values() if not simulation.is_over(life.name)]
         for life in open_:
             self._look_for_room(life, len(open_))
+            self._look_for_slot_to_approve(life, len(open_))
             self._look_at_readiness(life.name)
         if open_:
             self._has_tick = True
@@ -552,6 +582,7 @@ class FleetOracle:
         life.is_approved = True
         if by_operator:
             return
+        self._look_at_slot_to_approve(vm, life)
         self.checked[2] += 1
         resources = vm.documents.get(name, (vm.name,))
         if not self._work(name, vm).is_ready:
@@ -575,6 +606,54 @@ class FleetOracle:
                 missing.append(other.name)
         if missing:
             raise BrokenError(f"(2) {vm.vm_id} approves {name} before {', '.join(missing)} prepared")
+
+    def _look_at_slot_to_approve(self, vm: "Vm", life: Life) -> None:
+        """(11) Called when it approves."""
+        simulation = self._simulation
+        at = simulation.at
+        work = self._work(life.name, vm)
+        fleet = simulation.settings.fleet
+        assert fleet is not None
+        is_away = vm.unavailable_from is not None and vm.monotonic() - vm.unavailable_from >= 59.0
+        if not work.is_late or self._limit is None or (fleet.on_unavailable == "begin" and is_away):
+            return
+        self.checked[11] += 1
+        if at - vm.listed_at > _STATUS_SECONDS + _ROUND_TRIP:
+            raise BrokenError(f"(11) {vm.vm_id} approves {life.name}, and knows nothing of the others")
+        if self._no_slots_until([vm]) > at:
+            raise BrokenError(f"(11) {vm.vm_id} approves {life.name} soon after an outage")
+        if self._has_slot_elsewhere(vm, life):
+            return
+        before = [
+            other.name for other in self.lives.values() if other is not life and self._goes_before(other, life)
+        ]
+        if len(before) >= self._limit:
+            raise BrokenError(f"(11) {vm.vm_id} approves {life.name} while {', '.join(before)} are out of service")
+        life.has_late_slot = True
+        self._look_at_slots()
+
+    def _look_at_slots(self) -> None:
+        """(1) No more events than the limit have a slot."""
+        self.checked[1] += 1
+        busy = [one.name for one in self.lives.values() if self._is_under_way(one)]
+        if self._limit is not None and len(busy) > self._limit:
+            raise BrokenError(f"(1) {', '.join(busy)} are under way at a time")
+
+    def _has_slot_elsewhere(self, vm: "Vm", life: Life) -> bool:
+        """Whether another VM of the event has begun, and not late: the slot belongs to the event."""
+        others = [work for vm_id, work in life.works.items() if vm_id != vm.vm_id and work.has_begun]
+        return life.has_late_slot or not all(work.is_late for work in others)
+
+    def _goes_before(self, other: Life, life: Life) -> bool:
+        """Whether the VMs of ``life`` know that the other event has begun, and must wait for it."""
+        at = self._simulation.at
+        known_since = at - _STATUS_SECONDS - _ROUND_TRIP
+        has_ages = self._simulation.has_ages
+        records = [one for one in other.records.values() if one.counts(at, has_ages=has_ages, margin_seconds=0.0)]
+        if not any(one.begun_at < known_since for one in records):
+            return False
+        may_ask = any(one.slot == "requested" or one.slot_since > known_since for one in records)
+        return not (may_ask and self._order(other.name) > self._order(life.name))
 
     def _awaited(self, vm: "Vm", resources: Iterable[str]) -> list[str]:
         fleet = self._simulation.settings.fleet
@@ -601,12 +680,52 @@ class FleetOracle:
         life = self.lives[name]
         is_open = simulation.is_scheduled(name) and not simulation.is_hidden(name) and not life.is_approved
         due = self._approval_due(life) if is_open and simulation.has_ages and not self._has_twin(name) else None
-        if due is None or due >= simulation.not_before(name):
+        if due is None or due >= simulation.not_before(name) or self._may_wait_to_approve(life):
             return
         self.checked[7] += 1
         if simulation.at >= due:
             raise BrokenError(f"(7) {name} is not approved, though all are ready")
         simulation.after(due - simulation.at + 0.001, lambda: self._look_at_readiness(name))
+
+    def _may_wait_to_approve(self, life: Life) -> bool:
+        """Whether it may be that none of its VMs has a slot, though they have begun."""
+        works = [work for work in life.works.values() if work.has_begun]
+        is_late = any(work.is_late is not False for work in works)
+        return is_late and all(work.is_late is not False for work in works)
+
+    def _look_for_slot_to_approve(self, life: Life, others: int) -> None:
+        """(7) What all are ready for, and only lacks a slot, is approved soon if there is room."""
+        simulation = self._simulation
+        is_open = (
+            simulation.is_scheduled(life.name) and not simulation.is_hidden(life.name) and not life.is_approved
+        )
+        vms = simulation.alive()
+        is_calm = max(self._trouble_until(simulation.vms.values()), self._no_slots_until(vms)) < simulation.at
+        due = self._approval_due(life) if is_open and is_calm and simulation.has_ages else None
+        is_late = all(work.is_late for work in life.works.values() if work.has_begun)
+        is_waiting = due is not None and due <= simulation.at and is_late and not self._has_twin(life.name)
+        before = [
+            other
+            for other in self._busy(life)
+            if not (self._only_asks(other) and self._order(other.name) > self._order(life.name))
+        ]
+        if not is_waiting or self._limit is None or len(before) >= self._limit:
+            self._late_room_since.pop(life.name, None)
+            return
+        since = self._late_room_since.setdefault(life.name, simulation.at)
+        self.checked[7] += 1
+        if simulation.at - since > 5.0 * (1 + others) + 10.0:
+            raise BrokenError(f"(7) {life.name} waits for a slot to approve, and there is room since {since:.0f}")
+
+    def _only_asks(self, life: Life) -> bool:
+        counting = [
+            one
+            for one in life.records.values()
+            if one.counts(self._simulation.at, has_ages=self._simulation.has_ages)
+        ]
+        return any(one.slot == "requested" for one in counting) and all(
+            one.slot in ("lacked", "requested") for one in counting
+        )
 
     def _approval_due(self, life: Life) -> float | None:
         """None: not all are ready."""

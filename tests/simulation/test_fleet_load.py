@@ -1,5 +1,6 @@
 """Limits of how much a fleet asks of its store."""
 
+import fleet_load
 import pytest
 from fleet_load import LoadSimulation
 
@@ -48,6 +49,21 @@ def test_the_first_vm_in_the_queue_sends_16_requests_a_minute() -> None:
     fleet.run(fleet.at + MINUTE)
     assert 5 < a_minute(fleet, "vm_1") <= 16
     assert not event.handling_since
+
+
+@pytest.mark.parametrize(("vms", "most"), [(("vm_1",), 16), (("vm_1", "vm_2"), 20)])
+def test_a_wait_for_a_slot_to_approve_costs_16_requests_a_minute_and_20_where_all_are_ready(
+    vms: tuple[str, ...], most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_load, "LATEST_BEGIN_SECONDS", 1e5)
+    fleet = a_fleet(3)
+    fleet.announce("vm_0", notice=2e5, lasts=(1e5, 1e5))
+    fleet.run(fleet.at + MINUTE)
+    late = fleet.announce(*vms, notice=1e5)
+    fleet.run(fleet.at + 2 * MINUTE)
+    assert late.without_slot == set(vms)
+    assert 5 < a_minute(fleet, "vm_1") <= most
+    assert not late.has_started
 
 
 def test_a_ready_vm_that_waits_for_others_sends_7_requests_a_minute() -> None:

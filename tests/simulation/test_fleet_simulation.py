@@ -21,9 +21,9 @@ from simulation import given_troubles
 
 from scheduled_events_agent.fleet import client, plan
 from scheduled_events_agent.fleet.backend import Record
-from scheduled_events_agent.fleet.plan import VmRecord
+from scheduled_events_agent.fleet.plan import SlotState, VmRecord
 from scheduled_events_agent.workflow import Context, FleetEventStatus, FleetRequest, Workflow
-from scheduled_events_agent.workflow.fleet import requested_vms
+from scheduled_events_agent.workflow.fleet import counts_for_slots, needs_slot_to_approve, requested_vms
 
 WORKFLOW = "scheduled_events_agent.workflow"
 GROUP = plan._Group
@@ -33,6 +33,7 @@ REAL_NOT_READY = GROUP._not_ready
 REAL_READ = plan.read_record
 REAL_LIST = Requests.list
 REAL_START = Vm.start
+REAL_NEEDS_SLOT_TO_APPROVE = needs_slot_to_approve
 
 
 def test_a_fleet_keeps_its_rules_under_every_trouble() -> None:
@@ -83,12 +84,12 @@ def test_every_trouble_of_a_fleet_is_simulated() -> None:
 # --- Each bug planted on purpose.
 
 
-def _begin_on_any_list(self: Any, request: FleetRequest, state: str) -> FleetEventStatus:
+def _begin_on_any_list(self: Any, request: FleetRequest, state: str, slot: SlotState) -> FleetEventStatus:
     """Also on the list from before its claim."""
-    status = REAL_STATUS(self, request, state)
+    status = REAL_STATUS(self, request, state, slot)
     is_room = len(self._others_with_slot(request)) < (self.max_events or 1)
-    may_begin = request.stage == "requested" and request.needs_slot and state == "claimed" and is_room
-    return replace(status, may_begin=status.may_begin or may_begin)
+    has_slot = request.stage == "requested" and request.needs_slot and state == "claimed" and is_room
+    return replace(status, has_slot=status.has_slot or has_slot)
 
 
 def _has_begun(self: VmRecord) -> bool:
@@ -113,10 +114,10 @@ def _put_always(self: MemoryStore, key: str, fields: Mapping[str, str], etag: st
     return new
 
 
-def _leave_unconfirmed(self: Any, request: FleetRequest, state: str, interval: float) -> Any:
+def _leave_unconfirmed(self: Any, request: FleetRequest, state: str, slot: SlotState, interval: float) -> Any:
     own = self.own(request)
     is_left = own is not None and own.state == state and not self._is_confirmed(own)
-    return None if is_left else REAL_WRITE(self, request, state, interval)
+    return None if is_left else REAL_WRITE(self, request, state, slot, interval)
 
 
 def _await_all_but_the_last(workflow: Workflow, context: Context) -> list[str]:
@@ -149,6 +150,19 @@ def _arrival(event_id: str) -> str:
 def _never_join_soon(self: Any, request: FleetRequest) -> bool:
     del self, request
     return False
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _waits_with_a_slot_too(workflow: Workflow, context: Context) -> bool:
+    return counts_for_slots(workflow, context)
+
+
+def _waits_for_a_store_only(workflow: Workflow, context: Context) -> bool:
+    assert context.fleet is not None
+    return REAL_NEEDS_SLOT_TO_APPROVE(workflow, context) and not context.fleet.error
 
 
 def _list_at_once(self: Vm) -> None:
@@ -200,7 +214,16 @@ PLANTS = {
     "joins the slot of its event late": Plant(
         ((GROUP, "may_join_soon", _never_join_soon),), "(5)", "", first=800023
     ),
-    "lists at once": Plant(((Vm, "start", _list_at_once),), "(1)", "kills", first=238),
+    "approves what began late at once": Plant(((WORKFLOW, "lacks_slot", _never),), "(11)", ""),
+    "two that wait to be approved wait for each other": Plant(((GROUP, "_only_asks", _never),), "(7)", ""),
+    "what began without a slot is one": Plant(((VmRecord, "has_slot", VmRecord.has_begun),), "(11)", ""),
+    "what began with a slot waits to be approved": Plant(
+        ((WORKFLOW, "lacks_slot", _waits_with_a_slot_too),), "(7)", ""
+    ),
+    "approves what began late without the store": Plant(
+        ((WORKFLOW, "needs_slot_to_approve", _waits_for_a_store_only),), "(11)", "unavailable"
+    ),
+    "lists at once": Plant(((Vm, "start", _list_at_once),), "(1)", "kills", first=451),
 }
 
 

@@ -86,7 +86,10 @@ def test_two_events_are_prepared_for_at_a_time_and_one_more_at_its_limit(fleet: 
     fleet.wait(lambda: all(map(fleet.has_begun, holders)), "two events had a slot")
     waiting = [fleet.schedule([vm]) for vm in others]
     late = fleet.schedule([third], notice_seconds=310)
-    fleet.wait(lambda: fleet.azure.event(late).status == "Gone", "the late one was gone", [third])
+    fleet.wait(lambda: fleet.is_drained(third, late), "the late one was prepared", [third])
+    agent = fleet.agents[third]
+    fleet.wait(lambda: "a slot to approve" in agent.pending()[late]["wait_message"], "it waits", [third])
+    assert fleet.azure.approvals(late) == ()
     assert not any(map(fleet.has_begun, waiting))
     fleet.let_go((first, second))
     events = [*holders, late, *waiting]

@@ -121,7 +121,8 @@ class Vm:
             "not_before": START + timedelta(minutes=15),
             "vm": self.name,
             "stage": stage,
-            "needs_slot": self._options["max_events"] is not None,
+            "needs_slot": stage == "requested" and self._options["max_events"] is not None,
+            "lacks_slot": False,
             "needs_all": len(names) > 1,
             "requested_vms": names or (self.name,),
             "seen_at": 0.0,
@@ -171,7 +172,7 @@ def test_nothing_is_written_or_deleted_before_the_first_list() -> None:
 def test_an_event_without_a_wait_costs_six_requests() -> None:
     group = Group()
     vm = Vm(group).started()
-    assert vm.want("requested").may_begin
+    assert vm.want("requested").has_slot
     assert vm.take_calls() == ["list", "create", "list"]
     vm.want("not_ready")
     assert vm.take_calls() == ["update"]
@@ -256,7 +257,7 @@ def test_a_slow_list_counts_from_when_it_was_sent() -> None:
         group.now += 7.0
 
     vm.way.before = is_slow
-    assert vm.want("requested").may_begin
+    assert vm.want("requested").has_slot
     assert vm.client.listed_at == 1000.0 + 14.0
     assert group.now == 1000.0 + 21.0
 
@@ -289,7 +290,7 @@ def test_twenty_old_records_of_others_are_deleted_at_the_end_of_a_sync() -> None
         other.want("ready", f"old {number}")
     group.now += 86_401.0
     vm = Vm(group)
-    assert vm.want("requested").may_begin
+    assert vm.want("requested").has_slot
     assert vm.take_calls() == ["list", "create", "list", *["delete"] * 20]
     assert len(group.states()) == 31
 
@@ -298,13 +299,13 @@ def test_two_events_that_both_need_the_only_slot_are_one_after_the_other() -> No
     group = Group()
     vms = [Vm(group, name).started() for name in BOTH]
     vms[1].want("requested", "b", not_before=START)
-    assert not vms[0].want("requested", "a").may_begin
+    assert not vms[0].want("requested", "a").has_slot
     vms[1].want("not_ready", "b")
     group.run(300.0, *vms)
     assert group.states() == ["a web_0 requested", "b web_1 not_ready"]
     vms[1].end("b")
     group.run(10.0, vms[0])
-    assert vms[0].client.statuses["a"].may_begin
+    assert vms[0].client.statuses["a"].has_slot
 
 
 def test_of_two_claims_at_one_moment_one_begins() -> None:
@@ -317,9 +318,9 @@ def test_of_two_claims_at_one_moment_one_begins() -> None:
             vms[1].want("requested", "b", not_before=START)
 
     vms[0].way.before = claim_too
-    assert not vms[0].want("requested", "a").may_begin
+    assert not vms[0].want("requested", "a").has_slot
     group.run(2.0, vms[1])
-    assert vms[1].client.statuses["b"].may_begin
+    assert vms[1].client.statuses["b"].has_slot
 
 
 @pytest.mark.parametrize(
@@ -343,10 +344,10 @@ def test_after_a_long_outage_no_vm_takes_a_slot_before_its_owner_has_renewed_it(
         vm.way.faults = []
     for _ in range(120 + 3 * int(asked)):
         group.run(1.0, *vms)
-        assert not waiting.client.statuses["b"].may_begin
+        assert not waiting.client.statuses["b"].has_slot
     owner.end("a")
     group.run(10.0, waiting)
-    assert waiting.client.statuses["b"].may_begin
+    assert waiting.client.statuses["b"].has_slot
 
 
 @pytest.mark.parametrize("next_fault", ["", "unavailable"])
@@ -375,7 +376,7 @@ def test_a_table_that_is_made_anew_gives_no_slot_before_its_owner_has_written_it
         vm.way.faults = []
     for _ in range(120):
         group.run(1.0, *vms)
-        assert not waiting.client.statuses["b"].may_begin
+        assert not waiting.client.statuses["b"].has_slot
 
 
 def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_90_s_more() -> None:
@@ -387,9 +388,9 @@ def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_90_s_more() -> None:
     group.run(2400.0, waiting)
     waiting.way.faults = []
     group.run(90.0, waiting)
-    assert not waiting.client.statuses["b"].may_begin
+    assert not waiting.client.statuses["b"].has_slot
     group.run(35.0, waiting)
-    assert waiting.client.statuses["b"].may_begin
+    assert waiting.client.statuses["b"].has_slot
 
 
 # --- statuses
@@ -398,9 +399,9 @@ def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_90_s_more() -> None:
 def test_a_status_loses_its_permission_when_the_stage_changes() -> None:
     group = Group()
     vms = [Vm(group, name).started() for name in BOTH]
-    assert vms[0].want("requested", names=BOTH).may_begin
+    assert vms[0].want("requested", names=BOTH).has_slot
     vms[0].way.faults = ["unavailable"] * 3
-    assert not vms[0].want("not_ready", names=BOTH).may_begin
+    assert not vms[0].want("not_ready", names=BOTH).has_slot
     group.run(5.0, vms[0])
     vms[0].way.faults = []
     group.run(60.0, vms[0])
@@ -415,10 +416,10 @@ def test_a_status_loses_its_permission_when_the_stage_changes() -> None:
 def test_a_failure_keeps_the_age_of_the_list_before_it() -> None:
     group = Group()
     vm = Vm(group).started()
-    assert vm.want("requested").may_begin
+    assert vm.want("requested").has_slot
     vm.way.faults = ["unavailable"]
     group.now += 5.0
-    assert vm.sync().may_begin
+    assert vm.sync().has_slot
     assert vm.client.listed_at == group.now - 5.0  # and the engine heeds it for 10 s
 
 
@@ -489,9 +490,9 @@ def test_a_write_whose_answer_was_lost_is_written_again() -> None:
     group = Group()
     vm = Vm(group).started()
     vm.way.faults = ["", "lost"]
-    assert not vm.want("requested").may_begin
+    assert not vm.want("requested").has_slot
     group.run(1.1, vm)
-    assert vm.client.statuses["a"].may_begin
+    assert vm.client.statuses["a"].has_slot
     assert vm.take_calls() == ["list", "create", "list", "update", "list"]
 
 
@@ -654,7 +655,7 @@ def test_two_vms_of_one_name_leave_each_other_alone() -> None:
     vms[0].want("requested")
     status = vms[1].want("requested")
     assert status.other_vm_id == "id-0"
-    assert not status.may_begin
+    assert not status.has_slot
     vms[1].take_calls()
     group.run(600.0, *vms)
     assert len(vms[1].way.calls) <= 16 * 10  # as much as the first in line
@@ -671,7 +672,7 @@ def test_a_vm_that_has_died_leaves_its_name_to_the_one_that_replaces_it() -> Non
     group.run(70.0, vms[1])
     (record,) = group.store.list()
     assert record.fields["vm_id"] == "id-1"
-    assert vms[1].client.statuses["a"].may_begin
+    assert vms[1].client.statuses["a"].has_slot
 
 
 @pytest.mark.parametrize("module", [client_module, plan_module])
@@ -693,26 +694,26 @@ def test_a_claim_that_was_allowed_to_begin_ignores_a_late_one() -> None:
         if call == "create":
             late.way.before = lambda _: None
             group.now += 1.0
-            assert first.want("requested", "a").may_begin
+            assert first.want("requested", "a").has_slot
             group.now += 4.0
 
     late.way.before = while_the_claim_hangs
     earlier = START + timedelta(minutes=5)
-    assert not late.want("requested", "b", not_before=earlier).may_begin
+    assert not late.want("requested", "b", not_before=earlier).has_slot
     group.now += 1.0
     first.client.sync(first.requests.values())
     assert group.states() == ["a web_0 claimed", "b web_1 claimed"]
-    assert not late.want("requested", "b", not_before=earlier).may_begin
+    assert not late.want("requested", "b", not_before=earlier).has_slot
     first.want("not_ready", "a")
-    assert not late.want("requested", "b", not_before=earlier).may_begin
+    assert not late.want("requested", "b", not_before=earlier).has_slot
     first.end()
-    assert late.want("requested", "b", not_before=earlier).may_begin
+    assert late.want("requested", "b", not_before=earlier).has_slot
 
 
 def test_an_unused_claim_is_given_up_after_a_minute() -> None:
     group = Group()
     first, late = Vm(group, "web_0").started(), Vm(group, "web_1").started()
-    assert first.want("requested", "a").may_begin
+    assert first.want("requested", "a").has_slot
     earlier = START + timedelta(minutes=5)
     late.way.faults = ["", "", "unavailable"]
     late.want("requested", "b", not_before=earlier)

@@ -17,6 +17,7 @@ WANTS = FleetRequest(
     vm="web_0",
     stage="requested",
     needs_slot=True,
+    lacks_slot=False,
     needs_all=False,
     requested_vms=("web_0",),
     seen_at=0.0,

@@ -17,7 +17,7 @@ from msgspec.structs import replace as changed
 from scheduled_events_agent.fleet import backend as backend_module
 from scheduled_events_agent.fleet import plan as module
 from scheduled_events_agent.fleet.backend import Record, plain_key
-from scheduled_events_agent.fleet.plan import Plan, Write, plan, record_key, waits_for_text
+from scheduled_events_agent.fleet.plan import Plan, SlotState, Write, plan, record_key, waits_for_text
 from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
 
 START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
@@ -42,6 +42,7 @@ def record(event: str, vm: str, state: str, age: float | None = 1.0, **fields: s
         "state": state,
         "not_before": text_of(minutes(15)),
         "renew_seconds": "20",
+        "slot": "",
         "waits_for": "",
     }
     key = record_key(event, vm)
@@ -56,7 +57,8 @@ def request(stage: str = "requested", event: str = "a", **changes: Any) -> Fleet
         "not_before": minutes(15),
         "vm": "web_0",
         "stage": stage,
-        "needs_slot": True,
+        "needs_slot": stage == "requested",
+        "lacks_slot": False,
         "needs_all": False,
         "requested_vms": ("web_0",),
         "seen_at": NOW - 1000.0,
@@ -90,8 +92,8 @@ def state_written(*records: Record, max_events: int = 1, **changes: Any) -> str:
     return next((write.fields["state"] for write in writes if write.fields is not None), "")
 
 
-def may_begin(*records: Record, max_events: int = 1) -> bool:
-    return ask(records, request(), max_events=max_events).statuses["a"].may_begin
+def has_slot(*records: Record, max_events: int = 1) -> bool:
+    return ask(records, request(), max_events=max_events).statuses["a"].has_slot
 
 
 # --- the record
@@ -109,6 +111,7 @@ def test_a_record_says_how_far_this_vm_is_with_the_event() -> None:
             "state": "not_ready",
             "not_before": "2026-03-02T08:15:00Z",
             "renew_seconds": "60",
+            "slot": "",
             "waits_for": "",
         },
     )
@@ -226,7 +229,7 @@ def test_an_event_of_many_vms_has_one_slot() -> None:
 def test_a_vm_joins_an_event_that_has_begun() -> None:
     full = [record("b", "web_1", "not_ready"), record("a", "web_2", "ready")]
     assert state_written(*full) == "claimed"
-    assert may_begin(*full, record("a", "web_0", "claimed"))
+    assert has_slot(*full, record("a", "web_0", "claimed"))
 
 
 def test_a_claim_of_another_vm_is_nothing_to_join() -> None:
@@ -236,10 +239,10 @@ def test_a_claim_of_another_vm_is_nothing_to_join() -> None:
 
 def test_it_begins_when_the_list_shows_its_confirmed_claim() -> None:
     claim = record("a", "web_0", "claimed")
-    assert may_begin(claim)
-    assert not may_begin()
-    assert not ask([claim], request(), confirmed={}).statuses["a"].may_begin
-    assert not ask([claim], request(), confirmed={claim.key: "an older one"}).statuses["a"].may_begin
+    assert has_slot(claim)
+    assert not has_slot()
+    assert not ask([claim], request(), confirmed={}).statuses["a"].has_slot
+    assert not ask([claim], request(), confirmed={claim.key: "an older one"}).statuses["a"].has_slot
 
 
 def test_a_claim_steps_back_behind_events_that_have_begun() -> None:
@@ -253,8 +256,8 @@ def test_of_two_claims_the_one_that_comes_before_stays() -> None:
     after = record("b", "web_1", "claimed", not_before=text_of(minutes(16)))
     assert state_written(claim, before) == "requested"
     assert state_written(claim, after) == ""
-    assert not may_begin(claim, after)  # the other one steps back first
-    assert may_begin(claim, after, max_events=2)
+    assert not has_slot(claim, after)  # the other one steps back first
+    assert has_slot(claim, after, max_events=2)
 
 
 def test_an_expired_claim_is_requested_again() -> None:
@@ -501,6 +504,19 @@ class Said:
         return self.has_slot and self.state != "claimed"
 
     @property
+    def slot(self) -> str:
+        found = self.record.fields.get("slot", "")
+        return found if found in SLOTS else ""
+
+    @property
+    def is_claim(self) -> bool:
+        return self.has_slot and (self.state == "claimed" or self.slot == "claimed")
+
+    @property
+    def asks_to_approve(self) -> bool:
+        return self.has_slot and self.slot == "requested" and self.is_fresh
+
+    @property
     def waits(self) -> bool:
         return self.state == "requested" and self.is_fresh
 
@@ -533,19 +549,30 @@ class Case:
         return own is not None and not own.is_own and (own.is_fresh or own.record.age is None)
 
     def with_slot(self, asked: FleetRequest) -> set[str]:
-        """The other events with a slot."""
-        return {one.event for one in self.said() if one.has_slot} - {event_of(asked)}
+        """The other events that count for a slot."""
+        events = {one.event for one in self.said() if one.has_slot} - {event_of(asked)}
+        return {event for event in events if not (asked.lacks_slot and self.only_asks(event))}
+
+    def only_asks(self, event: str) -> bool:
+        """It has begun without a slot, and waits for one alone."""
+        counting = [one for one in self.said() if one.event == event and one.has_slot]
+        is_asking = any(one.asks_to_approve for one in counting)
+        return is_asking and all(one.has_begun and one.slot in ("lacked", "requested") for one in counting)
 
     def begun(self, asked: FleetRequest) -> set[str]:
-        return {one.event for one in self.said() if one.has_begun} - {event_of(asked)}
+        """The other events that do not give way to a claim."""
+        counting = [one for one in self.said() if one.event in self.with_slot(asked) and one.has_slot]
+        claims = {one.event for one in counting if one.is_claim} if asked.lacks_slot else set()
+        return {one.event for one in counting if one.has_begun and not (one.slot and one.event in claims)}
 
     def waiting_before(self, asked: FleetRequest) -> set[str]:
         mine = (asked.not_before or datetime.max.replace(tzinfo=UTC), event_of(asked))
-        return {one.event for one in self.said() if one.waits and one.order < mine} - {event_of(asked)}
+        waiting = [one for one in self.said() if (one.asks_to_approve if asked.lacks_slot else one.waits)]
+        return {one.event for one in waiting if one.order < mine} - {event_of(asked)}
 
     def has_joined(self, asked: FleetRequest) -> bool:
         others = [one for one in self.said() if one.event == event_of(asked) and one.record.key != hook_key(asked)]
-        return any(one.has_begun for one in others)
+        return any(one.has_begun and not one.slot for one in others)
 
     def has_room(self, asked: FleetRequest) -> bool:
         return len(self.with_slot(asked)) < self.limit
@@ -603,6 +630,7 @@ AGES = (0.0, 1.0, 10.0, 16.0, 60.0, 61.0, 180.0, 600.0, 1799.0, 1800.0, 1801.0, 
 GARBAGE = ("", " ", "ready ", "x" * 100_000, "\x00|\n", "🐌", "9" * 5000, "-1", "null", "2026-13-45T99:00:00Z")
 EVENTS = "abcdef"
 STATES = ("requested", "claimed", "not_ready", "ready")
+SLOTS = ("lacked", "requested", "claimed")
 VMS = ("web_0", "web_1", "web_2", "wéb 3")
 
 
@@ -613,7 +641,8 @@ def a_case(random: Random) -> Case:
     for asked in requests:
         if random.random() < 0.5:  # as this VM has left it
             state = "claimed" if asked.stage == "requested" else asked.stage
-            own = record(asked.event, asked.vm, state, random.choice(AGES[:4]), vm_id=OWN)
+            slot = random.choice(SLOTS) if asked.lacks_slot else ""
+            own = record(asked.event, asked.vm, state, random.choice(AGES[:4]), vm_id=OWN, slot=slot)
             records[own.key] = own
     mine = [one for one in records.values() if one.fields.get("vm_id") == OWN]
     confirmed = {hook_key(asked): "gone" for asked in requests if random.random() < 0.05}
@@ -646,6 +675,7 @@ def _some_record(random: Random, event: str, vm: str, state: str) -> Record:
         age,
         not_before=random.choice(("", *TIMES)),
         renew_seconds=random.choice(("20", "20", "60", "150", "600", "5000")),
+        slot=random.choice(("", "", *SLOTS)) if state in ("not_ready", "ready") else "",
         vm_id=random.choice((f"id-{vm}", f"id-{vm}", f"id-{vm}", "id-of-another")),
     )
     if random.random() < 0.1:
@@ -658,12 +688,15 @@ def _some_record(random: Random, event: str, vm: str, state: str) -> Record:
 
 def _some_request(random: Random, event: str, max_events: int | None) -> FleetRequest:
     own = random.choice((*["web_0"] * 9, "wéb 0"))
+    stage = random.choice(("requested", "requested", "not_ready", "ready"))
+    lacks_slot = stage != "requested" and max_events is not None and random.random() < 0.5
     return request(
-        random.choice(("requested", "requested", "not_ready", "ready")),
+        stage,
         event,
         vm=own,
         not_before=random.choice((None, *TIMES.values())),
-        needs_slot=max_events is not None and random.random() < 0.9,
+        needs_slot=max_events is not None and (stage == "requested" or lacks_slot) and random.random() < 0.9,
+        lacks_slot=lacks_slot,
         needs_all=random.random() < 0.5,
         requested_vms=(own, *(name for name in VMS[1:] if random.random() < 0.3)),
         seen_at=NOW - random.choice((0.0, 5.0, 10.0, 30.0, 100.0, 1000.0, 1e5)),
@@ -709,22 +742,28 @@ def _faults_of_writes(case: Case, found: Plan) -> Iterator[str]:
                 yield "a record is deleted that must stay"
         elif key not in requests or case.is_taken(requests[key]):
             yield "a record of another VM is written"
-        elif fields["state"] == "claimed" and not _may_claim(case, requests[key]):
+        elif "claimed" in (fields["state"], fields["slot"]) and not _may_claim(case, requests[key]):
             yield "a claim where there is no room"
+        elif bool(fields["slot"]) != requests[key].lacks_slot:
+            yield "a record does not say whether it lacks a slot"
 
 
 def _may_claim(case: Case, asked: FleetRequest) -> bool:
     own = case.own(asked)
-    has_claim = own is not None and own.is_own and own.state == "claimed" and own.has_slot
+    has_claim = own is not None and own.is_own and own.is_claim
     if has_claim or case.has_joined(asked):
         return True
     return len(case.with_slot(asked) | case.waiting_before(asked)) < case.limit
 
 
 def _faults_of_status(case: Case, asked: FleetRequest, status: FleetEventStatus) -> Iterator[str]:
-    if status.may_begin:
-        if asked.stage != "requested" or not case.has_confirmed(asked, "claimed"):
+    if status.has_slot:
+        state = "claimed" if asked.stage == "requested" else asked.stage
+        own = case.own(asked)
+        if not (asked.needs_slot and own is not None and own.is_claim and case.has_confirmed(asked, state)):
             yield "an event may begin without a confirmed claim in the list"
+        if asked.lacks_slot and asked.needs_all and not case.are_all_ready(asked):
+            yield "a slot to approve before all are ready"
         if not (case.has_joined(asked) or case.has_room(asked)):
             yield "an event may begin while as many others have a slot as may have one"
     if status.is_all_ready:
@@ -759,18 +798,23 @@ def _faults_once_settled(case: Case, found: Plan) -> Iterator[str]:
         allowed = ("requested", "claimed") if asked.stage == "requested" else (asked.stage,)
         if own is None or own.state not in allowed or case.confirmed.get(own.record.key) != own.record.etag:
             yield "the record does not say how far the VM is"
-        elif asked.stage == "requested" and asked.needs_slot:
+        elif bool(own.slot) != asked.lacks_slot:
+            yield "the record does not say whether it lacks a slot"
+        elif asked.needs_slot and (asked.stage == "requested" or own.slot != "lacked"):
             yield from _faults_in_line(case, asked, own, status)
+        elif asked.needs_slot and not asked.needs_all:
+            yield "it does not ask for the slot to approve"
         elif asked.stage == "ready" and asked.needs_all and status.is_all_ready != case.are_all_ready(asked):
             yield "all are ready and it does not count"
 
 
 def _faults_in_line(case: Case, asked: FleetRequest, own: Said, status: FleetEventStatus) -> Iterator[str]:
     with_slot, waiting = case.with_slot(asked), case.waiting_before(asked)
-    if not status.may_begin and (case.has_joined(asked) or len(with_slot | waiting) < case.limit):
+    if not status.has_slot and (case.has_joined(asked) or len(with_slot | waiting) < case.limit):
         yield "an event waits though there is room"
-    if own.state == "claimed" and not status.may_begin:
-        claims = [one for one in case.said() if one.event in with_slot and one.has_slot and not one.has_begun]
+    if own.is_claim and not status.has_slot:
+        others = [one for one in case.said() if one.event in with_slot and one.is_claim]
+        claims = [one for one in others if (one.slot == "claimed") == asked.lacks_slot]
         if len(case.begun(asked)) >= case.limit or any(one.order < own.order for one in claims):
             yield "a claim does not step back"
 
@@ -805,12 +849,18 @@ def test_text_of_another_program_is_truncated(name: str, text: str) -> None:
 # --- faults that the properties must find
 
 
-def begins_at_once(self: Any, asked: FleetRequest, state: str) -> FleetEventStatus:
-    return changed(REAL_STATUS(self, asked, state), may_begin=asked.stage == "requested" and state == "claimed")
+def begins_at_once(self: Any, asked: FleetRequest, state: str, slot: SlotState) -> FleetEventStatus:
+    has_slot = asked.stage == "requested" and state == "claimed"
+    return changed(REAL_STATUS(self, asked, state, slot), has_slot=has_slot)
 
 
-def writes_always(self: Any, asked: FleetRequest, state: str, interval: float) -> Write | None:
-    write = REAL_WRITE(self, asked, state, interval)
+def approves_at_once(self: Any, asked: FleetRequest, state: str, slot: SlotState) -> FleetEventStatus:
+    status = REAL_STATUS(self, asked, state, slot)
+    return changed(status, has_slot=status.has_slot or slot == "claimed")
+
+
+def writes_always(self: Any, asked: FleetRequest, state: str, slot: SlotState, interval: float) -> Write | None:
+    write = REAL_WRITE(self, asked, state, slot, interval)
     return write and write._replace(etag="")
 
 
@@ -849,6 +899,25 @@ PLANTS: dict[str, tuple[Any, str, Any, str]] = {
         "counts_for_slot",
         property(counts_what_has_begun),
         "an event may begin while",
+    ),
+    "approves on the list from before its claim": (
+        Group,
+        "status_of",
+        approves_at_once,
+        "an event may begin without",
+    ),
+    "two that ask wait for each other": (Group, "_only_asks", lambda *_: False, "an event waits though"),
+    "what lacks a slot has one": (
+        module.VmRecord,
+        "has_slot",
+        module.VmRecord.has_begun,
+        "an event may begin while",
+    ),
+    "asks before all are ready": (
+        Group,
+        "_asks_to_approve",
+        lambda _, asked: asked.lacks_slot and asked.needs_slot,
+        "a slot to approve before",
     ),
     "a slot lasts a minute": (module, "SLOT_SECONDS", 60.0, "an event may begin while"),
     "a slot does not lapse": (module, "SLOT_SECONDS", float("inf"), "an event waits though"),

@@ -78,7 +78,7 @@ def test_the_same_is_printed_as_json() -> None:
                 "has_slot": True,
                 "position": 0,
                 "not_before": "2026-03-02T08:40:00Z",
-                "vms": [{"name": "web_0", "state": "ready", "age_seconds": 4.0, "waits_for": "web_1"}],
+                "vms": [{"name": "web_0", "state": "ready", "slot": "", "age_seconds": 4.0, "waits_for": "web_1"}],
             }
         ],
         "warnings": [],
@@ -99,6 +99,21 @@ def test_more_events_than_the_limit_are_without_a_slot_the_last_in_order() -> No
     assert headings(*records, max_events=2) == [(ONE, True, 0), (OTHER, True, 0)]
     claims = [record(ONE, "web_0", "claimed"), record(OTHER, "web_1", "not_ready", not_before=later)]
     assert headings(*claims) == [(OTHER, True, 0), (ONE, False, 0)], "one that has begun keeps its slot"
+
+
+def test_an_event_that_began_without_a_slot_takes_none_and_may_wait_for_one() -> None:
+    records = [
+        record(ONE, "web_0", "not_ready", slot="lacked"),
+        record(OTHER, "web_1", "ready", slot="requested", not_before="2026-03-02T08:50:00Z"),
+        record(THIRD, "web_2", "not_ready", not_before="2026-03-02T09:00:00Z"),
+    ]
+    assert headings(*records) == [(ONE, False, 0), (OTHER, False, 0), (THIRD, True, 0)]
+    lines = shown(*records)
+    assert lines[1] == "  event 602d9444  without a slot; Azure starts it at 08:40:00 UTC"
+    assert lines[3] == "  event 77aa01c2  waits for a slot to approve; Azure starts it at 08:50:00 UTC"
+    assert [vm.slot for event in summarize(records, 1) for vm in event.vms] == ["lacked", "requested", ""]
+    both = summarize([record(ONE, "web_0", "ready", slot="lacked"), record(ONE, "web_1", "ready")], 1)
+    assert both[0].has_slot, "the slot belongs to the event"
 
 
 def test_events_wait_in_the_order_in_which_they_begin() -> None:

@@ -14,6 +14,7 @@ from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.policy.settings import FleetSettings, Settings
 from scheduled_events_agent.status.messages import wait_message
 from scheduled_events_agent.workflow import (
+    AgentRestarted,
     ApprovalAnswered,
     Approve,
     Context,
@@ -117,7 +118,7 @@ def test_it_does_not_begin_without_a_slot_and_records_its_wait_reason() -> None:
 def test_it_begins_with_a_slot() -> None:
     life = Life(LIMITED)
     assert life.wait_reason() == "waits for an answer of the fleet's store"
-    life.status(may_begin=True)
+    life.status(has_slot=True)
     assert life.effects(RunHook)
     assert life.request.stage == "not_ready"
 
@@ -347,11 +348,11 @@ def test_many_names_are_truncated() -> None:
 
 def test_a_status_of_an_earlier_appearance_does_not_count() -> None:
     old = FleetEventStatus(
-        workflow_id=workflow_id("a", START - NOTICE), may_begin=True, is_all_ready=True, requested_vms=NAMES
+        workflow_id=workflow_id("a", START - NOTICE), has_slot=True, is_all_ready=True, requested_vms=NAMES
     )
     life = Life(FleetView(max_events=1, statuses={"a": old}))
     assert life.phase() == "waiting"
-    life.status(may_begin=True)
+    life.status(has_slot=True)
     life.tell(statuses={"a": old})
     life.finish()
     assert life.phase() == "prepared"
@@ -374,7 +375,7 @@ def test_a_vm_that_recovers_is_not_ready(has_started: bool) -> None:
 
 def test_a_prepared_vm_that_the_event_no_longer_names_keeps_its_slot() -> None:
     life = Life(LIMITED)
-    life.status(may_begin=True)
+    life.status(has_slot=True)
     life.finish()
     life.take(Seen(an_event(resources=NAMES[1:])))
     assert (life.request.vm, life.request.stage) == ("vm_1", "not_ready")
@@ -383,7 +384,7 @@ def test_a_prepared_vm_that_the_event_no_longer_names_keeps_its_slot() -> None:
 def test_the_request_follows_the_event_to_its_end() -> None:
     life = Life(FleetView(max_events=1))
     stages = [life.request.stage]
-    life.status(may_begin=True, is_all_ready=True)
+    life.status(has_slot=True, is_all_ready=True)
     stages.append(life.request.stage)
     life.finish()
     stages.append(life.request.stage)
@@ -396,7 +397,7 @@ def test_the_request_follows_the_event_to_its_end() -> None:
 @pytest.mark.parametrize(("kind", "has_request"), [("Terminate", False), ("Preempt", False), ("Reboot", True)])
 def test_a_vm_that_is_deleted_asks_for_nothing_once_that_has_started(kind: str, has_request: bool) -> None:
     life = Life(LIMITED, an_event(resources=("vm_1",), type=kind))
-    life.status(may_begin=True)
+    life.status(has_slot=True)
     assert life.request.stage == "not_ready"
     life.take(Seen(an_event(resources=("vm_1",), type=kind, status="Started")))
     assert bool(life.requests) == has_request
@@ -404,7 +405,7 @@ def test_a_vm_that_is_deleted_asks_for_nothing_once_that_has_started(kind: str, 
 
 def test_an_event_of_this_vm_alone_is_never_ready_for_others() -> None:
     life = Life(LIMITED, an_event(resources=("vm_1",)))
-    life.status(may_begin=True)
+    life.status(has_slot=True)
     life.finish()
     assert (life.request.stage, life.request.needs_all) == ("not_ready", False)
 
@@ -443,14 +444,14 @@ def test_an_event_under_a_new_id_keeps_its_key() -> None:
 
 def test_a_list_allows_nothing_any_more_after_ten_seconds() -> None:
     settings = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1))
-    status = FleetEventStatus(workflow_id="a@1", may_begin=True, is_all_ready=True, position=1)
+    status = FleetEventStatus(workflow_id="a@1", has_slot=True, is_all_ready=True, position=1)
     state = FleetState(lambda _: None)
     state.update(FleetUpdate(statuses={"a": status}, listed_at=100.0, settings=settings.fleet))
     young, old = state.view(settings, ("vm_1",), 110.0), state.view(settings, ("vm_1",), 110.1)
     assert young is not None
     assert old is not None
     assert young.statuses == {"a": status}
-    assert old.statuses == {"a": replace(status, may_begin=False, is_all_ready=False)}
+    assert old.statuses == {"a": replace(status, has_slot=False, is_all_ready=False)}
 
 
 def test_members_that_do_not_match_this_vm_are_read_as_all() -> None:
@@ -532,3 +533,168 @@ def test_it_reports_that_its_first_appearance_comes_first() -> None:
     assert life.wait_reason().startswith(
         "waits for a slot: its first appearance is not recovered from; begins without"
     )
+
+
+# --- what began late, without a slot
+
+
+SECOND = {"position": 1, "ahead": ("602d9444-1234",)}
+AZURE_STARTS = f"Azure starts it at {START + NOTICE:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def begun_late(fleet: FleetView = LIMITED, event: Any = None, **rule: Any) -> Life:
+    """An event of this VM alone that has waited for its slot until it could wait no longer."""
+    life = Life(fleet, event or an_event(resources=("vm_1",)), **{"recover": ("resume",), **rule})
+    life.status(**SECOND)
+    life.tell(timedelta(minutes=10))
+    return life
+
+
+def prepared_late(fleet: FleetView = LIMITED, event: Any = None, **rule: Any) -> Life:
+    life = begun_late(fleet, event, **rule)
+    life.finish()
+    return life
+
+
+def test_what_began_late_is_approved_with_a_slot_only() -> None:
+    life = begun_late()
+    assert life.phase() == "preparing"
+    assert (life.request.stage, life.request.needs_slot, life.request.lacks_slot) == ("not_ready", False, True)
+    life.finish()
+    assert life.phase() == "prepared"
+    assert not life.effects(Approve)
+    assert (life.request.stage, life.request.needs_slot, life.request.lacks_slot) == ("not_ready", True, True)
+    life.status(**SECOND)
+    line = "1st in line, behind event 602d9444"
+    assert life.wait_reason() == f"waits for a slot to approve: {line}; {AZURE_STARTS}"
+    life.status(has_slot=True, position=1)
+    assert life.effects(Approve)
+    assert not life.workflow.lacks_slot
+    assert (life.request.needs_slot, life.request.lacks_slot) == (False, False)
+
+
+def test_that_it_lacks_a_slot_outlives_its_agent_and_a_reboot() -> None:
+    life = prepared_late()
+    life.take(AgentRestarted())
+    assert life.request.lacks_slot
+    life.context = replace(life.context, boot_id="another")
+    life.take(AgentRestarted())
+    life.finish()
+    assert not life.effects(Approve)
+    life.take(
+        HookFinished(workflow_id=life.workflow.id, stage="prepare", hook="drain", run=2, outcome="succeeded")
+    )
+    assert not life.effects(Approve)
+    assert life.request.lacks_slot
+
+
+def test_what_began_late_asks_only_when_nothing_else_keeps_it() -> None:
+    life = prepared_late()
+    assert life.request.needs_slot
+    life.take(OperatorCommand(workflow_id=life.workflow.id, action="hold", user="ann"))
+    assert (life.request.needs_slot, life.request.lacks_slot) == (False, True)
+    life.status(has_slot=True)
+    assert not life.effects(Approve)
+
+
+def test_one_that_is_never_approved_asks_for_no_slot() -> None:
+    life = prepared_late(approve="never", lead=900.0)
+    assert (life.request.needs_slot, life.request.lacks_slot) == (False, True)
+
+
+def test_what_began_late_and_is_approved_immediately_waits_too() -> None:
+    life = begun_late(approve="immediately")
+    assert life.phase() == "preparing"
+    assert not life.effects(Approve)
+    assert life.request.needs_slot
+    life.status(has_slot=True)
+    assert life.effects(Approve)
+
+
+def test_what_began_late_needs_a_slot_and_all_vms() -> None:
+    life = prepared_late(event=an_event(resources=NAMES))
+    assert (life.request.stage, life.request.needs_slot) == ("ready", True)
+    life.status(is_all_ready=True)
+    assert not life.effects(Approve)
+    life.status(has_slot=True)
+    assert not life.effects(Approve)
+    life.status(has_slot=True, is_all_ready=True)
+    assert life.effects(Approve)
+
+
+def test_what_began_with_a_slot_is_approved_without_asking_again() -> None:
+    life = Life(LIMITED, an_event(resources=("vm_1",)))
+    life.status(has_slot=True)
+    life.tell(timedelta(minutes=12), statuses={})
+    life.finish()
+    assert life.effects(Approve)
+
+
+@pytest.mark.parametrize("not_before", [None, START + timedelta(minutes=3)])
+def test_what_has_nothing_to_prepare_is_approved_without_a_slot(not_before: Any) -> None:
+    life = Life(LIMITED, an_event(resources=("vm_1",), not_before=not_before), prepare=(), recover=())
+    assert life.effects(Approve)
+
+
+@pytest.mark.parametrize("changes", [{"type": "Preempt"}, {"type": "Terminate"}, {"not_before": None}])
+def test_what_is_urgent_is_approved_without_a_slot(changes: dict[str, Any]) -> None:
+    life = Life(LIMITED, an_event(resources=("vm_1",), **changes))
+    life.finish()
+    assert life.effects(Approve)
+
+
+@pytest.mark.parametrize("changes", [{"type": "Terminate"}, {"not_before": None}])
+def test_what_becomes_urgent_no_longer_waits(changes: dict[str, Any]) -> None:
+    life = prepared_late()
+    life.take(Seen(an_event(resources=("vm_1",), **changes)))
+    assert life.effects(Approve)
+
+
+def test_an_operator_approves_what_began_late() -> None:
+    life = prepared_late()
+    life.take(OperatorCommand(workflow_id=life.workflow.id, action="approve", user="ann"))
+    assert life.effects(Approve)
+    assert life.workflow.lacks_slot
+    life.take(ApprovalAnswered(workflow_id=life.workflow.id, error_kind="timeout"))
+    life.take(OperatorCommand(workflow_id=life.workflow.id, action="release", user="ann"))
+    assert life.request.needs_slot, "Azure has not accepted it"
+
+
+@pytest.mark.parametrize("fleet", [None, READY])
+def test_a_reload_that_takes_the_limit_away_lets_it_be_approved(fleet: FleetView | None) -> None:
+    life = prepared_late()
+    life.context = replace(life.context, fleet=fleet)
+    life.take()
+    assert life.effects(Approve)
+
+
+def test_while_the_store_is_unavailable_what_began_late_waits_for_azure() -> None:
+    life = prepared_late()
+    life.tell(timedelta(minutes=4), error="no route", unavailable_seconds=240.0, statuses={})
+    assert not life.effects(Approve)
+    assert (
+        life.wait_reason() == f"waits for a slot to approve: the store cannot be used (no route); {AZURE_STARTS}"
+    )
+
+
+def test_on_unavailable_begin_what_began_late_is_approved_after_a_minute() -> None:
+    life = prepared_late(replace(LIMITED, on_unavailable="begin"))
+    life.tell(error="no route", unavailable_seconds=0.0, statuses={})
+    assert not life.effects(Approve)
+    minute = timedelta(minutes=1)
+    assert next_wake_at(life.workflows, life.context) == life.context.now + minute
+    life.tell(minute, unavailable_seconds=60.0)
+    assert life.effects(Approve)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_what_began_because_of_the_store_is_approved_as_ever(is_back: bool) -> None:
+    life = Life(
+        replace(LIMITED, on_unavailable="begin", error="no route", unavailable_seconds=60.0),
+        an_event(resources=("vm_1",)),
+    )
+    assert life.phase() == "preparing"
+    back: dict[str, Any] = {"error": "", "unavailable_seconds": None} if is_back else {}
+    life.tell(timedelta(minutes=12), **back)
+    life.finish()
+    assert life.effects(Approve)

@@ -65,6 +65,7 @@ from scheduled_events_agent.workflow import (
     needed_seconds,
     needs_all,
     needs_slot,
+    needs_slot_to_approve,
     next_wake_at,
     workflow_id,
 )
@@ -196,6 +197,7 @@ class _Forecast:
         self.begins_at = known.handling_since if known is not None else None
         self.needs_slot = False
         """Whether it must have a slot to begin."""
+        self.needs_slot_to_approve = known is not None and needs_slot_to_approve(known, context)
         self.approved_at: datetime | None = None
         self.drain_seconds = 0.0
         self.prepare: list[str] = []
@@ -344,7 +346,7 @@ def _permissive_fleet(settings: Settings, event: ScheduledEvent, workflow: str) 
     if fleet is None:
         return None
     names = tuple(normalized_names(event.resources))
-    status = FleetEventStatus(workflow_id=workflow, may_begin=True, is_all_ready=True, requested_vms=names)
+    status = FleetEventStatus(workflow_id=workflow, has_slot=True, is_all_ready=True, requested_vms=names)
     return FleetView(max_events=fleet.max_events, members=fleet.members, statuses={event.key: status})
 
 
@@ -356,15 +358,17 @@ def _approval(forecast: _Forecast, assumed: _Assumed) -> ExpectedApproval:
     if approved_at is not None:
         is_now = approved_at == assumed.now
         when = "at once" if is_now else f"at {format_clock(approved_at, assumed.now)} at the earliest"
+        slot = ", once the fleet has a slot for it" if forecast.needs_slot_to_approve else ""
         if decision.approve == "when-prepared" and forecast.prepare:
             count = len(forecast.prepare)
             hooks = f"hook {forecast.prepare[0]} has" if count == 1 else f"its {count} hooks have"
             text = f"as soon as {hooks} succeeded"
             text += "" if is_now else f", {when}"
             text += ", and once the other VMs are ready" if needs_all(workflow) else ""
+            text += slot
             fails = "a failed hook holds it" if decision.on_failure == "hold" else "even if a hook fails"
             return ExpectedApproval(verdict="allow", at=approved_at, text=f"{text}; {fails}")
-        return ExpectedApproval(verdict="allow", at=approved_at, text=when)
+        return ExpectedApproval(verdict="allow", at=approved_at, text=f"{when}{slot}")
     if workflow.approval.state == "confirmed":
         return ExpectedApproval(verdict="allow", at=None, text="already")
     if workflow.is_over:

@@ -61,6 +61,8 @@ class FleetVm(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     """requested (wants to begin), claimed (checks whether it may), not_ready (has begun), ready, unknown."""
+    slot: str
+    """If it began without one: lacked, requested (waits for it to approve), claimed (checks whether it may)."""
     age_seconds: float | None
     """Of its record, by the store's clock."""
     waits_for: str
@@ -247,7 +249,8 @@ def summarize(records: Iterable[Record], max_events: int | None) -> tuple[FleetE
     counting = list(dict.fromkeys([*begun, *_with(events, lambda one: one.counts_for_slot)]))
     waiting = [event for event in _with(events, lambda one: one.is_waiting) if event not in counting]
     shown = dict.fromkeys([*counting, *waiting, *_with(events, lambda _: True)])
-    with_slot = counting[: max_events or 0]
+    lacking = [event for event in begun if not any(one.has_slot for one in events[event])]
+    with_slot = [event for event in counting if event not in lacking][: max_events or 0]
     return tuple(
         FleetEvent(
             event_id=events[event][0].event_id,
@@ -275,7 +278,7 @@ def _not_before(records: list[VmRecord]) -> datetime | None:
 
 def _vm(one: VmRecord) -> FleetVm:
     state = one.state if one.state in _STATES else "unknown"
-    return FleetVm(name=one.vm, state=state, age_seconds=one.record.age, waits_for=one.waits_for)
+    return FleetVm(name=one.vm, state=state, slot=one.slot, age_seconds=one.record.age, waits_for=one.waits_for)
 
 
 def format_status(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
@@ -304,6 +307,8 @@ def _format_event(event: FleetEvent, status: FleetStatus) -> str:
         parts.append("has a slot")
     elif event.position:
         parts.append(f"waits, {ordinal(event.position)} in line")
+    elif any(vm.slot in ("requested", "claimed") for vm in event.vms):
+        parts.append("waits for a slot to approve")
     elif status.max_events is not None:
         parts.append("without a slot")
     if event.not_before is not None:

@@ -247,7 +247,7 @@ def _failed(last: FleetUpdate, error: AgentError, now: float) -> FleetUpdate:
 
 def _is_worth_reporting(last: FleetUpdate, update: FleetUpdate) -> bool:
     """Whether to report the update. A list that allows something is reported each time: it soon expires."""
-    allows = any(status.may_begin or status.is_all_ready for status in update.statuses.values())
+    allows = any(status.has_slot or status.is_all_ready for status in update.statuses.values())
     return allows or replace(update, listed_at=last.listed_at) != last
 
 

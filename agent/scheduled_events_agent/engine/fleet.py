@@ -72,4 +72,4 @@ class FleetState:
 
 
 def _allows_nothing(status: FleetEventStatus) -> FleetEventStatus:
-    return replace(status, may_begin=False, is_all_ready=False)
+    return replace(status, has_slot=False, is_all_ready=False)

@@ -109,7 +109,7 @@ class FleetClient:
         self._events = {record_key(request.event, request.vm): request.event for request in requests}
         waiting = {request.event: _waits_for_others(request) for request in requests}
         self.statuses = {
-            event: status if waiting[event] else replace(status, may_begin=False, is_all_ready=False)
+            event: status if waiting[event] else replace(status, has_slot=False, is_all_ready=False)
             for event, status in self.statuses.items()
             if event in waiting
         }
@@ -146,8 +146,8 @@ class FleetClient:
         if self._must_list:
             return 0.0
         now = self._monotonic()
-        settled = [request for request in requests if request.stage != "requested"]
-        waiting = {record_key(one.event, one.vm) for one in requests if one.stage == "requested"}
+        settled = [one for one in requests if one.stage != "requested" and not one.needs_slot]
+        waiting = {record_key(one.event, one.vm) for one in requests if one not in settled}
         known = [one.record(key, now) for key, one in self._confirmed.items() if key not in waiting]
         found = self._plan(known, settled, now)
         self._carry_out(found.writes)
@@ -166,7 +166,7 @@ class FleetClient:
                 self._renewed_at = sent_at + seconds
             self.statuses = found.statuses
             if sent_at < self._renewed_at:
-                self.statuses = {key: replace(one, may_begin=False) for key, one in found.statuses.items()}
+                self.statuses = {key: replace(one, has_slot=False) for key, one in found.statuses.items()}
             self._remember_granted(sent_at)
             self.listed_at = sent_at
             self._must_list = False
@@ -188,7 +188,7 @@ class FleetClient:
 
     def _remember_granted(self, now: float) -> None:
         """Note which events a list has allowed to begin. The engine may be about to begin: these claims stay."""
-        granted = {key: now for key, event in self._events.items() if self.statuses[event].may_begin}
+        granted = {key: now for key, event in self._events.items() if self.statuses[event].has_slot}
         self._granted_at = {key: at for key, at in self._granted_at.items() if key in self._events} | granted
 
     def _plan(self, records: list[Record], requests: Iterable[FleetRequest], listed_at: float) -> Plan:
@@ -211,7 +211,7 @@ class FleetClient:
             if must_list and not is_own:
                 continue  # writes that others wait for come first; the next list shows this one again
             succeeded = self._write(write)
-            is_claim = write.fields is not None and write.fields["state"] in ("claimed", "ready")
+            is_claim = write.fields is not None and _is_claim(write.fields)
             if is_own and not succeeded:
                 self._must_list = True
             must_list = must_list or is_claim or (is_own and not succeeded)
@@ -261,7 +261,7 @@ class FleetClient:
         for request in requests:
             status = self.statuses.get(request.event, FleetEventStatus())
             waits_now: dict[WaitName, bool] = {
-                "slot": request.stage == "requested" and request.needs_slot and not status.may_begin,
+                "slot": request.needs_slot and not status.has_slot,
                 "ready": request.stage == "ready" and request.needs_all and not status.is_all_ready,
             }
             for what, is_waiting in waits_now.items():
@@ -272,7 +272,10 @@ class FleetClient:
                     self._on_wait_ended(what, now - self._waiting_since.pop(key))
 
 
+def _is_claim(fields: Mapping[str, str]) -> bool:
+    """Whether a list after this write may allow something."""
+    return fields["state"] in ("claimed", "ready") or fields["slot"] == "claimed"
+
+
 def _waits_for_others(request: FleetRequest) -> bool:
-    if request.stage == "requested":
-        return request.needs_slot
-    return request.stage == "ready" and request.needs_all
+    return request.needs_slot or (request.stage == "ready" and request.needs_all)

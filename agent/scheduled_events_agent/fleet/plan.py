@@ -9,13 +9,20 @@ clocks of VMs are never compared with each other.
                 claimed      the VM wants to begin now, and checks whether it may
                 not_ready    the VM has begun: it prepares, is held, the event is under way, or it recovers
                 ready        the VM is prepared
+
+A VM that could wait no longer has begun without a slot, and must have one before the event is approved. Its record
+is not_ready or ready, and its field ``slot`` says how far it is:
+
+                lacked       only more than a slot would allow the approval
+                requested    the VM wants to approve
+                claimed      the VM wants to approve now, and checks whether it may
 """
 
 import hashlib
 import re
 from collections.abc import Container, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -31,6 +38,10 @@ _RENEW_AT = 0.8
 _MAX_OLD_DELETES = 20
 _MAX_VM_NAME = 80
 _UNKNOWN_TIME = "~"  # sorts after all times
+
+SlotState = Literal["", "lacked", "requested", "claimed"]
+"""The slot of a VM that has begun; "" if it has one."""
+_LACKED_STATES: tuple[SlotState, ...] = ("lacked", "requested", "claimed")
 
 # When the next sync is due, in seconds.
 _CLAIMED_SECONDS = 1.5
@@ -72,6 +83,7 @@ class VmRecord(NamedTuple):
     vm: str
     vm_id: str
     state: str
+    slot: SlotState
     order: tuple[str, str]
     """Events begin in this order: by NotBefore, then by key."""
     renew_seconds: float
@@ -91,6 +103,18 @@ class VmRecord(NamedTuple):
     @property
     def has_begun(self) -> bool:
         return self.counts_for_slot and self.state != "claimed"
+
+    @property
+    def has_slot(self) -> bool:
+        return self.has_begun and not self.slot
+
+    @property
+    def is_claim(self) -> bool:
+        return self.counts_for_slot and "claimed" in (self.state, self.slot)
+
+    @property
+    def asks_to_approve(self) -> bool:
+        return self.slot == "requested" and self.has_begun and self.is_fresh
 
     @property
     def is_waiting(self) -> bool:
@@ -126,6 +150,7 @@ def read_record(record: Record) -> VmRecord:
         vm=clean_text(fields.get("vm", ""))[:_MAX_VM_NAME] or vm_key,
         vm_id=clean_text(fields.get("vm_id", ""))[:_MAX_VM_NAME],
         state=fields.get("state", ""),
+        slot=next((slot for slot in _LACKED_STATES if slot == fields.get("slot")), ""),
         order=(_time_in_order(fields.get("not_before", "")), event),
         renew_seconds=_renew_seconds(fields.get("renew_seconds", "")),
         waits_for=clean_text(fields.get("waits_for", "")),
@@ -190,16 +215,17 @@ def plan(
     seconds: list[float] = []
     for request in requests:
         state = group.state_of(request)
-        statuses[request.event] = group.status_of(request, state)
-        interval = group.interval_of(request, state, statuses[request.event])
-        write = group.write_of(request, state, interval)
+        slot = group.slot_of(request)
+        statuses[request.event] = group.status_of(request, state, slot)
+        interval = group.interval_of(request, state, slot, statuses[request.event])
+        write = group.write_of(request, state, slot, interval)
         own = group.own(request)
         if write is not None:
             writes.append(write)
         elif own is not None:
             interval = min(interval, own.renew_seconds)  # it is renewed then
         status = statuses[request.event]
-        if status.may_begin or status.is_all_ready:
+        if status.has_slot or status.is_all_ready:
             interval = _ALLOWED_SECONDS
         elif state == "requested" and group.may_join_soon(request):
             interval = min(interval, _JOINING_SECONDS)
@@ -241,23 +267,50 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
         if request.stage != "requested" or not request.needs_slot or self.max_events is None:
             return request.stage
         own = self.own(request)
-        others = self._others_with_slot(request)
+        is_claimed = own is not None and own.state == "claimed"
+        return "claimed" if self._may_claim(request, self.max_events, is_claimed=is_claimed) else "requested"
+
+    def slot_of(self, request: FleetRequest) -> SlotState:
+        """The slot that this VM's record must name; "" if it has one, needs none, or has not begun."""
+        if not request.lacks_slot or self.max_events is None:
+            return ""
+        if not self._asks_to_approve(request):
+            return "lacked"
+        own = self.own(request)
+        is_claimed = own is not None and own.slot == "claimed"
+        return "claimed" if self._may_claim(request, self.max_events, is_claimed=is_claimed) else "requested"
+
+    def _asks_to_approve(self, request: FleetRequest) -> bool:
+        """Whether only a slot keeps an event that lacks one from being approved."""
+        return request.lacks_slot and request.needs_slot and not (request.needs_all and self._not_ready(request))
+
+    def _may_claim(self, request: FleetRequest, max_events: int, *, is_claimed: bool) -> bool:
+        """Whether to claim a slot, or to keep the claim. Whether there is one, only the next list shows."""
+        own = self.own(request)
         if self._has_joined(request) or record_key(request.event, request.vm) in self.granted:
-            return "claimed"
-        if own is None or own.state != "claimed" or not own.counts_for_slot:
-            is_room = len(others) + len(self._waiting_before(request)) < self.max_events
-            return "claimed" if is_room else "requested"
-        if len(others) < self.max_events:
-            return "claimed"
-        mine = self._order(request)
-        begun = [event for event in others if any(one.has_begun for one in self._of(event))]
-        has_earlier_claim = any(
-            one.order < mine
-            for event in others
-            for one in self._of(event)
-            if one.state == "claimed" and one.counts_for_slot
-        )
-        return "requested" if len(begun) >= self.max_events or has_earlier_claim else "claimed"
+            return True
+        others = self._others_with_slot(request)
+        if not is_claimed or own is None or not own.counts_for_slot:
+            return len(others) + len(self._waiting_before(request)) < max_events
+        if len(others) < max_events:
+            return True
+        begun = [event for event in others if self._must_yield_to(event, request)]
+        claims = [one for event in others for one in self._of(event) if self._is_same_claim(one, request)]
+        return len(begun) < max_events and not any(one.order < self._order(request) for one in claims)
+
+    def _is_same_claim(self, one: VmRecord, request: FleetRequest) -> bool:
+        """Whether both want to begin, or both to approve: then the earlier event keeps its claim.
+
+        A claim to begin yields to all events that have begun.
+        """
+        return one.counts_for_slot and (one.slot if request.lacks_slot else one.state) == "claimed"
+
+    def _must_yield_to(self, event: str, request: FleetRequest) -> bool:
+        """Whether the other event, which counts for a slot, does not yield to a claim of this VM."""
+        records = self._of(event)
+        if request.lacks_slot and any(one.is_claim for one in records):
+            return any(one.has_slot for one in records)
+        return any(one.has_begun for one in records)
 
     def _of(self, event: str) -> list[VmRecord]:
         return [one for one in self.records.values() if one.event == event]
@@ -269,7 +322,18 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
         """The other events that count for a slot, in order."""
         mine = event_key(request.event)
         found = [one for one in self.records.values() if one.counts_for_slot and one.event != mine]
-        return list(dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order)))
+        events = dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order))
+        return [event for event in events if not (request.lacks_slot and self._only_asks(event))]
+
+    def _only_asks(self, event: str) -> bool:
+        """Whether the event has begun without a slot, and only a slot keeps it from being approved.
+
+        Of two such events the later one waits for the earlier one, and not the other way round. One whose VMs are
+        silent, or whose readiness waits for more, is out of service and counts.
+        """
+        records = [one for one in self._of(event) if one.counts_for_slot]
+        is_asking = any(one.asks_to_approve for one in records)
+        return is_asking and not any(one.has_slot or one.is_claim for one in records)
 
     def _waiting_before(self, request: FleetRequest) -> list[str]:
         """The events that wait for a slot before this one, in order."""
@@ -278,18 +342,24 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
         found = [
             one
             for one in self.records.values()
-            if self._is_waiting(one) and one.order < mine and one.event not in with_slot
+            if self._waits_as(one, request) and one.order < mine and one.event not in with_slot
         ]
         return list(dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order)))
+
+    def _waits_as(self, one: VmRecord, request: FleetRequest) -> bool:
+        """Whether it waits for a slot as this VM does: to begin, or to approve."""
+        if request.lacks_slot:
+            return one.asks_to_approve
+        return self._is_waiting(one)
 
     def _is_waiting(self, one: VmRecord) -> bool:
         """Whether it waits and its VM is alive. This VM is alive, whatever the store's age of its record."""
         return one.is_waiting or (one.state == "requested" and self._is_confirmed(one))
 
     def _has_joined(self, request: FleetRequest) -> bool:
-        """Whether another VM of the event has begun: the slot belongs to the event."""
+        """Whether another VM of the event has a slot, which belongs to the event."""
         own = record_key(request.event, request.vm)
-        return any(one.has_begun and one.record.key != own for one in self._of(event_key(request.event)))
+        return any(one.has_slot and one.record.key != own for one in self._of(event_key(request.event)))
 
     def may_join_soon(self, request: FleetRequest) -> bool:
         """Whether the event may have a slot within seconds, however many events are ahead of it.
@@ -301,25 +371,27 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
         if key not in self.records and len(request.requested_vms) > 1:
             return True
         others = [one for one in self._of(event_key(request.event)) if one.record.key != key]
-        return any(one.state == "claimed" and one.may_be_alive for one in others)
+        return any(one.is_claim and one.may_be_alive for one in others)
 
     # --- what is asked
 
-    def status_of(self, request: FleetRequest, state: str) -> FleetEventStatus:
-        """The status of the requested event. ``state``: the state that this VM's record must have."""
+    def status_of(self, request: FleetRequest, state: str, slot: SlotState) -> FleetEventStatus:
+        """The status of the requested event. ``state`` and ``slot``: those that this VM's record must have."""
         other = self._other_of_the_name(request)
         if other is not None:
             return FleetEventStatus(workflow_id=request.workflow_id, other_vm_id=other.vm_id or "unknown")
         own = self.own(request)
         is_written = own is not None and own.state == state and self._is_confirmed(own)
-        waits_for_slot = request.stage == "requested" and request.needs_slot
+        is_claim = own is not None and own.is_claim and "claimed" in (state, slot)
+        is_to_begin = request.stage == "requested" and request.needs_slot
+        waits_for_slot = is_to_begin or self._asks_to_approve(request)
         others = self._others_with_slot(request) if waits_for_slot else []
         waiting = self._waiting_before(request) if waits_for_slot else []
         is_room = self._has_joined(request) or len(others) < (self.max_events or len(others) + 1)
         not_ready = self._not_ready(request) if request.needs_all else ()
         return FleetEventStatus(
             workflow_id=request.workflow_id,
-            may_begin=waits_for_slot and is_written and state == "claimed" and is_room,
+            has_slot=waits_for_slot and is_written and is_claim and is_room,
             is_all_ready=request.needs_all and request.stage == "ready" and is_written and not not_ready,
             position=len(waiting) + 1 if waits_for_slot else 0,
             ahead=tuple(self._event_id(event) for event in (*others, *waiting)),
@@ -353,18 +425,18 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
 
     # --- what is written
 
-    def interval_of(self, request: FleetRequest, state: str, status: FleetEventStatus) -> float:
+    def interval_of(self, request: FleetRequest, state: str, slot: SlotState, status: FleetEventStatus) -> float:
         """Seconds for which no list or write is needed."""
-        if state == "claimed" and not status.other_vm_id:
+        if "claimed" in (state, slot) and not status.other_vm_id:
             return _CLAIMED_SECONDS
-        if state in ("claimed", "requested"):
+        if {"claimed", "requested"} & {state, slot}:
             return min(_REQUESTED_SECONDS * (1 + len(status.ahead)), _RENEW_SECONDS[1])
         if state == "ready" and request.needs_all:
             seconds = min(max(_READY_SECONDS, _READY_SECONDS_PER_RECORD * self.listed), _RENEW_SECONDS[1])
             return seconds / _RENEWALS if self._awaits_renewal(request) else seconds
         return _QUIET_SECONDS
 
-    def write_of(self, request: FleetRequest, state: str, interval: float) -> Write | None:
+    def write_of(self, request: FleetRequest, state: str, slot: SlotState, interval: float) -> Write | None:
         """The write that is needed; None if the record is as it must be."""
         if self._other_of_the_name(request) is not None:
             return None
@@ -375,6 +447,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
             "vm": request.vm[:_MAX_VM_NAME],
             "vm_id": self.vm_id,
             "state": state,
+            "slot": slot,
             "not_before": _time_text(request.not_before),
             "renew_seconds": f"{max(_RENEW_SECONDS[0], interval):.0f}",
             "waits_for": "",
@@ -382,7 +455,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
         if found is not None and self.own(request) is not None and self._is_confirmed(found):
             age = found.record.age
             is_due = age is not None and age >= _RENEW_AT * found.renew_seconds
-            compared = ("id", "state", "not_before")
+            compared = ("id", "state", "slot", "not_before")
             if not is_due and all(found.record.fields.get(name) == fields[name] for name in compared):
                 return None
         return Write(key, found.record.etag if found else "", fields)

@@ -36,6 +36,7 @@ _WAIT_MESSAGES = {
     "prepare_canceled": "preparation was canceled",
     "held": "an operator holds it",
     "manual": "an operator must approve it",
+    "approval_slot": "waits for a slot to approve: {detail}; Azure starts it at {at}",
     "stale": "the metadata service has not answered since {at}",
     "too_early": "its time has not come",
     "shared": "it names several VMs ({names}) and shared is {decision.shared}",
@@ -58,7 +59,7 @@ _HEADLINES = {
     "recovering": "Recovering from a {type}",
 }
 # The texts of these kinds already say that the event waits.
-_COMPLETE_MESSAGES: frozenset[WaitKind] = frozenset({"slot", "fleet", "other_run", "all_ready"})
+_COMPLETE_MESSAGES: frozenset[WaitKind] = frozenset({"slot", "approval_slot", "fleet", "other_run", "all_ready"})
 
 
 def to_view(workflow: Workflow) -> WorkflowView:

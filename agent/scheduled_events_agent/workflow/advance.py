@@ -40,7 +40,7 @@ _LATER_DOCUMENT = timedelta(seconds=1)
 # These reasons are not written to the journal: the answer of the fleet's store, or of the service, comes soon.
 _NOT_RECORDED: tuple[WaitKind, ...] = ("fleet", "missing")
 # Of each of these kinds only the first is written: its details change with each VM, or with each event that ends.
-_RECORDED_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")
+_RECORDED_ONCE: tuple[WaitKind, ...] = ("slot", "approval_slot", "all_ready", "other_event")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

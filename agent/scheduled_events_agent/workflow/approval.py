@@ -4,6 +4,7 @@ from datetime import timedelta
 
 from msgspec.structs import replace
 
+from scheduled_events_agent.workflow.fleet import has_slot
 from scheduled_events_agent.workflow.gates import LOCAL_APPROVAL_GATES, evaluate_gates
 from scheduled_events_agent.workflow.model import (
     Approval,
@@ -32,9 +33,10 @@ def request_approval(workflow: Workflow, context: Context) -> Transition | None:
     if failed_at is not None and document_at is not None and document_at <= failed_at <= context.now:
         return None
     requested = replace(approval, state="requested", retry_at=None)
+    lacks_slot = workflow.lacks_slot and not has_slot(workflow, context)
     is_alone = approval.failures > 0
     return Transition(
-        workflow=replace(workflow, approval=requested),
+        workflow=replace(workflow, approval=requested, lacks_slot=lacks_slot),
         effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.approval_id, is_alone=is_alone),),
         records=(Record(kind="approving", text=_reason(workflow)),),
     )

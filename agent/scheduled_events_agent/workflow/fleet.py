@@ -50,6 +50,9 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Plain name of this VM."""
     stage: FleetStage
     needs_slot: bool
+    """It waits for a slot: to begin, or to be approved if it began without one."""
+    lacks_slot: bool
+    """It began without a slot, because it could wait no longer, and has none yet."""
     needs_all: bool
     requested_vms: tuple[str, ...]
     """Plain names of the VMs that must be ready, this one included."""
@@ -103,7 +106,8 @@ def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float])
         not_before=workflow.event.not_before,
         vm=own,
         stage=stage,
-        needs_slot=needs_slot(workflow, context),
+        needs_slot=needs_slot(workflow, context) if stage == "requested" else _asks_for_slot(workflow, context),
+        lacks_slot=stage != "requested" and lacks_slot(workflow, context),
         needs_all=needs_all(workflow),
         requested_vms=tuple(dict.fromkeys([own, *requested_vms(workflow, context)])),
         seen_at=seen_at.get(workflow.id, inf),
@@ -127,11 +131,12 @@ def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
     is_prepared = workflow.phase in ("prepared", "held") and not needs_more_preparation(workflow)
     if is_past or not is_prepared or not needs_all(workflow):
         return "not_ready"
-    return (
-        "ready"
-        if evaluate_gates(workflow, context, (*LOCAL_APPROVAL_GATES, stale_gate)).verdict == "allow"
-        else "not_ready"
-    )
+    return "ready" if _is_approvable_alone(workflow, context) else "not_ready"
+
+
+def _is_approvable_alone(workflow: Workflow, context: Context) -> bool:
+    """Given a workflow, return whether only the fleet's gates may still keep it from being approved."""
+    return evaluate_gates(workflow, context, (*LOCAL_APPROVAL_GATES, stale_gate)).verdict == "allow"
 
 
 def workflow_id(key: str, first_seen_at: datetime) -> str:
@@ -195,20 +200,44 @@ def needs_slot(workflow: Workflow, context: Context) -> bool:
     return counts_for_slots(workflow, context) and not slot_exemption(workflow, context)
 
 
+def lacks_slot(workflow: Workflow, context: Context) -> bool:
+    """Given a workflow, return whether its event began late, without a slot, and slots still count."""
+    return workflow.lacks_slot and counts_for_slots(workflow, context)
+
+
+def needs_slot_to_approve(workflow: Workflow, context: Context) -> bool:
+    """Given a workflow, return whether its event must not be approved without a slot."""
+    return lacks_slot(workflow, context) and not _slot_exemption_at_any_time(workflow, context)
+
+
+def _asks_for_slot(workflow: Workflow, context: Context) -> bool:
+    """Given a workflow that has begun, return whether its event asks for a slot now.
+
+    Until its other gates allow the approval, it asks for none: what has a slot must not wait for anything else.
+    """
+    return needs_slot_to_approve(workflow, context) and _is_approvable_alone(workflow, context)
+
+
 def has_slot(workflow: Workflow, context: Context) -> bool:
     """Given a workflow, return whether its event has a slot, as far as the fleet has answered."""
-    return _status(workflow, context).may_begin
+    return _status(workflow, context).has_slot
 
 
 def slot_exemption(workflow: Workflow, context: Context) -> Exemption:
     """Given a workflow, return why its event begins without a slot; "" if it waits for one."""
+    exemption = _slot_exemption_at_any_time(workflow, context)
     latest = latest_begin(workflow, context)
+    is_late = latest is not None and latest <= context.now
+    return "late" if is_late and exemption in ("", "unavailable") else exemption
+
+
+def _slot_exemption_at_any_time(workflow: Workflow, context: Context) -> Exemption:
+    """Given a workflow, return why its event needs no slot, to begin or to be approved; "" if it needs one."""
+    event = workflow.event
     if workflow.operator_action == "approve":
         return "operator"
-    if workflow.event.type in _URGENT_TYPES or latest is None or workflow.approval.state == "confirmed":
+    if event.type in _URGENT_TYPES or event.starts_at is None or workflow.approval.state == "confirmed":
         return "urgent"
-    if latest <= context.now:
-        return "late"
     alone_at = begins_alone_at(context)
     return "unavailable" if alone_at is not None and alone_at <= context.now else ""
 
@@ -259,6 +288,21 @@ def slot_gate(workflow: Workflow, context: Context) -> GateResult:
     why = _why_no_slot(workflow, context)
     return GateResult(
         "wait", WaitReason(kind="slot", at=begins_at, detail=why) if why else WaitReason(kind="fleet")
+    )
+
+
+def approval_slot_gate(workflow: Workflow, context: Context) -> GateResult:
+    """Given a workflow, return whether its event may be approved as far as slots go.
+
+    What began late is out of service without a slot. Approved at once, it would be so while others are.
+    """
+    if not needs_slot_to_approve(workflow, context) or has_slot(workflow, context):
+        return ALLOW
+    why = _why_no_slot(workflow, context)
+    starts_at = workflow.event.starts_at
+    return GateResult(
+        "wait",
+        WaitReason(kind="approval_slot", at=starts_at, detail=why) if why else WaitReason(kind="fleet"),
     )
 
 

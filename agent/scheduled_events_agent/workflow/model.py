@@ -40,7 +40,7 @@ WaitKind = Literal[
     "other_run",
     # a gate's reason
     "status", "other_vm", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
-    "manual", "too_early", "shared", "staggered", "all_ready", "state_lost", "stale",
+    "manual", "too_early", "shared", "staggered", "all_ready", "state_lost", "stale", "approval_slot",
     # a recommendation is never approved
     "recommendation",
     # before it recovers
@@ -154,6 +154,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     handling_since: datetime | None = None  # with shared: first, this VM's delay counts from then
     was_begun_early: bool = False
     """An operator's approval began it before its time."""
+    lacks_slot: bool = False  # until it has one, it is not approved
+    """It began without a slot of the fleet, because it could wait no longer."""
     wait_reason: WaitReason | None = None
     """Why nothing is done now."""
     outcome: Outcome = ""
@@ -322,7 +324,8 @@ class FleetEventStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     workflow_id: str = ""
     """The appearance of the event that this is about; it counts for no other appearance."""
-    may_begin: bool = False
+    has_slot: bool = False
+    """It may begin, or be approved if it began without a slot."""
     is_all_ready: bool = False
     position: int = 0
     """Its place in the queue of events that wait for a slot, from 1; 0 if it does not wait."""

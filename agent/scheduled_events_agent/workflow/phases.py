@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import request_approval, would_begin
 from scheduled_events_agent.workflow.fleet import (
+    Exemption,
+    approval_slot_gate,
     counts_for_slots,
     exemption_message,
     fleet_gate,
@@ -57,7 +59,7 @@ PhaseFunction = Callable[[Workflow, Workflows, Context], Transition | WaitReason
 Without a transition and without a reason, a hook, a drain, an approval or Azure is at work.
 """
 
-APPROVAL_GATES: Gates = (*LOCAL_APPROVAL_GATES, fleet_gate, stale_gate)
+APPROVAL_GATES: Gates = (*LOCAL_APPROVAL_GATES, fleet_gate, stale_gate, approval_slot_gate)
 PREPARE_GATES: Gates = (schedule_gate, slot_gate)
 
 
@@ -168,26 +170,29 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Transition | WaitRe
     result = evaluate_gates(workflow, context, PREPARE_GATES)
     if result.verdict != "allow":
         return result.wait_reason
-    records = _note_without_slot(workflow, context)
+    exemption = _begins_without_slot_for(workflow, context)
     is_early = schedule_gate(replace(workflow, operator_action=""), context).verdict != "allow"
-    workflow = replace(workflow, handling_since=context.now, was_begun_early=is_early)
+    workflow = replace(
+        workflow, handling_since=context.now, was_begun_early=is_early, lacks_slot=exemption == "late"
+    )
     if not decision.has_preparation:
         return _enter(workflow, "prepared", Record(kind="prepared", text="there is nothing to prepare"))
     drain_until = drain_deadline(decision, workflow.event, context) if decision.drain_for else None
     drained = f"not ready for {decision.drain_for:g}s" if decision.drain_for else ""
     steps = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
+    why = exemption_message(exemption, context)
+    text = f"it begins without a slot of the fleet: {why}"
+    records = (Record(kind="without_slot", text=text, detail=exemption),) if exemption else ()
     workflow = replace(
         workflow, prepare=StageStatus(state="running"), prepare_boot_id=context.boot_id, drain_until=drain_until
     )
     return _enter(workflow, "preparing", Record(kind="preparing", text=f"preparation begins: {steps}"), *records)
 
 
-def _note_without_slot(workflow: Workflow, context: Context) -> tuple[Record, ...]:
-    if not counts_for_slots(workflow, context) or has_slot(workflow, context):
-        return ()
-    exemption = slot_exemption(workflow, context)
-    why = exemption_message(exemption, context)
-    return (Record(kind="without_slot", text=f"it begins without a slot of the fleet: {why}", detail=exemption),)
+def _begins_without_slot_for(workflow: Workflow, context: Context) -> Exemption:
+    """Why its event, which begins now, has no slot; "" if it has one, or needs none."""
+    is_counted = counts_for_slots(workflow, context) and not has_slot(workflow, context)
+    return slot_exemption(workflow, context) if is_counted else ""
 
 
 def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
