@@ -5,14 +5,16 @@
 # ends with "cannot open" and its place if it is not there.
 #
 #   say TEXT                  a line for the log; fail TEXT: the same as an error, and the hook fails
+#   need PROGRAM [VARIABLE]   ends the hook if there is no such program, and names the variable that leads to it, or has
+#                             it needed. A hook asks before it does anything; a recover hook starts the service before it
+#                             asks for what only looks at it
 #   time_left LIMIT [SPARE]   prints how many seconds the hook may take from now on: LIMIT, but no more than the agent
 #                             leaves it, and SPARE (10) less than the event leaves, if these are known; 0 at least
 #   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
 #   ask COMMAND               runs a client that a busy server may leave without an answer: after 15 s again, for a minute
 #                             or until 10 s before the event
 #   ask_for_a_minute COMMAND  runs a client until its server, which may be restarting, does what is asked; fails after a
-#                             minute, or 10 s before the event, and at once if there is no such client. What it printed is
-#                             in $answer
+#                             minute, or 10 s before the event. What it printed is in $answer
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
 #   unit_state                prints what $unit does: runs, starts, stops or does-not-run; ends the hook if systemd does not
 #                             know it, and names $unit_variable, which sets it; or if its state is a word of a newer systemd
@@ -45,6 +47,7 @@
 name=${0##*/}
 say() { printf '%s: %s\n' "$name" "$*"; }
 fail() { say "$*" >&2; exit 1; }
+need() { command -v "$1" >/dev/null || fail "$1 is not found: see ${2:-PATH}"; }
 
 # The shell of some systems (bash) evaluates text in arithmetic, commands in it included: what is no number is dropped.
 digits=0123456789 # in some languages a range such as 0-9 has more
@@ -109,12 +112,6 @@ ask() {
 ask_for_a_minute() {
     give_up_at=$(($(uptime) + $(time_left 60)))
     until answer=$("$@"); do
-        case $? in
-            126 | 127)
-                [ "$1" != ask ] || shift
-                fail "$1 is not on PATH"
-                ;;
-        esac
         case $answer in *"not found"*) fail "$answer" ;; esac # a wrong name, says scontrol
         [ "$(uptime)" -lt "$give_up_at" ] || fail "gave up: $*"
         say "did not succeed, and is tried again: $*" >&2
