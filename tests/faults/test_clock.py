@@ -144,5 +144,5 @@ def test_a_hook_that_did_not_end_in_time_while_the_agent_was_stopped_is_ended(
     agent.freeze()
     time.sleep(3)
     agent.thaw()
-    assert "killed after 2s, its time limit" in agent.wait_log("hook finished")["reason"]
+    assert "its time limit is 2s" in agent.wait_log("hook finished")["reason"]
     agent.wait_log("held", event_id=event)

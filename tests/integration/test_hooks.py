@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -254,11 +255,8 @@ def test_a_listener_that_fails_does_not_stop_the_hook() -> None:
 def test_a_hook_that_hangs_is_killed_at_its_time_limit() -> None:
     begun = time.monotonic()
     result = _run("import time; time.sleep(60)", timeout=0.5)
-    assert (result.outcome, result.attempts, result.detail) == (
-        "timed_out",
-        1,
-        "killed after 500ms, its time limit",
-    )
+    assert (result.outcome, result.attempts) == ("timed_out", 1)
+    assert re.fullmatch("killed after [0-9.]+m?s; its time limit is 500ms", result.detail)
     assert 0.5 <= result.duration_seconds <= time.monotonic() - begun < 60
 
 

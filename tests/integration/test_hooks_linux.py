@@ -3,6 +3,7 @@
 import gc
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -101,6 +102,9 @@ def test_a_hook_that_ignores_the_request_is_killed() -> None:
     result = _shell("trap '' TERM; while :; do sleep 0.01; done", timeout=3.0)
     assert (result.outcome, result.exit_code) == ("timed_out", -signal.SIGKILL)
     assert result.duration_seconds > 3.1
+    found = re.fullmatch(r"killed after ([\d.]+)s; its time limit is 3s", result.detail)
+    assert found
+    assert float(found[1]) > 3.1  # with the time after SIGTERM
 
 
 def test_the_grace_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,8 @@ def test_one_that_sleeps_is_stopped_at_its_limit_with_all_its_processes(
     drain(strict, script, timeout="3s")
     event = sim.schedule("Reboot", notice_seconds=600)
     finished = strict.wait_log("hook finished", event_id=event, hook="drain")
-    assert finished["reason"] == "hook drain: killed after 3s, its time limit (timed_out)"
+    assert finished["reason"].startswith("hook drain: killed after ")
+    assert finished["reason"].endswith("; its time limit is 3s (timed_out)")
     assert strict.machine.path("/root/begun").exists()
     strict.machine.wait_for(
         lambda: is_active(strict, unit_of("drain")) in ("inactive", "failed"), "the unit had ended", timeout=30

@@ -332,24 +332,27 @@ class HookRun:
             tree.close()
             return "not_started", f"cannot be watched: {error}"
         cause = self._await_end_or_cause(started_at)
-        stopped_after = _format(time.monotonic() - started_at)
         grace_seconds = _GRACE_SECONDS
         if cause is None:
             grace_seconds = _LEFTOVER_GRACE_SECONDS
         elif self._cancel_grace_seconds is not None:
             grace_seconds = self._cancel_grace_seconds
         is_gone = self._end(tree, grace_seconds)
+        ended_after = _format(time.monotonic() - started_at)
         with self._changed:
             self._is_abandoned = not self._has_ended
         if not self._is_abandoned:
             tree.close()
         trouble = "" if is_gone else "; not all of its processes could be killed"
         if cause == "canceled":
-            return "canceled", f"canceled after {stopped_after}{trouble}"
+            return "canceled", f"canceled after {ended_after}{trouble}"
         if cause == "timeout":
-            return "timed_out", f"killed after {_format(self._hook.timeout)}, its time limit{trouble}"
+            return (
+                "timed_out",
+                f"killed after {ended_after}; its time limit is {_format(self._hook.timeout)}{trouble}",
+            )
         if cause == "deadline":
-            return "timed_out", f"killed after {stopped_after}, no time was left{trouble}"
+            return "timed_out", f"killed after {ended_after}, no time was left{trouble}"
         outcome: HookOutcome = "succeeded" if self._exit_code == 0 else "failed"
         return outcome, _describe_exit(self._exit_code) + trouble
 
