@@ -11,6 +11,8 @@
 #   time_left LIMIT [SPARE]   prints how many seconds the hook may take from now on: LIMIT, but no more than the agent
 #                             leaves it, and SPARE (10) less than the event leaves, if these are known; 0 at least
 #   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
+#   try COMMAND               runs it; if it fails, $why is what it said, or that it was not done in its time, and after how
+#                             many seconds
 #   ask COMMAND               runs a client that a busy server may leave without an answer: after 15 s again, for a minute
 #                             or until 10 s before the event
 #   ask_for_a_minute COMMAND  runs a client until its server, which may be restarting, does what is asked; fails after a
@@ -27,8 +29,11 @@
 #   unit_process NAME         prints the first of them with this name; fails if there is none
 #
 # The mark is the file $mark, in $state_dir by default. A prepare hook sets it before it stops something; a recover hook
-# starts only what is marked, and removes the mark. It says for which event, and when what was stopped had been started: if
-# that has changed, an administrator has started it since, and its next stop is theirs.
+# starts only what is marked, and removes the mark. It says for which event, and when what was stopped had been started. If
+# that has changed, an administrator has started it since, and its next stop is theirs: in the recovery of another event, or
+# on_clear, the mark is void. In that of the same event it is not: a hook that was killed after its start, or a unit that
+# ended by itself, looks the same. So until the event is over, the agent brings the service back. To keep it stopped, an
+# administrator removes the mark, or masks the unit, and the recover hook fails.
 #
 #   set_mark                  sets it; with a third line, if $mark_text is set
 #   keep_mark                 sets it again after a start, and when the hook fails after all: neither that start nor those
@@ -96,6 +101,19 @@ within() {
         [ "$(uptime)" -lt "$until" ] || return 1
         sleep 0.1
     done
+}
+
+try() {
+    tried_at=$(uptime)
+    code=0
+    why=$("$@" 2>&1) || code=$?
+    tried="after $(($(uptime) - tried_at)) s"
+    case $code in
+        0) if [ -n "$why" ]; then printf '%s\n' "$why"; fi ;;
+        124 | 137) why="not done $tried" ;;
+        *) why="$(printf %s "${why:-exit code $code}" | tr '\n' ' ') ($tried)" ;;
+    esac
+    return "$code"
 }
 
 ask() {
@@ -192,8 +210,10 @@ as_mark_owner() { "$@"; }
 mark_text=
 set_mark() {
     printf '%s\n' "${SCHEDULED_EVENT_ID:-by-hand}" "$(last_start)" "$mark_text" |
-        as_mark_owner tee "${mark:?}.$$" >/dev/null ||
+        as_mark_owner tee "${mark:?}.$$" >/dev/null || {
+        as_mark_owner rm -f "$mark.$$" || : # on a full disk it is empty
         fail "the mark cannot be written: $mark"
+    }
     as_mark_owner sync "$mark.$$"
     as_mark_owner mv "$mark.$$" "$mark"
     as_mark_owner sync "${mark%/*}"

@@ -2,6 +2,14 @@
 # Install it beside them.
 Import-Module WebAdministration
 
+function Set-Mark {   # on a full disk no empty one stays
+    try { "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII }
+    catch {
+        Remove-Item -LiteralPath $Mark -ErrorAction SilentlyContinue
+        throw
+    }
+}
+
 function Get-State { (Get-WebAppPoolState -Name $Pool).Value }
 
 function Get-WorkerCount {   # since IIS was started; nothing if Windows does not count

@@ -7,7 +7,8 @@ Lets IIS finish the requests that an application pool is answering, then stops t
 Needs the features Web-Scripting-Tools and Web-Request-Monitor (Install-WindowsFeature), and an administrator; the
 agent's service is one. May run again at any time: a pool that is stopped is as it should be. What it has stopped itself
 it marks, for iis-recover.ps1 to start that and nothing else. The mark says for which event, and how many worker
-processes the pool had had by then: if that has changed, an administrator has started it since, and its next stop is theirs.
+processes the pool had had by then: if that has changed, an administrator has started it since, and its next stop is theirs
+once the event is over.
 
 Exit code 0: the pool is stopped, or IIS itself does not run. 1: an error, which the log shows.
 
@@ -41,7 +42,7 @@ if ($env:SCHEDULED_EVENT_SECONDS_LEFT) {
 }
 while ((Get-State) -eq 'Starting') { Start-Sleep -Seconds 1 }
 if ((Get-State) -eq 'Started') {
-    "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII
+    Set-Mark
     "$Pool has $Finish s for the requests that it is answering"
     $deadline = (Get-Date).AddSeconds($Finish)
     while (($busy = @(Get-WebRequest -AppPool $Pool).Count) -gt 0) {
@@ -53,7 +54,7 @@ if ((Get-State) -eq 'Started') {
     }
     if ((Get-State) -eq 'Started') {
         Stop-WebAppPool -Name $Pool
-        "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII
+        Set-Mark
     } else {   # by an administrator, meanwhile
         Remove-Item -LiteralPath $Mark
     }

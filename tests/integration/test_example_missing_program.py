@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("hook_shell")
 ADDRESS = {"KEEPALIVED_ADDRESS": "192.0.2.1"}
 CONTAINER = {"SERVICE_UNIT": "", "SERVICE_CONTAINER": "web"}
 # Of each hook: settings, the variable that the error names, and the programs that it leads to.
-NEEDS = {
+NEEDS: dict[tuple[str, ...], list[tuple[dict[str, str], str, str]]] = {
     ("ci-runner-prepare",): [
         ({}, "CI_RUNNER_UNIT", "systemctl"),
         ({"CI_RUNNER_STOP": ""}, "CI_RUNNER_", "systemctl"),

@@ -72,7 +72,9 @@ class Service(Server):
                 return 200, {"id": 23}
         return 404, {"message": "Not Found"}
 
-    def hook(self, place: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def hook(
+        self, place: Path, *arguments: str, program: Path = HOOKS / "ci-runner-api", **environment: str
+    ) -> subprocess.Popen[str]:
         token = place / "token"
         token.write_text(f"{TOKEN}\n")
         kind = "agents" if "azure-pipelines" in arguments else "runners"
@@ -85,15 +87,15 @@ class Service(Server):
             "CI_RUNNER_MARK": str(place / "mark"),
         }
         return subprocess.Popen(
-            [str(HOOKS / "ci-runner-api"), *arguments],
+            [str(program), *arguments],
             env={**settings, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def run_hook(self, place: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-        process = self.hook(place, *arguments, **environment)
+    def run_hook(self, place: Path, *arguments: str, **options: Any) -> tuple[int, str]:
+        process = self.hook(place, *arguments, **options)
         output, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, output
 
@@ -267,6 +269,17 @@ def test_the_hook_ends_by_itself_when_the_event_leaves_no_more_time(service: Ser
     assert code == 1
     assert output.splitlines()[-1] == "the event leaves no more time to wait until the runner is idle"
     assert service.labels == {"self-hosted"}
+
+
+def test_a_full_disk_leaves_no_empty_mark(service: Service, tmp_path: Path) -> None:
+    """By a limit on the size of files."""
+    wrapper = tmp_path / "limited"
+    wrapper.write_text(f'#!/bin/sh\nulimit -f 0\nexec {HOOKS}/ci-runner-api "$@"\n')
+    wrapper.chmod(0o755)
+    code, output = service.run_hook(tmp_path, "github", "pause", program=wrapper)
+    assert (code, output.startswith("ci-runner-api: no mark: ")) == (2, True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mark")] == []
+    assert "azure-vm" in service.labels
 
 
 @pytest.mark.parametrize("left", ["", "5m", "nan", "-1", "OPTIND[$(id)]"])
