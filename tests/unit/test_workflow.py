@@ -882,14 +882,65 @@ def test_an_event_that_is_back_before_its_recovery_began_is_the_same() -> None:
     assert agent.document() == ["A: recover resume"]
 
 
-def test_an_approved_event_that_is_back_before_its_recovery_is_approved() -> None:
+def an_approved_event_that_is_back(**rule: Any) -> tuple[Agent, list[str]]:
+    """A was approved and over, and is back: B had kept it from being recovered. Also what is done then."""
+    other = When(type=("Freeze",))
+    agent = Agent(
+        a_rule(name="other", when=other, prepare=("drain",), approve="never"), a_rule(prepare=("drain",), **rule)
+    )
+    freeze = an_event(id="B", type="Freeze")
+    agent.document(an_event(), freeze)
+    agent.tick(timedelta(minutes=10))
+    agent.ends("drain")
+    agent.operator("approve")
+    agent.answer()
+    assert agent.phase == "approved"
+    assert agent.document(freeze) == []
+    assert agent.phase == "recovering"
+    return agent, agent.answer_once(an_event(), freeze)
+
+
+def test_an_approved_event_that_is_back_before_its_recovery_is_approved_again() -> None:
+    agent, effects = an_approved_event_that_is_back()
+    assert effects == ["A: approve A"]
+    agent.answer()
+    assert agent.phase == "approved"
+
+
+def test_an_approved_event_that_is_back_passes_the_gates_anew() -> None:
+    agent, effects = an_approved_event_that_is_back(approve="manual")
+    assert effects == []
+    assert agent.phase == "prepared"
+    assert "operator: the operator's approval is void: two answers lacked the event" in agent.journal
+    assert agent.operator("approve") == ["A: approve A"]
+
+
+def test_an_approved_event_that_one_answer_lacked_is_not_approved_again() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    agent.answer_once()
+    assert agent.answer_once(an_event()) == []
+    assert agent.phase == "approved"
+
+
+def test_an_approval_under_way_while_the_event_was_away_is_sent_again() -> None:
+    agent = Agent(a_rule(prepare=("drain",)), hooks=("drain",))
+    agent.document(an_event())
+    assert agent.ends("drain") == ["A: approve A"]
+    agent.document()
+    assert agent.answer_once(an_event()) == ["A: approve A"]
+
+
+def test_an_approved_event_that_is_back_as_started_was_approved() -> None:
     agent = Agent(a_rule(prepare=("drain",)), hooks=("drain",))
     agent.document(an_event())
     agent.ends("drain")
     agent.answer()
     agent.document()
-    assert agent.answer_once(an_event()) == []
-    assert agent.phase == "approved"
+    assert agent.answer_once(started(an_event())) == []
+    assert agent.journal[-1] == "started: has started (approved)"
 
 
 def test_a_reappearing_event_is_prepared_again_after_its_recovery() -> None:

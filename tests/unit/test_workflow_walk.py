@@ -15,7 +15,8 @@ invariants, which it works out for itself and not from the fields of a workflow:
    preparation that begins later by a rule that names it; after a failure it and the rest of its stage wait
    for an operator, or for its success for another event, and the VM is not ready
 5. all of this holds for canceled and completed events and over restarts, with and without a reboot
-6. an approval that was confirmed is not sent again, one that was not is; an operator's approval is void after a
+6. an approval that was confirmed is not sent again while the event stays listed, one that was not is, and so is
+   that of an event that is back after its end; an operator's approval is void after a
    prepare hook has failed
 7. nothing is approved when the state was lost, unless an operator says so
 8. a new event is prepared for in the very step in which it is seen
@@ -445,6 +446,7 @@ class World:
             is_another = name in self.started and self.truth[event] == "Scheduled"
             if name and not is_another and self._returns(name):
                 self.read[event] = self.truth[event]
+                self._return(name)
             else:
                 self.counts[event] = self.counts.get(event, 0) + 1
         new = [event for event in self.truth if event not in self.read]
@@ -514,6 +516,14 @@ class World:
         if name in self.undone or name in self.expired or name in self.left:
             return False
         return workflow.prepare.state != "canceled" or name in self.started
+
+    def _return(self, name: str) -> None:
+        """It goes on as it was, but for its approval and an operator's: they were for the time before."""
+        if self.truth[name[0]] == "Scheduled":
+            self.confirmed -= {name}
+            self.posts.pop(name, None)
+        if self.words.get(name) == "approve":
+            self.words[name] = ""
 
     def _expect_prompt_preparation(self, event: str) -> None:
         rule = self.script.rule(event)

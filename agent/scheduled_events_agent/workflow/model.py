@@ -56,7 +56,7 @@ ALLOWED_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "approved": frozenset({"preparing", "started", "recovering", "closed"}),
     "started": frozenset({"recovering", "closed"}),
     # Back to an earlier phase: the event is in the document again, and no recover hook has run.
-    "recovering": frozenset({"prepared", "approved", "started", "recovery_failed", "closed"}),
+    "recovering": frozenset({"prepared", "started", "recovery_failed", "closed"}),
     "recovery_failed": frozenset({"recovering", "closed"}),
     "closed": frozenset(),
 }

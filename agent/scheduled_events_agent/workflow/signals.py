@@ -14,6 +14,7 @@ from scheduled_events_agent.workflow.fleet import workflow_id
 from scheduled_events_agent.workflow.model import (
     ACTION_TEXTS,
     AgentRestarted,
+    Approval,
     ApprovalAnswered,
     ClockChanged,
     Context,
@@ -119,10 +120,11 @@ def _create(event: ScheduledEvent, context: Context) -> Transition | None:
 
 def _update(workflow: Workflow, event: ScheduledEvent, context: Context) -> Transition:
     old = workflow.event
+    void = _why_approval_is_void(workflow, event)
     back: list[Record] = []
     if workflow.is_missing or workflow.is_over:
         back.append(Record(kind="changed", text="is in the document again"))
-        workflow = _without_what_a_reboot_has_undone(_resume(workflow, context), context)
+        workflow = _without_what_a_reboot_has_undone(_resume(workflow, event, context), context)
     if event.key != old.key:
         back.append(Record(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
     changed = {name for name in event.__struct_fields__ if getattr(event, name) != getattr(old, name)}
@@ -137,7 +139,6 @@ def _update(workflow: Workflow, event: ScheduledEvent, context: Context) -> Tran
     records = [*back]
     if decided.records or not (is_small and _was_just_noted(workflow, context)):
         records += _describe_changes(old, event, changed)
-    void = _why_approval_is_void(old, event)
     transition = Transition(workflow=decided.workflow, records=tuple(records))
     if void:
         transition = with_void_approval(transition, void)
@@ -182,11 +183,14 @@ def _was_just_noted(workflow: Workflow, context: Context) -> bool:
     return noted_at is not None and not is_due(noted_at + _NOTED_EVERY, context.now, _NOTED_EVERY.total_seconds())
 
 
-def _why_approval_is_void(old: ScheduledEvent, new: ScheduledEvent) -> str:
-    """Why an operator's approval of the event ``old`` does not count for ``new``; "" if it counts.
+def _why_approval_is_void(workflow: Workflow, new: ScheduledEvent) -> str:
+    """Why an operator's approval of the event as it was does not count for ``new``; "" if it counts.
 
     An approval cannot be withdrawn, and the operator has not seen this change.
     """
+    old = workflow.event
+    if workflow.is_over and not new.is_started:
+        return "two answers lacked the event"
     if new.is_ambiguous and not old.is_ambiguous:
         return "the document contradicts itself now"
     names_more_vms = bool(new.resources) and new.affects(old.resources) != "self"
@@ -304,14 +308,17 @@ def can_resume(workflow: Workflow, event: ScheduledEvent) -> bool:
     return is_idle and is_untouched and not is_aborted_by_stop
 
 
-def _resume(workflow: Workflow, context: Context) -> Workflow:
-    """The workflow as if the event had never been missing; but a hold may have ended since it was over."""
+def _resume(workflow: Workflow, event: ScheduledEvent, context: Context) -> Workflow:
+    """The workflow as if the event had never been missing. If it was over, it is approved anew.
+
+    Azure's confirmation and an operator's approval count for one appearance, a hold until its own end.
+    """
     if workflow.is_over and workflow.operator_action == "hold" and workflow.event.key not in context.holds:
         workflow = replace(workflow, operator_action="")
+    if workflow.is_over and not event.is_started:
+        workflow = replace(workflow, approval=Approval())
     if workflow.phase == "recovering":
-        phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
-        if workflow.was_started:
-            phase = "started"
+        phase: Phase = "started" if workflow.was_started else "prepared"
         workflow = replace(workflow, phase=phase, recover=StageStatus())
     return replace(workflow, missing_since=None, is_over=False, outcome="")
 
