@@ -133,11 +133,6 @@ def open_to_all(agent: Agent) -> None:
     agent.config.chmod(0o666)
 
 
-def in_an_open_directory(agent: Agent) -> None:
-    a_circle_of_links_after_a_boot(agent)
-    agent.directory.chmod(0o777)
-
-
 def with_an_open_hook(agent: Agent) -> None:
     bad_after_a_boot(agent)
     agent.hook_file.chmod(0o777)
@@ -213,7 +208,6 @@ STARTS: dict[str, tuple[Callable[[Agent], None], str, tuple[str, ...]]] = {
     "gone after a boot": (gone_after_a_boot, "", ()),
     "of another owner": (of_another_owner, "", ()),
     "open to all": (open_to_all, "", ()),
-    "in an open directory": (in_an_open_directory, "", ()),
     "with an open hook": (with_an_open_hook, "", ()),
     "at another path": (at_another_path, "", ()),
     "with another state directory": (with_another_state_directory, "", ()),
@@ -228,7 +222,7 @@ STARTS: dict[str, tuple[Callable[[Agent], None], str, tuple[str, ...]]] = {
     "observing with an error in the mode": (observing_with_an_error_in_the_mode, "observe", ()),
     "observing beside an error of syntax": (observing_beside_an_error_of_syntax, "observe", ()),
 }
-OF_ROOT = ("of another owner", "open to all", "in an open directory", "with an open hook")
+OF_ROOT = ("of another owner", "open to all", "with an open hook")
 
 
 @pytest.mark.parametrize(
@@ -284,6 +278,25 @@ def test_a_start_with_a_bad_policy_and_a_kept_one_that_is_bad_too_says_what_is_w
     assert 'got "when-perpared"' in of_file
     assert of_kept.startswith("the policy accepted at ")
     assert 'unknown key "key-of-another-version"' in of_kept
+
+
+@needs_root
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_cannot_be_found_may_be_replaced_by_no_other_account(agent: Agent, *, is_open: bool) -> None:
+    agent.config = agent.directory / "etc" / "policy.yaml"
+    agent.config.parent.mkdir()
+    write(agent)
+    agent.start()
+    wait_accepted(agent)
+    agent.stop()
+    a_circle_of_links_after_a_boot(agent)
+    agent.config.parent.chmod(0o777 if is_open else 0o755)
+    agent.start(is_awaited=False)
+    if is_open:
+        assert agent.wait_exit() == 2
+        assert f"{agent.config.parent} can be changed by every account" in agent.why_not()[1]
+    else:
+        agent.wait_log("agent started")
 
 
 def test_an_agent_recovers_after_the_reboot_that_it_approved_under_a_rejected_policy(

@@ -175,7 +175,7 @@ def test_a_rejected_policy_stays_in_the_status_until_a_valid_one_is_read(service
     service.write_policy(rules=[{"name": "all", "approve": "yes"}])
     service.reload()
     (refused,) = systemd.wait_word("READY=1", count=2)[1:]
-    assert refused.startswith("STATUS=The policy file is rejected: ")
+    assert refused.startswith("STATUS=The policy file as it is now is rejected: ")
     service.write_policy()
     service.reload()
     assert systemd.wait_word("READY=1", count=3)[1:] == ["STATUS=Nothing is pending"]
