@@ -56,6 +56,24 @@ def test_a_target_is_notified_of_an_event_from_announcement_to_end(sim: Simulato
         assert "secret" not in "".join(agent.history)
 
 
+def test_an_event_from_before_the_name_is_announced_when_the_name_comes(sim: Simulator, agent: Agent) -> None:
+    with Receiver() as receiver:
+        sim.fault("vm-1", "status", on="instance", status=500)
+        agent.write_policy(notify=[target(receiver, on=ALL)], rules=[{"name": "all", "approve": "never"}])
+        event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+        agent.start()
+        agent.wait_log("asking for this VM's name fails")
+        agent.wait_log("seen", event_id=event)
+        sim.wait_polls(2)
+        assert receiver.attempts == 0
+        sim.clear_faults()
+        agent.wait_log("named", event_id=event)
+        agent.wait_until(lambda: "seen" in told(receiver, event), "it heard of the event")
+        sim.start_event(event)
+        agent.wait_until(lambda: "started" in told(receiver, event), "it heard of the start")
+        assert [kind for kind in told(receiver, event) if kind in ("seen", "started")] == ["seen", "started"]
+
+
 def test_a_failed_recovery_calls_again_and_says_what_to_type(sim: Simulator, agent: Agent) -> None:
     with Receiver() as receiver, Receiver() as pagerduty:
         oncall = target(pagerduty, "oncall", format="pagerduty", headers={"X-Routing-Key": "key"})

@@ -57,6 +57,25 @@ def test_a_recommendation_and_then_the_eviction(sim: Simulator, agent: Agent) ->
     assert agent.is_ready()
 
 
+def test_a_held_recommendation_that_has_expired_is_still_held_when_it_comes_back(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[{**ADVICE, "expire_after": "3s"}], hooks=hooks(agent))
+    agent.start()
+    advice = sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
+    agent.wait_log("prepared", event_id=advice)
+    place = ("--state-dir", str(agent.state_dir))
+    assert agent.run("hold", advice, *place).returncode == 0
+    agent.wait_log("closed", event_id=advice)
+    assert agent.ran() == ["drain", "checkpoint", "resume"]
+    agent.kill()
+    agent.start()
+    assert [held["event_id"] for held in agent.status()["holds"]] == [f"{advice}-recommendation".lower()]
+    done = agent.run("release", advice, *place)
+    assert (done.returncode, done.stdout) == (0, "released; the recommendation has expired\n")
+    assert agent.status()["holds"] == []
+
+
 @pytest.mark.parametrize(
     "end", ["it expires", "its rule goes", "an operator resolves it", "the document lacks it"]
 )
