@@ -16,6 +16,7 @@ if sys.platform == "win32":
 
 from balanced import PATIENCE, SLOW, SMALL, Web, nginx_configuration, wait_answered
 from container import CHECKOUT, Container
+from hook_machine import PROGRAMS
 from ports import free_port
 from service import POLICY, Service, shown_commands, use_shell
 
@@ -379,6 +380,9 @@ def test_a_hook_of_a_unit_that_does_not_exist_fails_and_says_what_to_set(
         use_shell(machine, hook_shell)
         for hook in HOOKS.iterdir():
             machine.copy_in(hook, f"{PLACE}/{hook.name}")
+        for program in PROGRAMS:
+            if machine.run("sh", "-c", f"command -v {program}", check=False).returncode != 0:
+                machine.write(f"/usr/bin/{program}", "#!/bin/sh\n", 0o755)
         machine.run("systemctl", "mask", "idle.service")
         for path in ("lib/scheduled-events-agent/absent.service.stopped-by-agent", "data/stopped-by-agent"):
             machine.write(f"/var/{path}", "A\n\n\n")
