@@ -573,6 +573,11 @@ def test_a_state_directory_is_tested_for_writing_and_left_unchanged(
     )
     assert list(state.iterdir()) == []
 
+    Store.open(state, datetime(2026, 11, 28, 3, 2, tzinfo=UTC)).close()
+    assert examine(endpoint.url, "", "--state-dir", str(state)).one("state").message == (
+        f"{state} is there, for {host.account_name()} alone, and writable; state since 2026-11-28 03:02:00 UTC"
+    )
+
 
 @needs_modes
 def test_a_state_directory_that_is_open_to_others_is_a_failure(

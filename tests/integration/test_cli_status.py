@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from state_file import refuse_writes
 
 from scheduled_events_agent import __version__, cli, host
@@ -153,7 +154,7 @@ def commit(state_dir: Path, *workflows: Workflow) -> None:
 
 
 def without_ages(text: str) -> str:
-    return re.sub(r"\d+m \d+s ago \([^)]*Z\)", "AGO", text)
+    return re.sub(r"\d+[dm] \d+[hs] ago \([^)]*Z\)", "AGO", text)
 
 
 def test_status_of_an_idle_healthy_agent_has_five_lines(state_dir: Path, run: Run) -> None:
@@ -407,9 +408,26 @@ def test_without_an_agent_the_state_file_is_shown(state_dir: Path, run: Run) -> 
         "\n"
         "  vm      web-1\n"
         f"  source  the state file {state_dir / 'state.db'}, as no agent answers\n"
+        "  state   since AGO\n"
         "  agent   started AGO: version 0.1.0, mode act\n"
         "          and did not say that it stopped: it was killed, the machine went down, or its disk was full\n"
     )
+
+
+def test_status_says_since_when_the_state_exists(state_dir: Path, run: Run) -> None:
+    """A state file that was removed while no agent ran is no loss to the agent, but an operator can tell."""
+    shown = run("status", "--state-dir", str(state_dir))[1]
+    assert "state   since " in shown
+    assert f"ago ({NOW:%Y-%m-%d %H:%M:%S}Z)" in shown
+    for file in state_dir.iterdir():
+        file.unlink()
+    Store.open(state_dir, NOW + timedelta(days=1)).close()
+    Store.open(state_dir, NOW + timedelta(days=2)).close()  # an agent that starts again keeps it
+    status = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])
+    assert datetime.fromisoformat(status["state_since"]) == NOW + timedelta(days=1)
+    answer = msgspec.json.encode(replace(STATUS, state_since=NOW - timedelta(hours=3)))
+    with an_agent(state_dir, answer):
+        assert "state      since 3h 0m ago (19:12:00Z)" in run("status", "--state-dir", str(state_dir))[1]
 
 
 def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> None:
@@ -617,10 +635,8 @@ def test_the_last_journal_record_decides_whether_the_agent_stopped(state_dir: Pa
     store = Store.open_client(state_dir)
     store.record("agent_stopped", "nothing is pending", datetime.now(UTC) - timedelta(hours=1))  # it was set back
     store.close()
-    lives = [
-        line.split()[1] for line in run("status", "--state-dir", str(state_dir))[1].splitlines() if " ago" in line
-    ]
-    assert lives == ["started", "stopped"]
+    shown = run("status", "--state-dir", str(state_dir))[1]
+    assert re.findall(r"(started|stopped) .* ago", shown) == ["started", "stopped"]
     assert "did not say" not in run("status", "--state-dir", str(state_dir))[1]
 
 

@@ -495,6 +495,7 @@ SECOND_NOTIFICATION = Notification(
 META: dict[MetaKey, str] = {
     "vm_name": "vm-1", "vm_id": "id-1", "vm_group": "group-1", "boot_id": BOOT,
     "state_lost": "a workflow in it cannot be read", "in_use": "1",
+    "created_at": SEEN_AT.isoformat(timespec="seconds"),
 }  # fmt: skip
 HOOK_TIMES = {"drain": HookTimes(command="0123456789abcdef", seconds=(12.5, 13.0))}
 LOSSES = {"pager": Loss(count=2, since=MIDWAY, reason="too many waited")}

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +58,7 @@ from scheduled_events_agent.policy.settings import (
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import command, quoted
 from scheduled_events_agent.status.messages import utc
-from scheduled_events_agent.store import LOCK_NAME
+from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
 _SPACING_SECONDS = 0.5
@@ -564,7 +565,15 @@ def _check_state(directory: Path, account: str | None, *, is_in_use: bool) -> Fi
         if not host.is_privileged():
             return hidden("state", host.account_name())
         return warning("state", f"{directory}: {error}", _AS_AGENT)
-    return ok("state", f"{directory} is there, for {who} alone, and writable")
+    return ok("state", f"{directory} is there, for {who} alone, and writable{_state_since(directory)}")
+
+
+def _state_since(directory: Path) -> str:
+    """When the state file was created; "" if that cannot be read."""
+    with suppress(StoreError), closing(Store.open_readonly(directory)) as store:
+        if since := store.created_at():
+            return f"; state since {utc(since)}"
+    return ""
 
 
 def _check_disk(directory: Path) -> Finding:

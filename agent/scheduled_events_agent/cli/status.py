@@ -219,6 +219,7 @@ def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_ru
             source="state_file",
             health=(why,),
             state_file=str(store.path),
+            state_since=store.created_at(),
             agent_log=tuple(store.load_last_start_and_stop()),
             vm=Vm(names=tuple(filter(None, [store.get_meta("vm_name")])), vm_id=store.get_meta("vm_id")),
             pending=tuple(map(to_view, store.load_workflows())),
@@ -284,6 +285,7 @@ def _rows(status: Status) -> Iterator[Row]:
     readiness = "ready" if status.ready else "not ready"
     since = f", since {_ago(status.started_at, now)}" if status.started_at else ""
     yield Row("agent", f"{acts}; {readiness} (/readyz); version {status.version}{since}")
+    yield from _state_rows(status)
     for target in status.notify:
         if failure := target.failure:
             text = f"{target.name} has failed since {format_clock(failure.since, now)}: {failure.reason}"
@@ -307,6 +309,11 @@ def _rows(status: Status) -> Iterator[Row]:
         yield Row("runs", f"the on_clear hook {hook.hook}, {format_elapsed(hook.since, now)} so far", "cyan")
 
 
+def _state_rows(status: Status) -> Iterator[Row]:
+    if status.state_since:
+        yield Row("state", f"since {_ago(status.state_since, status.at)}")
+
+
 def _policy_rows(policy: ActivePolicy, now: datetime) -> Iterator[Row]:
     yield Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}")
     if policy.changed_at:
@@ -318,6 +325,7 @@ def _policy_rows(policy: ActivePolicy, now: datetime) -> Iterator[Row]:
 def _last_known_rows(status: Status) -> Iterator[Row]:
     yield Row("vm", "".join(status.vm.names) or "its name is not known")
     yield Row("source", f"the state file {status.state_file}, as no agent answers")
+    yield from _state_rows(status)
     for record in status.agent_log:
         yield Row("agent", _start_or_stop(record, status.at))
     if status.health == (NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":

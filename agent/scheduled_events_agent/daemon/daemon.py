@@ -135,6 +135,7 @@ class Daemon:
             target_failures=self._notifier.failures,
             web=lambda: self._endpoints.state(),  # noqa: PLW0108 - there are no pages yet
             state_dir=store.path.parent,
+            state_since=store.created_at(),
             command_options=command_options,
         )
         self._endpoints = Endpoints(

@@ -52,6 +52,7 @@ class StatusSource:
         target_failures: Callable[[], dict[str, TargetFailure]],
         web: Callable[[], WebState],
         state_dir: Path,
+        state_since: datetime | None = None,
         command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
         """``target_failures``: why targets accept no notifications. ``command_options``: those of ``Status``."""
@@ -63,6 +64,7 @@ class StatusSource:
         self._target_failures = target_failures
         self._web = web
         self._state_dir = state_dir
+        self._state_since = state_since
         self._command_options = command_options
         self._unhealthy_since: datetime | None = None
         self._views: tuple[Workflows, tuple[WorkflowView, ...]] = ({}, ())
@@ -144,6 +146,7 @@ class StatusSource:
         return Status(
             at=now,
             state_file=str(self._state_dir / FILE_NAME),
+            state_since=self._state_since,
             agent_log=snapshot.agent_log,
             unclean_starts=snapshot.unclean_starts,
             version=__version__,

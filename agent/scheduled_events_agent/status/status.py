@@ -235,6 +235,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     health: Literal["ok"] | tuple[str, ...]
     unhealthy_since: datetime | None = None
     state_file: str = ""
+    state_since: datetime | None = None
+    """When the state file was created. What was known before is lost, or this is the first start."""
     agent_log: tuple[JournalRecord, ...] = ()
     """The last start and stop."""
     vm: Vm

@@ -94,7 +94,7 @@ def open_rw_create(
     try:
         aside = _quarantine(path)
         try:
-            return _open(path, on_locked), aside
+            return _open(path, now, on_locked), aside
         except _DamagedError as error:
             reason = str(error)
         lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_QUARANTINE_MARKER}"
@@ -102,7 +102,7 @@ def open_rw_create(
         lost.chmod(0o600)
         host.flush_directory(directory)
         aside = _quarantine(path)
-        return _open(path, on_locked), aside
+        return _open(path, now, on_locked), aside
     except (OSError, sqlite3.Error, _DamagedError) as error:
         raise StoreError(
             f"{path} is damaged ({reason}) and cannot be quarantined ({error}): move it away, then start again",
@@ -216,7 +216,7 @@ def _load_loss(path: Path) -> Path | None:
     return next(path.parent.glob(f"{FILE_NAME}.damaged-*{_QUARANTINE_MARKER}"), None)
 
 
-def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connection:
+def _open(path: Path, now: datetime, on_locked: Callable[[StoreError], None]) -> sqlite3.Connection:
     beginning = path.with_name(path.name + _CREATING_MARKER)
     try:
         if not path.exists():
@@ -246,6 +246,8 @@ def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connec
         for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
             WORKFLOW_DECODER.decode(body)
         connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('in_use', '1')")
+        created_at = now.isoformat(timespec="seconds")
+        connection.execute("INSERT OR IGNORE INTO meta (name, value) VALUES ('created_at', ?)", (created_at,))
         if lost:
             reason = lost.read_text(encoding="utf-8") or "the reason was not kept"
             connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('state_lost', ?)", (reason,))

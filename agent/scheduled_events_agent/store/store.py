@@ -54,7 +54,9 @@ _COLUMNS = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome",
 _SELECT_RECORDS = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
 _SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
 
-MetaKey = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use"]
+MetaKey = Literal[
+    "vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use", "created_at"
+]
 
 
 class WithdrawnError(Exception):
@@ -391,6 +393,11 @@ class Store:
         with self._reading():
             row = self._connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else ""
+
+    def created_at(self) -> datetime | None:
+        """Since when there is this state; None if it is not known."""
+        text = self.get_meta("created_at")
+        return datetime.fromisoformat(text) if text else None
 
     def set_meta(self, values: dict[MetaKey, str]) -> None:
         """Remember facts, each under its name."""
