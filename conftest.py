@@ -11,7 +11,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Commands that are printed begin with sudo if it started the process.
 os.environ.pop("SUDO_USER", None)
 
-pytest_plugins = ["leak_checks", "agents", *(["hook_shells"] if sys.platform == "linux" else [])]
+pytest_plugins = ["leak_checks", "agents", "own_places", *(["hook_shells"] if sys.platform == "linux" else [])]
 
 # A busy machine is no failure.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

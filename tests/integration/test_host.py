@@ -220,7 +220,8 @@ def test_an_account_without_a_name_is_named_by_its_number(monkeypatch: pytest.Mo
     assert host.account_name() == "uid 4000000000"
 
 
-def test_the_files_of_the_agent_are_where_the_system_keeps_such_files() -> None:
+def test_the_files_of_the_agent_are_where_the_system_keeps_such_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # not the places that each test has of its own
     if sys.platform == "win32":
         data = Path(os.environ["PROGRAMDATA"], "ScheduledEventsAgent")
         assert (host.default_config_path(), host.default_state_dir()) == (data / "policy.yaml", data / "state")

@@ -40,7 +40,9 @@ def test_the_packaged_service_passes(service: Service) -> None:
     assert code == 0
     assert checks["service"] == [["ok", "installed, enabled, active (running), runs as root", ""]]
     assert checks["agent"][0][1].startswith(f"runs (pid {service.pid()}), ")
-    assert checks["state"] == [["ok", f"{STATE} is there, for root alone, and writable", ""]]
+    (state,) = checks["state"]
+    assert state[0] == "ok"
+    assert state[1].startswith(f"{STATE} is there, for root alone, and writable; state since 20")
     assert checks["other-agents"] == [["ok", "no other agent that approves events was found", ""]]
     assert set(checks) == {*re.findall(r"^(?:\||-) `([\w-]+)`", PAGE, re.MULTILINE)}
 
@@ -139,7 +141,9 @@ def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: 
     code, checks = examine(service)
     assert checks["service"][0][1] == "installed, enabled, active (running), runs as scheduled-events-agent"
     assert checks["hooks"] == [["error", f"hooks.drain.run: scheduled-events-agent cannot execute {HOOK}", ADVICE]]
-    assert checks["state"] == [["ok", f"{STATE} is there, for scheduled-events-agent alone, and writable", ""]]
+    (state,) = checks["state"]
+    assert state[0] == "ok"
+    assert state[1].startswith(f"{STATE} is there, for scheduled-events-agent alone, and writable; state since 20")
     assert code == 1
 
     run_as_root = ["/usr/share/scheduled-events-agent/systemd/run-as-root", "drain"]
