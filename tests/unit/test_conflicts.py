@@ -25,7 +25,7 @@ needs_links = pytest.mark.skipif(
 
 _JETPACK = "set cyclecloud.monitor_scheduled_events = false for this node in CycleCloud, or leave the events to it"
 _CIB = "/var/lib/pacemaker/cib/cib.xml"
-_CIB_WAY_OUT = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
+_CIB_WAY_OUT = "keep it, and have this agent only observe (agent.mode: observe)"
 
 
 def _file(root: Path, path: str, text: str = "") -> Path:

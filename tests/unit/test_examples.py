@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import yaml
 
+from scheduled_events_agent import host
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.policy.settings import Settings
@@ -55,6 +56,12 @@ def test_check_finds_nothing_in_an_example_but_what_this_machine_lacks(
     assert [warning for warning in told["warnings"] if not _ABSENT.search(warning)] == []
 
 
+def test_places_of_an_agent_of_this_machine_are_used_by_no_test(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """They may be there, with any mode and content."""
+    places = {host.default_state_dir(), host.default_config_path()}
+    assert all(place.is_relative_to(tmp_path_factory.getbasetemp()) for place in places)
+
+
 def shown_policies() -> Iterator[tuple[str, str]]:
     """Every policy in config/ and on the pages, with its place."""
     for path in (ROOT / "config/policy.yaml", *EXAMPLES):
@@ -72,6 +79,15 @@ def shown_policies() -> Iterator[tuple[str, str]]:
 
 
 SHOWN = [*shown_policies()]
+
+
+def test_no_policy_that_is_shown_takes_a_node_out_of_a_pacemaker_cluster() -> None:
+    """Without its quorum, its maintenance mode and its other nodes in view, that empties a cluster of two."""
+    words = r"\b(pcs|crm|crmsh|crm_standby|crm_attribute)\b"
+    assert [place for place, policy in SHOWN if re.search(words, policy)] == []
+    page = (ROOT / "docs/coming-from.md").read_text("utf-8")
+    _, _, section = page.partition("## Pacemaker's azure-events and azure-events-az\n")
+    assert section.lstrip().startswith("Keep azure-events-az, version 0.20, and let this agent observe")
 
 
 @pytest.mark.parametrize(("place", "policy"), SHOWN, ids=[place for place, _ in SHOWN])

@@ -202,7 +202,8 @@ def linux_approvers(root: Path = Path("/")) -> list[Approver]:
         if pids:
             state = "maybe" if re.search(_CIB_STOPPED, cib) else "active"
             where += f" and process {pids[0]}, pacemakerd, runs"
-        hint = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
+        # Only the cluster knows which node may leave.
+        hint = "keep it, and have this agent only observe (agent.mode: observe)"
         found.append(Approver(f"Pacemaker's {agent[1]}", where, state, hint))
     return found
 
