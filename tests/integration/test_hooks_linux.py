@@ -185,6 +185,29 @@ def test_a_hook_that_delays_an_eviction_gets_less_time_to_end(
     assert [result.outcome for result in results] == ["canceled"]
 
 
+def test_a_hook_that_is_ending_gets_less_time_once_it_delays_an_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_URGENT_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(hooks, "_GRACE_SECONDS", 300.0)
+    seen = {"ready": threading.Event(), "asked": threading.Event()}
+
+    def note(line: str) -> None:
+        if line in seen:  # bash also tells that its sleep was terminated
+            seen[line].set()
+
+    stubborn = Hook(shell="trap 'echo asked' TERM; echo ready; while :; do sleep 0.1; done")
+    run = HookRun("test", stubborn, environment={}, on_line=note, instance=_INSTANCE)
+    results: list[HookResult] = []
+    thread = threading.Thread(target=lambda: results.append(run.run()))
+    thread.start()
+    is_ready = seen["ready"].wait(60.0)
+    run.cancel()
+    is_asked = seen["asked"].wait(60.0)
+    run.cancel(is_urgent=True)
+    thread.join(60.0)
+    assert (is_ready, is_asked) == (True, True)
+    assert [result.outcome for result in results] == ["canceled"]
+
+
 @pytest.mark.skipif(not _IS_ROOT, reason="only root can mount /proc so that it hides something")
 def test_a_hook_is_ended_whole_where_other_accounts_processes_cannot_be_read() -> None:
     sleep = f"sleep 60.{os.getpid()}"

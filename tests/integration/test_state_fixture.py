@@ -343,7 +343,7 @@ CLOSED = Workflow(
     phase="closed",
     phase_since=MIDWAY,
     prepare=DONE,
-    on_start=StageStatus(state="canceled", run=1, is_canceling=True),
+    on_start=StageStatus(state="canceled", run=1, is_canceling=True, is_urgent=True),
     recover=StageStatus(state="resolved", failure="hook resume: exit code 1", failed_hook="resume", run=1),
     approval=Approval(failures=3, failing_since=MIDWAY, retry_at=ENDED_AT, failed_at=ENDED_AT),
     missing_since=MIDWAY,

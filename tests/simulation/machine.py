@@ -166,7 +166,9 @@ class SimulatedExecutor:
                 number = self._numbers[key]
                 self._machine.after(0.0, lambda: self._end(key, number, "canceled"))
                 return
-            if not is_urgent:
+            if is_urgent:
+                self._patient.discard(key)
+            else:
                 self._patient.add(key)
             chance, number = self._machine.chance("cancel"), self._numbers[key]
             # It may have been about to end anyway.

@@ -1489,6 +1489,57 @@ def test_a_hook_that_gave_way_before_its_program_was_started_runs_later() -> Non
     assert agent.document() == ["A: recover resume"]
 
 
+def test_an_eviction_that_comes_back_makes_the_end_of_its_own_old_hook_urgent() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    preempt = an_event(type="Preempt")
+    agent.document(preempt)
+    assert agent.document() == ["A: cancel prepare"]
+    assert urgency(agent) == [False]
+    assert agent.document(preempt) == ["A: cancel prepare"]
+    assert urgency(agent) == [True]
+    assert agent.document(replace(preempt, description="changed")) == []
+    assert agent.ends("drain", "canceled") == ["A: prepare drain"]
+
+
+def test_an_event_that_comes_back_leaves_its_own_old_hook_the_usual_time() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    assert agent.document() == ["A: cancel prepare"]
+    assert agent.document(an_event()) == []
+
+
+def test_an_eviction_makes_the_end_of_a_recovery_urgent_that_is_canceled_already() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    assert agent.document() == ["A: recover resume"]
+    other, preempt = an_event(id="B"), an_event(id="P", type="Preempt")
+    assert agent.document(other) == ["A: cancel recover"]
+    assert urgency(agent) == [False]
+    assert agent.document(other, preempt) == ["A: cancel recover"]
+    assert urgency(agent) == [True]
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_an_eviction_makes_the_end_of_a_serialized_hook_urgent_that_is_canceled_already(*, is_over: bool) -> None:
+    agent = Agent(a_rule(prepare=("drain",)), serialized=("drain",))
+    agent.document(an_event())
+    left = () if is_over else (started(an_event()),)
+    assert agent.document(*left) == ["A: cancel prepare"]
+    assert urgency(agent) == [False]
+    assert sorted(agent.document(*left, an_event(id="P", type="Preempt"))) == [
+        "A: cancel prepare",
+        "P: prepare drain",
+    ]
+    assert urgency(agent) == [True]
+
+
+def urgency(agent: Agent) -> list[bool]:
+    """Of each cancellation that was made last: whether it is urgent."""
+    effects = [effect for transition in agent.last.transitions for effect in transition.effects]
+    return [effect.is_urgent for effect in effects if isinstance(effect, CancelHook)]
+
+
 def test_two_recoveries_with_the_same_hooks_run_each_once_in_their_order() -> None:
     agent = Agent(
         a_rule(name="other", when=When(type=("Freeze",)), prepare=("drain",), recover=("tell", "resume")),

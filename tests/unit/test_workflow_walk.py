@@ -25,7 +25,8 @@ invariants, which it works out for itself and not from the fields of a workflow:
 11. a recommendation is never approved; it is over, too, when it has expired, and is then not prepared for again
     while the document lists it; it is not recovered from while an eviction is in the document
 12. the reason why an event waits is the one that holds now
-13. of a hook that runs once at a time, no less urgent run is in the way of an eviction
+13. of a hook that runs once at a time, no less urgent run is in the way of an eviction, and no hook of its own
+    earlier appearance: they have a second to end
 14. an event that only an operator can let be approved says so, and no other
 15. once Azure has accepted an approval, the event shows the operator's action without what came too late
 
@@ -151,6 +152,8 @@ class Flight:
     hook: str
     run: int
     is_told_to_end: bool = False
+    is_urgent: bool = False
+    """It was told to end within a second."""
     is_waiting: bool = False
     """Another run of the hook goes on, and only one may: its program is not started yet."""
 
@@ -234,7 +237,7 @@ class World:
             *(self._workflow_key(workflow) for workflow in self.workflows.values()),
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
             *sorted(
-                (*key, flight.hook, flight.is_told_to_end, flight.is_waiting)
+                (*key, flight.hook, flight.is_told_to_end, flight.is_urgent, flight.is_waiting)
                 for key, flight in self.flights.items()
             ),
             *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
@@ -652,6 +655,7 @@ class World:
                         self.expect(not is_new, f"(4) {name} {effect.stage} is canceled as soon as it starts")
                         assert flight
                         flight.is_told_to_end = True
+                        flight.is_urgent |= effect.is_urgent
                 if isinstance(effect, RunHook):
                     self._start(name, effect)
                     begun.add((name, effect.stage))
@@ -693,7 +697,9 @@ class World:
     def _expect_urgent_first(self) -> None:
         for (name, stage), flight in self.flights.items():
             if name[0] != "P" and stage != "on_start" and self._taken_by_eviction(flight.hook):
-                self.expect(flight.is_told_to_end, f"(13) {name} keeps an eviction from {flight.hook}")
+                self.expect(flight.is_urgent, f"(13) {name} keeps an eviction from {flight.hook}")
+            if name[0] == "P" and "P" in self.read and name != self.present("P"):
+                self.expect(flight.is_urgent, f"(13) {name} keeps its own return from {flight.hook}")
 
     def _forget(self, name: str, outcome: str) -> None:
         """The workflow is closed: nothing may be left of it."""
@@ -1286,6 +1292,12 @@ def _counts_nothing_that_was_canceled(workflow: Workflow, signal: HookFinished) 
     return REAL["_finish_hook"](workflow, replaced(signal, has_run=signal.outcome != "canceled"))
 
 
+def _cancel_once(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> Any:
+    if workflow.stage_status(stage).is_canceling:
+        return None
+    return REAL["_cancel"](workflow, stage, text, is_urgent=is_urgent)
+
+
 def _undoes_nothing(recovering: Workflow, _: Workflow) -> Workflow:
     return recovering
 
@@ -1324,6 +1336,7 @@ REAL: Faults = {
     "_begin_when_due": phases._begin_when_due,
     "next_transition": phases.next_transition,
     "_finish_hook": signals._finish_hook,
+    "_cancel": stages._cancel,
     "with_result": stages.with_result,
 }
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
@@ -1421,6 +1434,9 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "an eviction waits for its turn": (
         {"_has_come_to": _nobody_prepares}, "(13)",
         Script({"A": a_rule("A", **DRAIN), "P": a_rule("P", **DRAIN)}, serialized=frozenset({"drain"}), crashes=0),
+    ),
+    "an eviction that comes back waits for its own old hook": (
+        {"_cancel": _cancel_once}, "(13)", Script({"P": a_rule("P", **DRAIN)}, appearances=2, crashes=0),
     ),
     "a reason outlives its cause": (
         {"explain": lambda one, why, context: REAL["explain"](one, why or one.wait_reason, context)},

@@ -195,7 +195,7 @@ class HookRun:
         """By how much NotBefore has moved since then."""
         self._stdin = stdin
         self._deadline = inf if deadline is None else deadline
-        self._cancel_grace_seconds: float | None = None
+        self._longest_grace_seconds = inf
         self._on_line = on_line
         self._instance = instance
         self._load_current = load_current
@@ -229,11 +229,11 @@ class HookRun:
             queue.leave(self)
 
     def cancel(self, *, is_urgent: bool = False) -> None:
-        """End the run now. ``is_urgent``: one second after SIGTERM it is killed, not five."""
+        """End the run now. ``is_urgent``: it is killed one second after SIGTERM, not five; may follow a call."""
         with self._changed:
             self._is_canceled = True
             if is_urgent:
-                self._cancel_grace_seconds = _URGENT_GRACE_SECONDS
+                self._longest_grace_seconds = _URGENT_GRACE_SECONDS
             self._changed.notify_all()
 
     def set_deadline(self, deadline: float | None) -> None:
@@ -332,12 +332,7 @@ class HookRun:
             tree.close()
             return "not_started", f"cannot be watched: {error}"
         cause = self._await_end_or_cause(started_at)
-        grace_seconds = _GRACE_SECONDS
-        if cause is None:
-            grace_seconds = _LEFTOVER_GRACE_SECONDS
-        elif self._cancel_grace_seconds is not None:
-            grace_seconds = self._cancel_grace_seconds
-        is_gone = self._end(tree, grace_seconds)
+        is_gone = self._end(tree, _LEFTOVER_GRACE_SECONDS if cause is None else _GRACE_SECONDS)
         ended_after = _format(time.monotonic() - started_at)
         with self._changed:
             self._is_abandoned = not self._has_ended
@@ -405,7 +400,9 @@ class HookRun:
             if not is_asked:
                 tree.terminate()
                 is_asked = True
-            if kill_at is None and now >= min(asked_at + grace_seconds, self._deadline):
+            # A cancellation may become urgent meanwhile.
+            grace_ends_at = asked_at + min(grace_seconds, self._longest_grace_seconds)
+            if kill_at is None and now >= min(grace_ends_at, self._deadline):
                 kill_at = now
             if kill_at is not None:
                 if now >= kill_at + _KILL_SECONDS and kills >= _KILLS:

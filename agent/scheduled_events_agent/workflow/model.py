@@ -88,6 +88,8 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of hooks started. One that ended before its program was started does not count."""
     is_canceling: bool = False
     """The hook that runs has been asked to end."""
+    is_urgent: bool = False
+    """It has been asked to end within a second: an eviction waits for that."""
     failure: str = ""  # as a phrase
     failed_hook: str = ""  # until it is tried again
 

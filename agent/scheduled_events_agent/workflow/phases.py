@@ -43,6 +43,7 @@ from scheduled_events_agent.workflow.stages import (
     can_start,
     cancel_stage,
     give_way,
+    is_in_the_way,
     is_nothing_done,
     needs_more_preparation,
     next_hook,
@@ -298,7 +299,8 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Tran
         if may_finish and not (workflow.operator_action == "hold" and starts_next(workflow)):
             transition = run_next(workflow, "prepare", workflows, context)
         else:
-            transition = cancel_stage(workflow, "prepare")
+            is_urgent = is_in_the_way(workflow, "prepare", workflows, context)
+            transition = cancel_stage(workflow, "prepare", is_urgent=is_urgent)
         if transition is not None:
             return transition
     if workflow.on_start.state == "running":
@@ -314,11 +316,13 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Tran
 # --- When it is over.
 
 
-def _over(workflow: Workflow, _workflows: Workflows, _context: Context) -> Transition | None:
+def _over(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | None:
     if workflow.prepare.state == "running":
-        return cancel_stage(workflow, "prepare")
+        is_urgent = is_in_the_way(workflow, "prepare", workflows, context)
+        return cancel_stage(workflow, "prepare", is_urgent=is_urgent)
     if workflow.on_start.state == "running":
-        return cancel_stage(workflow, "on_start")
+        is_urgent = is_in_the_way(workflow, "on_start", workflows, context)
+        return cancel_stage(workflow, "on_start", is_urgent=is_urgent)
     if is_nothing_done(workflow):
         has_started = workflow.was_started or workflow.event.is_started
         if not (workflow.is_history_unknown and has_started and workflow.decision.recover):

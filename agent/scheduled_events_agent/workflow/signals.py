@@ -419,7 +419,7 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Transition:
     phrase = f"hook {signal.hook}: {signal.detail or signal.outcome}"
     was_cut_short = signal.outcome == "canceled" and stage_status.is_canceling
     run = stage_status.run if signal.has_run else stage_status.run - 1
-    stage_status = replace(stage_status, current=None, is_canceling=False, run=run)
+    stage_status = replace(stage_status, current=None, is_canceling=False, is_urgent=False, run=run)
     if not was_cut_short:
         stage_status = with_result(stage_status, signal)
     text = f"{phrase} ({signal.outcome})" if signal.detail else phrase
@@ -464,7 +464,7 @@ def _restart(workflow: Workflow, context: Context) -> Transition:
         if stage_status.current is not None:
             is_cut = stage_status.is_canceling and stage == "prepare" and _is_past(workflow)
             state = "canceled" if is_cut else stage_status.state
-            stage_status = replace(stage_status, current=None, is_canceling=False, state=state)
+            stage_status = replace(stage_status, current=None, is_canceling=False, is_urgent=False, state=state)
             workflow = workflow.with_stage(stage, stage_status)
     if workflow.approval.state == "requested":
         since = workflow.approval.failing_since or context.now  # its answer is lost

@@ -59,7 +59,7 @@ def run_next(
 def give_way(workflow: Workflow, stage: Stage, workflows: Workflows, context: Context) -> Transition | None:
     """Cancel a serialized prepare hook if an eviction needs it; it runs again later."""
     stage_status = workflow.stage_status(stage)
-    if stage != "prepare" or stage_status.current is None or stage_status.is_canceling:
+    if stage != "prepare" or stage_status.current is None:
         return None
     eviction = _eviction_that_needs(stage_status.current, workflow, workflows, context)
     if eviction is None:
@@ -75,6 +75,18 @@ def _eviction_that_needs(hook: str, workflow: Workflow, workflows: Workflows, co
         return None
     evictions = [other for other in workflows.values() if other.event.type == "Preempt" and not other.is_over]
     return next((one for one in evictions if _has_come_to(one, hook, context)), None)
+
+
+def is_in_the_way(workflow: Workflow, stage: Stage, workflows: Workflows, context: Context) -> bool:
+    """Whether an eviction waits for the end of the hook that runs: it needs it, or is the same event again."""
+    hook = workflow.stage_status(stage).current
+    if hook is None:
+        return False
+    has_returned = any(
+        other.event.type == "Preempt" and not other.is_over and _is_earlier_appearance(workflow, other)
+        for other in workflows.values()
+    )
+    return has_returned or _eviction_that_needs(hook, workflow, workflows, context) is not None
 
 
 def _has_come_to(workflow: Workflow, hook: str, context: Context) -> bool:
@@ -94,11 +106,14 @@ def _has_come_to(workflow: Workflow, hook: str, context: Context) -> bool:
 def _has_earlier_hook(workflow: Workflow, workflows: Workflows) -> bool:
     """Whether a hook of an earlier appearance of the same event runs, or has still to end."""
     return any(
-        other.event.key == workflow.event.key
-        and other.first_seen_at < workflow.first_seen_at
+        _is_earlier_appearance(other, workflow)
         and any(stage_status.current is not None for stage_status in other.stages)
         for other in workflows.values()
     )
+
+
+def _is_earlier_appearance(one: Workflow, other: Workflow) -> bool:
+    return one.event.key == other.event.key and one.first_seen_at < other.first_seen_at
 
 
 def next_hook(workflow: Workflow, stage: Stage) -> str | None:
@@ -116,16 +131,16 @@ def cancel_stage(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -
         ended = replace(stage_status, state="idle" if is_untouched else "canceled")
         transition = Transition(workflow=workflow.with_stage(stage, ended))
         return with_void_approval(transition, "preparation was canceled") if stage == "prepare" else transition
-    if stage_status.is_canceling:
-        return None
     return _cancel(workflow, stage, f"hook {stage_status.current} is canceled", is_urgent=is_urgent)
 
 
-def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> Transition:
-    """End the hook that runs."""
+def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> Transition | None:
+    """End the hook that runs. None if it has been asked to end already, and need not end sooner."""
     stage_status = workflow.stage_status(stage)
+    if stage_status.is_canceling and (stage_status.is_urgent or not is_urgent):
+        return None
     return Transition(
-        workflow=workflow.with_stage(stage, replace(stage_status, is_canceling=True)),
+        workflow=workflow.with_stage(stage, replace(stage_status, is_canceling=True, is_urgent=is_urgent)),
         effects=(CancelHook(workflow_id=workflow.id, stage=stage, is_urgent=is_urgent),),
         records=(Record(kind="hook_canceled", text=text, stage=stage, hook=stage_status.current or ""),),
     )
