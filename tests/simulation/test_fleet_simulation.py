@@ -189,7 +189,7 @@ PLANTS = {
         ((GROUP, "status_of", _begin_on_any_list), (client, "_MAX_ROUNDS", 1)), "(1)", "late"
     ),
     "counts confirmed claims only": Plant(
-        ((VmRecord, "counts_for_slot", property(_has_begun)),), "(1)", "late", first=32
+        ((VmRecord, "counts_for_slot", property(_has_begun)),), "(1)", "late", first=37
     ),
     "ready does not expire": Plant(((plan, "_is_ready", _was_ready_once),), "(2)", "reboots, dead VMs", first=32),
     "ready from before this appearance counts": Plant(

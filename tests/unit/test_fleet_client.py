@@ -21,6 +21,7 @@ from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
 T = TypeVar("T")
 START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
 BOTH = ("web_0", "web_1")
+LATE: dict[str, Any] = {"stage": "not_ready", "needs_slot": True, "lacks_slot": True}
 
 
 class Group:
@@ -379,11 +380,12 @@ def test_a_table_that_is_made_anew_gives_no_slot_before_its_owner_has_written_it
         assert not waiting.client.statuses["b"].has_slot
 
 
-def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_90_s_more() -> None:
+@pytest.mark.parametrize("wanted", [{"stage": "requested"}, LATE], ids=["to begin", "to approve"])
+def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_90_s_more(wanted: dict[str, Any]) -> None:
     group = Group()
     dead, waiting = (Vm(group, name).started() for name in BOTH)
     dead.want("not_ready", "a")
-    waiting.want("requested", "b")
+    waiting.want(event="b", **wanted)
     waiting.way.faults = ["unavailable"] * 1000
     group.run(2400.0, waiting)
     waiting.way.faults = []
@@ -391,6 +393,50 @@ def test_after_a_long_outage_a_silent_vm_keeps_its_slot_for_90_s_more() -> None:
     assert not waiting.client.statuses["b"].has_slot
     group.run(35.0, waiting)
     assert waiting.client.statuses["b"].has_slot
+
+
+# --- a slot to approve
+
+
+def test_of_two_that_began_late_the_earlier_one_has_the_slot_first() -> None:
+    group = Group()
+    earlier, later = (Vm(group, name).started() for name in BOTH)
+    earlier.want("not_ready", "a", lacks_slot=True)  # it still prepares
+    later.want(event="b", not_before=START + timedelta(minutes=15), **LATE)
+    assert not later.client.statuses["b"].has_slot
+    earlier.want(event="a", not_before=START + timedelta(minutes=10), **LATE)
+    group.run(30.0, earlier, later)
+    assert earlier.client.statuses["a"].has_slot
+    assert not later.client.statuses["b"].has_slot
+    assert later.client.statuses["b"].ahead == ("a",)
+    earlier.want("not_ready", "a")
+    group.run(60.0, earlier, later)
+    assert not later.client.statuses["b"].has_slot
+    earlier.end("a")
+    group.run(30.0, later)
+    assert later.client.statuses["b"].has_slot
+
+
+def test_one_that_began_late_and_does_not_ask_counts() -> None:
+    group = Group()
+    held, asking = (Vm(group, name).started() for name in BOTH)
+    held.want("not_ready", "a", lacks_slot=True, not_before=START + timedelta(minutes=20))
+    asking.want(event="b", **LATE)
+    group.run(60.0, held, asking)
+    assert not asking.client.statuses["b"].has_slot
+
+
+def test_no_vm_joins_an_event_that_began_without_a_slot() -> None:
+    group = Group()
+    busy, *vms = (Vm(group, name).started() for name in ("web_0", "web_1", "web_2"))
+    busy.want("not_ready", "a")
+    vms[0].want(event="b", **LATE)
+    vms[1].want(event="b", **LATE)
+    group.run(60.0, *vms)
+    assert not any(vm.client.statuses["b"].has_slot for vm in vms)
+    busy.end("a")
+    group.run(60.0, *vms)
+    assert all(vm.client.statuses["b"].has_slot for vm in vms)
 
 
 # --- statuses

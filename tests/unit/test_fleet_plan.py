@@ -760,7 +760,8 @@ def _faults_of_status(case: Case, asked: FleetRequest, status: FleetEventStatus)
     if status.has_slot:
         state = "claimed" if asked.stage == "requested" else asked.stage
         own = case.own(asked)
-        if not (asked.needs_slot and own is not None and own.is_claim and case.has_confirmed(asked, state)):
+        is_claim = own is not None and "claimed" in (own.state, own.slot)
+        if not (asked.needs_slot and is_claim and case.has_confirmed(asked, state)):
             yield "an event may begin without a confirmed claim in the list"
         if asked.lacks_slot and asked.needs_all and not case.are_all_ready(asked):
             yield "a slot to approve before all are ready"

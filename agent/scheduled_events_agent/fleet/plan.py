@@ -382,7 +382,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
             return FleetEventStatus(workflow_id=request.workflow_id, other_vm_id=other.vm_id or "unknown")
         own = self.own(request)
         is_written = own is not None and own.state == state and self._is_confirmed(own)
-        is_claim = own is not None and own.is_claim and "claimed" in (state, slot)
+        is_claim = own is not None and own.slot == slot and "claimed" in (state, slot)
         is_to_begin = request.stage == "requested" and request.needs_slot
         waits_for_slot = is_to_begin or self._asks_to_approve(request)
         others = self._others_with_slot(request) if waits_for_slot else []
