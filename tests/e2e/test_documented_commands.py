@@ -74,6 +74,15 @@ ELSEWHERE = {
         "tests/system/test_install_other.py",
         "carry_out(machine, PIP",
     ),
+    **dict.fromkeys(
+        (
+            "systemctl disable --now scheduled-events-agent",
+            "timeout 5 scheduled-events-agent status --prepared",
+            "rm -r /opt/scheduled-events-agent ",
+            "rm /etc/systemd/system/scheduled-events-agent",
+        ),
+        ("tests/system/test_install_other.py", "REMOVAL"),
+    ),
     "systemd-sysusers ": ("tests/system/service.py", "def make_strict"),
     "install -D -m 644 /usr/share/scheduled-events-agent/systemd/": ("tests/system/service.py", "def make_strict"),
     "systemctl daemon-reload": ("tests/system/service.py", "def make_strict"),
@@ -100,6 +109,7 @@ ELSEWHERE = {
     "cd ": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
     "install -m 0755 common.sh": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
     "cp --no-clobber": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
+    "cp --attributes-only": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
     "mv --backup": ("tests/system/test_package_life.py", 'shown_commands("docs/cookbook/README.md"'),
     "env PGDATA=": ("tests/system/database_environment.py", "POSTGRESQL_BIN"),
 }

@@ -221,7 +221,8 @@ def test_text_from_the_network_never_reaches_systemd_as_a_command(
     sim.schedule(type_, notice_seconds=600)
     lines = systemd.wait(lambda lines: any("WATCHDOG_USEC=1" in line for line in lines))
     assert len(lines) == 1
-    assert lines[0].startswith("STATUS=Reboot WATCHDOG_USEC=1 STOPPING=1")
+    hidden = "\N{REPLACEMENT CHARACTER}"
+    assert lines[0].startswith(f"STATUS=Reboot{hidden}WATCHDOG_USEC=1{hidden}STOPPING=1")
 
 
 def test_an_agent_without_a_watchdog_sends_no_pings(service: Agent, systemd: Systemd) -> None:

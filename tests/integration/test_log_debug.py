@@ -29,7 +29,7 @@ SECRETS = (
 )
 GATES = {
     "schedule", "slot", "eligibility", "preparation", "state_loss", "id", "rule", "operator", "not_started",
-    "shared_event", "fleet", "stale",
+    "shared_event", "fleet", "approval_slot", "stale",
 }  # fmt: skip
 
 

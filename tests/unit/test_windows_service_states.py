@@ -331,13 +331,16 @@ def test_the_service_is_asked_to_reload_if_its_own_policy_is_valid(
     policy, told = tmp_path / "policy.yaml", list[str]()
     monkeypatch.setattr(windows_service, "host_options", lambda: {"config": str(policy)})
     monkeypatch.setattr(windows_service, "reload", lambda: told.append("reload"))
+    monkeypatch.setattr("scheduled_events_agent.cli.status.keys_for_restart", lambda *_: ("agent.listen",))
     policy.write_text("rulez: []\n")
     assert main(["service", "reload"]) == 2
     assert f'{policy}:1: unknown key "rulez"' in capsys.readouterr().err
     assert told == []
     policy.write_text("rules: []\n")
     assert main(["service", "reload"]) == 0
-    assert capsys.readouterr().out == f"{policy}: valid; the service reads it again\n"
+    assert capsys.readouterr().out == (
+        f"{policy}: valid; the service reads it again\nagent.listen: needs a restart\n"
+    )
     assert told == ["reload"]
 
 
