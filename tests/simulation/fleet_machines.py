@@ -378,14 +378,21 @@ class Vm(Machine):
         )
 
     def statuses(self) -> dict[str, FleetEventStatus]:
-        """How the events stand that wait for its fleet, as it has last heard."""
+        """How the events stand that wait for its fleet, as it has last heard.
+
+        Who is ready counts for a VM that is ready itself: one that waits to begin lists less often.
+        """
         waiting = {
-            request.event
+            request.event: request
             for request in self.requests
             if (request.stage == "requested" and request.needs_slot)
             or (request.stage == "ready" and request.needs_all)
         }
-        return {event: status for event, status in self._last.statuses.items() if event in waiting}
+        return {
+            event: status if waiting[event].stage == "ready" else replace(status, not_ready=())
+            for event, status in self._last.statuses.items()
+            if event in waiting
+        }
 
     def has_slot(self, name: str) -> bool:
         """Whether the event may begin, or be approved, by the last list."""

@@ -472,10 +472,18 @@ class FleetOracle:
             for other in self.lives.values()
             if other is not life
             and (
-                any(work.has_begun and not vms[vm_id].is_dead for vm_id, work in other.works.items())
+                (
+                    not self._is_given_up(other)
+                    and any(work.has_begun and not vms[vm_id].is_dead for vm_id, work in other.works.items())
+                )
                 or any(one.counts(at, has_ages=self._simulation.has_ages) for one in other.records.values())
             )
         ]
+
+    def _is_given_up(self, life: Life) -> bool:
+        """Whether its VMs delete their records, for they will be gone: it has started, and takes them away."""
+        simulation = self._simulation
+        return simulation.type_of(life.name) in _URGENT and not simulation.is_scheduled(life.name)
 
     # --- (3), (4) it must begin
 
