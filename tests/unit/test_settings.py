@@ -12,7 +12,7 @@ import pytest
 
 from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.policy import When, checks
-from scheduled_events_agent.policy.load import ConfigError, parse_settings
+from scheduled_events_agent.policy.load import ConfigError, may_want_to_observe, parse_settings
 from scheduled_events_agent.policy.settings import Settings, parse_table
 
 
@@ -642,3 +642,39 @@ def test_a_rule_for_every_type_does_not_hide_a_rule_for_recommendations() -> Non
     assert warnings(twice) == [
         "policy.yaml:1: rules[1]: never matches: rule one above matches every event that this rule matches"
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "observes"),
+    [
+        ("agent: {mode: act}", False),
+        ("agent: {'mode': \"act\"}  # mode: observe", False),
+        ("agent: {mode: act}\nrules: [{name: observe}]", False),
+        ("hooks: {drain: {env: {MODE: fast}}}", False),
+        ("rules: []\n# mode: observe", False),
+        ("agent: {mode: observe}", True),
+        ("agent: {mode: observ}", True),
+        ("agent: {mode: }", True),
+        ("agent:\r\n  mode:\r\n    observe\r\n", True),
+        ("agent: {mode: act, mode: observe}", True),
+        ("x: &m observe\nagent: {mode: *m}", True),
+        # Of the key, the indentation, the place.
+        ("agent: {moed: observe}", True),
+        ("agent: {Mode: Observe}", True),
+        ("agent:\n  mode:observe\n", True),
+        ("agent: {mode:observe}", True),
+        ("agent:\n  mode=observe\n", True),
+        ("agent:\n  log:\n    mode: observe\n", True),
+        ("agent:\n- mode: observe\n", True),
+        ("- agent: {mode: observe}", True),
+        ("mode: observe", True),
+        ("observe: yes", True),
+        # No YAML.
+        ("agent:\n\tmode: observe\n", True),
+        ("agent: {mode: act}\nrules: [", False),
+        ("agent: {mode: observe}\nrules: [", True),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_policy_with_errors_may_want_to_observe(text: str, encoding: str, *, observes: bool) -> None:
+    assert may_want_to_observe(text.encode(encoding)) is observes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.policy import checks, yaml_nodes
+from scheduled_events_agent.policy import checks
 from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, AgentSettings, NotifyTarget, Settings
 from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, parse, text_at
 
@@ -20,8 +20,9 @@ BUILT_IN_NAME = "built-in policy"
 
 _EVENT_TARGET = NotifyTarget(name="kubernetes", format=KUBERNETES_FORMAT)
 _PART = r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w*"
-# In a text that is not YAML: a mode other than act, or the word itself, outside of comments.
-_OBSERVES = r"""(?m)^[^#\n]*(\bmode["']?[ \t]*:[ \t]*["']?(?!act\b)\w|(?<![\w-])observe(?![\w-]))"""
+_COMMENT = r"(?m)(^|(?<=\s))#.*"
+_MODE = r"""(?<![\w-])mode["']?[ \t]*:[ \t]*["']?([^\s"',}]*)"""
+_OBSERVE = r"(?i)(?<![\w-])observe(?![\w-])"
 _STATE_DIR = r"""(?m)^[^#\n]*\bstate_dir["']?[ \t]*:[ \t]*(?:"([^"\n]*)"|'([^'\n]*)'|([^\s,}#]+))"""
 
 
@@ -100,6 +101,8 @@ class FileStamp(NamedTuple):
     """Differs if a file has changed."""
 
     modified_ns: int = 0
+    changed_ns: int = 0
+    """Also of its owner and mode, which decide who can read it. On Windows: when it was created."""
     size: int = 0
     inode: int = 0
     error: str = ""
@@ -212,24 +215,15 @@ def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> 
 
 
 def may_want_to_observe(content: bytes) -> bool:
-    """Whether a policy with errors is perhaps meant to observe: its mode is not act, or the word is misplaced."""
-    try:
-        root = yaml_nodes.compose(content)
-    except yaml_nodes.YamlSyntaxError:
-        return re.search(_OBSERVES, _as_text(content)) is not None
-    sections = [root, *[value for _, value in root.value]] if root.id == "mapping" else []
-    return any(
-        _means_to_observe(key, value)
-        for section in sections
-        if section.id == "mapping"
-        for key, value in section.value
-    )
+    """Whether a policy with errors is perhaps meant to observe. It may be no YAML, and its keys misplaced.
 
-
-def _means_to_observe(key: yaml_nodes.Node, value: yaml_nodes.Node) -> bool:
-    if key.value == "mode":
-        return bool(value.value != "act")
-    return value.id == "scalar" and "observe" in (key.value, value.value)
+    A key ``mode`` anywhere decides; if there is none, the word ``observe`` does.
+    """
+    text = re.sub(_COMMENT, "", _as_text(content))
+    modes = re.findall(_MODE, text)
+    if modes:
+        return any(mode != "act" for mode in modes)
+    return re.search(_OBSERVE, text) is not None
 
 
 def state_dir_in(content: bytes) -> str:
