@@ -130,6 +130,27 @@ def test_a_file_that_is_gone_is_a_failure_of_the_next_start(watched: Watched) ->
     assert seen.next_start_failure == "there is no policy file"
 
 
+def test_a_file_that_can_be_read_again_is_no_longer_rejected(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.name == "nt":
+        pytest.skip("a stamp has no time of a change of rights on Windows")
+    with monkeypatch.context() as closed:
+        closed.setattr(host, "read_small_file", permission_denied)
+        watched.path.chmod(0o600)
+        watched.look()
+        (seen,) = watched.look()
+        assert isinstance(seen, PolicyFileSeen)
+        assert "Permission denied" in seen.error
+    watched.path.chmod(0o644)  # neither time nor size of its content changes
+    watched.look()
+    assert watched.look() == [PolicyFileSeen()]
+
+
+def permission_denied(path: Path, _: int) -> bytes:
+    raise host.HostError(f"{path}: cannot be read: Permission denied", kind="file") from PermissionError()
+
+
 @needs_root
 def test_a_file_that_was_opened_to_others_is_seen_without_an_edit(watched: Watched) -> None:
     assert watched.look() == []
@@ -180,6 +201,27 @@ def full_disk(_: int) -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_no_older_policy_stays_for_one_that_cannot_be_kept(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(item: PolicyReloaded | PolicyFileSeen) -> None:
+        if isinstance(item, PolicyReloaded):
+            reader.stop()
+
+    file = watched.reader.file
+    reader = PolicyReader(file, file.load(), put, watched.kept.parent)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    reader.keep()
+    assert json.loads(watched.kept.read_text(encoding="utf-8"))["text"] == GOOD  # it is the one in force
+    watched.write(f"agent: {{mode: observe}}\n{GOOD}")
+    reader.request()
+    reader.run()
+    assert not watched.kept.exists()
+    monkeypatch.undo()
+    reader.look()
+    assert "mode: observe" in json.loads(watched.kept.read_text(encoding="utf-8"))["text"]
+
+
 def test_an_agent_that_went_on_with_an_older_policy_looks_too(watched: Watched) -> None:
     kept = json.loads(watched.kept.read_text(encoding="utf-8"))
     watched.kept.write_text(json.dumps({**kept, "boot_id": "before"}), encoding="utf-8")
@@ -217,6 +259,23 @@ def test_the_file_is_looked_at_once_a_minute(watched: Watched, monkeypatch: pyte
     monkeypatch.setattr(watched.reader, "look", look)
     watched.reader.run()
     assert len(looks) == 3
+
+
+def test_a_disk_that_fails_at_a_look_does_not_end_the_thread(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[int] = []
+
+    def fail() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            watched.reader.stop()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(policy_reader, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watched.reader, "look", fail)
+    watched.reader.run()
+    assert "Input/output error" in "".join(capsys.readouterr())
 
 
 def test_the_built_in_policy_keeps_none_and_removes_the_one_from_before(watched: Watched) -> None:

@@ -88,7 +88,7 @@ def _stamp(path: Path | None) -> FileStamp | None:
         facts = path.stat()
     except OSError as error:
         return FileStamp(error=str(error))
-    return FileStamp(facts.st_mtime_ns, facts.st_size, facts.st_ino)
+    return FileStamp(facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size, facts.st_ino)
 
 
 def _read(path: Path | None) -> bytes:

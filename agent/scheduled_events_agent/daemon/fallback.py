@@ -3,6 +3,7 @@
 Invariant: it only observes where the file may want that, and runs nothing that other accounts could change.
 """
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -73,6 +74,8 @@ class AcceptedPolicyKeeper:
             text=loaded.content.decode(),
         )
         self._write()
+        if self._failure:
+            self._remove_other_than(loaded.hash)
 
     def go_on_with(self, fallback: Fallback) -> None:
         """Keep the policy that the agent has started with: from now on another bad file is a new one."""
@@ -115,6 +118,13 @@ class AcceptedPolicyKeeper:
                 log_id=LogId.POLICY_WARNING,
                 reason=self._failure,
             )
+
+    def _remove_other_than(self, hash_: str) -> None:
+        """Remove the copy of an older policy, which may act where the one in force only observes."""
+        with suppress(OSError, host.HostError):
+            kept = load_accepted(self._directory)
+            if kept is not None and kept.hash != hash_:
+                remove_accepted(self._directory)
 
 
 def _boot_id() -> str:

@@ -137,10 +137,10 @@ class PolicyReader:
     def run(self) -> None:
         """Keep the policy of the start; then read the file on request, and look at it once a minute."""
         self.keep()
-        self.look()
+        self._try_to_look()
         while not self._is_stopping:
             if not self._is_requested.wait(LOOK_SECONDS):
-                self.look()
+                self._try_to_look()
             elif not self._is_stopping:
                 self._is_requested.clear()
                 self._read()
@@ -176,6 +176,13 @@ class PolicyReader:
         read = PolicyReloaded(found.settings, found.hash, next_start_failure=self._seen.next_start_failure)
         self._put(read)
         self._keeper.accept(found)
+
+    def _try_to_look(self) -> None:
+        try:
+            self.look()
+        except Exception as error:  # noqa: BLE001 - whatever the error, such as of the disk, events go on
+            text = "the policy file and the state directory cannot be looked at"
+            get_logger().warning(text, log_id=LogId.POLICY_WARNING, reason=str(error))
 
     def look(self) -> None:
         """See whether the file has changed, and whether the agent would come back after a restart."""
