@@ -1,8 +1,9 @@
 #!/bin/sh
 # restart.sh COMMAND...: has COMMAND restart the service, now that this version is in place. Called by the packages'
-# scripts, and by whatever else installs the agent. It does not, and says why, if the agent would not come up again: what runs may go by a policy from before its
-# file went bad, or on a state that only its own version can read. While hooks run it does so later, in a unit of its own,
-# and does not keep the package manager waiting: a restart would cut them off, and begin them again.
+# scripts, and by whatever else installs the agent. It does not, and says why, if the agent would not come up again: what
+# runs may go by a policy from before its file went bad, or on a state that only its own version can read. While hooks run
+# it does so later, in a unit of its own, and does not keep the package manager waiting: a restart would cut them off, and
+# begin them again.
 set -eu
 unit=scheduled-events-agent.service
 agent=/usr/local/bin/scheduled-events-agent # the packages say /usr/bin

@@ -305,6 +305,10 @@ def test_check_names_only_types_that_reach_the_rule(run: Run, tmp_path: Path) ->
             "{name: a, when: {type: SpotRebalanceRecommendation}}, {name: b}",
             "An event that names other VMs only is only observed: logged and counted.",
         ),
+        (
+            "{name: a, when: {type: SpotRebalanceRecommendation}}, {name: b, when: {affects: [self, others]}}",
+            "An event that names other VMs only is only observed: logged and counted.",
+        ),
     ],
 )
 def test_check_says_which_events_are_left_to_observe(run: Run, tmp_path: Path, rules: str, sentence: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import pytest
 
 import scheduled_events_agent
-from scheduled_events_agent.cli import build_parser, main
+from scheduled_events_agent.cli import build_parser, doctor_checks, main
 from scheduled_events_agent.engine import Host
 from scheduled_events_agent.engine.hook_runs import HookRuns
 from scheduled_events_agent.hooks.run import HookResult
@@ -505,3 +505,21 @@ def test_the_help_explains_that_windows_starts_the_service_itself(capsys: pytest
         main(["service", "host", "--help"])
     text = capsys.readouterr().out
     assert "Run as the service (for Windows' service control manager only)." in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "hint"),
+    [
+        ("stopped", 2, f"it failed: p.yaml:3: wrong; correct that, then {doctor_checks.START}"),
+        ("stopped", 0, doctor_checks.START),
+        ("stopped", 1077, doctor_checks.START),  # it was never started
+        ("start pending", 0, "it is starting: run this again in half a minute"),
+    ],
+)
+def test_doctor_knows_a_service_that_failed_and_one_that_starts(
+    monkeypatch: pytest.MonkeyPatch, state: str, exit_code: int, hint: str
+) -> None:
+    facts = windows_service.Facts(state, 0, exit_code, "automatic", "LocalSystem", "agent service host")
+    monkeypatch.setattr(windows_service, "query", lambda: facts)
+    found = doctor_checks.check_service(windows_service.own_service(), "", "p.yaml:3: wrong")
+    assert found.hint == hint

@@ -2,7 +2,7 @@
 
 import re
 from bisect import insort
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -565,16 +565,15 @@ def reached_types(rules: Iterable[Rule]) -> Iterator[tuple[Rule, tuple[str, ...]
         insort(above, rule, key=_condition_count)
 
 
-def may_be_observed(rules: Iterable[Rule]) -> tuple[RuleAffects, ...]:
+def may_be_observed(rules: Sequence[Rule]) -> tuple[RuleAffects, ...]:
     """Of which events no rule may take some: those that name this VM (self), and those that do not (others)."""
-    whens: dict[RuleAffects, list[When]] = {"self": [When()], "others": [When(affects=("others",))]}
-    rules = sorted(rules, key=_condition_count)[:_MAX_COMPARED]
-    if names_recommendations(rules):
-        whens["self"].append(_RECOMMENDATIONS)
+    anything = [When(), _RECOMMENDATIONS] if names_recommendations(rules) else [When()]
+    compared = sorted(rules, key=_condition_count)[:_MAX_COMPARED]
+    sides: tuple[RuleAffects, ...] = ("self", "others")
     return tuple(
-        affects
-        for affects, left in whens.items()
-        if not all(any(_covers(rule.when, when) for rule in rules) for when in left)
+        side
+        for side in sides
+        if not all(any(_covers(rule.when, replace(when, affects=(side,))) for rule in compared) for when in anything)
     )
 
 

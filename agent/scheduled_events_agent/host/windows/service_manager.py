@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scheduled_events_agent.host.conflicts import OwnService
+from scheduled_events_agent.host.conflicts import OwnService, ServiceFailure
 from scheduled_events_agent.host.error import HostError
 from scheduled_events_agent.host.windows.files import data_dir, log_dir
 from scheduled_events_agent.host.windows.permissions import SERVICE, is_system, make_data_dirs
@@ -63,6 +63,7 @@ _NOT_INSTALLED = 1060
 _ALREADY_RUNNING = 1056
 _CANNOT_ACCEPT = 1061
 _NOT_RUNNING = 1062
+_NEVER_STARTED = 1077
 _HINTS = {
     5: "access is denied: run it in an elevated prompt (Run as administrator)",
     _NOT_INSTALLED: "the service is not installed: use `scheduled-events-agent service install`",
@@ -90,6 +91,8 @@ def own_service() -> OwnService | None:
     facts = query()
     if facts is None:
         return None
+    # Whether the SCM starts it again is not known: it does not after a stop in between.
+    has_failed = facts.state == "stopped" and facts.exit_code not in (0, _NEVER_STARTED)
     return OwnService(
         is_enabled=facts.start == "automatic",
         state=facts.state,
@@ -97,6 +100,8 @@ def own_service() -> OwnService | None:
         pid=facts.pid,
         account=facts.account,
         needs_daemon_reload=False,
+        is_starting=facts.state == "start pending",
+        failure=ServiceFailure("", is_retried=False) if has_failed else None,
     )
 
 
