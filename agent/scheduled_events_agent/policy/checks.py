@@ -569,12 +569,13 @@ def may_be_observed(rules: Sequence[Rule]) -> tuple[RuleAffects, ...]:
     """Of which events no rule may take some: those that name this VM (self), and those that do not (others)."""
     anything = [When(), _RECOMMENDATIONS] if names_recommendations(rules) else [When()]
     compared = sorted(rules, key=_condition_count)[:_MAX_COMPARED]
+
+    def takes_all(affects: RuleAffects) -> bool:
+        whens = [replace(when, affects=(affects,)) for when in anything]
+        return all(any(_covers(rule.when, when) for rule in compared) for when in whens)
+
     sides: tuple[RuleAffects, ...] = ("self", "others")
-    return tuple(
-        side
-        for side in sides
-        if not all(any(_covers(rule.when, replace(when, affects=(side,))) for rule in compared) for when in anything)
-    )
+    return tuple(side for side in sides if not takes_all(side))
 
 
 def _has_type(when: When, type_: str) -> bool:
