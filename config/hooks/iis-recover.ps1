@@ -7,8 +7,8 @@ one for on_clear.
 .DESCRIPTION
 Needs the feature Web-Scripting-Tools (Install-WindowsFeature), and an administrator; the agent's service is one. May run
 again at any time: a pool that is started is as it should be, and one that an administrator stopped before the event is left
-as it is. Until the event is over, one stopped since is started again: to keep it stopped, remove the mark. One that is just stopping (the event was canceled in the middle of
-iis-prepare.ps1) is waited for first.
+as it is. Until the event is over, one stopped since is started again: to keep it stopped, remove the mark. One that is just
+stopping (the event was canceled in the middle of iis-prepare.ps1) is waited for first.
 
 Exit code 0: the pool is started and the site answers, or the pool was not stopped by iis-prepare.ps1. 1: an error, which
 the log shows.
