@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scheduled_events_agent import cli, host
@@ -81,3 +82,5 @@ def test_for_an_installer_it_goes_to_the_log(tmp_path: Path, monkeypatch: pytest
     assert '"the agent is removed while an event is prepared"' in line
     assert " ".join(LINES) in line
     assert LogId.REMOVED_PREPARED.level == "warning"
+    opened = [Path(file.path) for file in psutil.Process().open_files()]
+    assert logs / "agent.log" not in opened, "with PURGE it is removed"

@@ -962,3 +962,7 @@ def test_removal_during_an_event_logs_the_event_and_the_hooks_that_will_not_run(
     assert f'"message":"{said}"' in last
     assert f"Prepared and not recovered: Reboot {event[:8]}. " in last
     assert "Without the agent these recover hooks will not run: resume." in last
+
+    assert windows.install(msi, "START=0") == 0
+    assert windows.remove(msi, "PURGE=1") == 0
+    assert not windows.data.exists()

@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -132,11 +132,11 @@ def report_removal() -> None:
     lines = prepared_lines(windows_service.host_options())
     if not lines:
         return
-    events = EventLog()
-    set_up("info", "auto", stream=open_log_file(log_dir()), on_entry=events.report)
     text = "the agent is removed while an event is prepared"
-    get_logger().warning(text, log_id=LogId.REMOVED_PREPARED, reason=" ".join(lines))
-    events.close()
+    # Closed, or Windows would not let the installer remove the log file.
+    with closing(EventLog()) as events, open_log_file(log_dir()) as file:
+        set_up("info", "auto", stream=file, on_entry=events.report)
+        get_logger().warning(text, log_id=LogId.REMOVED_PREPARED, reason=" ".join(lines))
 
 
 def _start(_arguments: argparse.Namespace) -> int:
