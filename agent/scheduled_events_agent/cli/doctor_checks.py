@@ -310,7 +310,7 @@ def check_service(service: OwnService | None, error: str, policy_problem: str = 
 
 
 def _start_hint(service: OwnService, policy_problem: str) -> str:
-    """What to do so that a service that does not run does."""
+    """The hint for a service that does not run."""
     if service.is_masked:
         return UNMASK
     if service.failure is None:

@@ -20,7 +20,7 @@ def mask(answer: bytes, secrets: Iterable[str]) -> bytes:
 
 
 def secrets_of(url: httpx.URL, texts: Iterable[str], proxy: httpx.Proxy | None) -> set[str]:
-    """What of a request is secret: its URL, its target's texts, such as headers, and the account at the proxy.
+    """The secrets of a request: its URL, its target's texts, such as headers, and the account at the proxy.
 
     Parts of these count if they are long.
     """

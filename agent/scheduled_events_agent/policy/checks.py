@@ -566,7 +566,7 @@ def reached_types(rules: Iterable[Rule]) -> Iterator[tuple[Rule, tuple[str, ...]
 
 
 def may_be_observed(rules: Sequence[Rule]) -> tuple[RuleAffects, ...]:
-    """Of which events no rule may take some: those that name this VM (self), and those that do not (others)."""
+    """The kinds of events that may match no rule: those that name this VM (self), those that do not (others)."""
     anything = [When(), _RECOMMENDATIONS] if names_recommendations(rules) else [When()]
     compared = sorted(rules, key=_condition_count)[:_MAX_COMPARED]
 

@@ -469,7 +469,7 @@ def meta_kinds(metas: tuple[Meta, ...]) -> list[Any]:
 
 
 def _extra(metas: tuple[Meta, ...], key: str) -> Any:
-    """What an annotation says under this key of ``extra``; None if it says nothing."""
+    """The value under this key of an annotation's ``extra``; None if it has none."""
     return next((meta.extra[key] for meta in metas if meta.extra and key in meta.extra), None)
 
 
