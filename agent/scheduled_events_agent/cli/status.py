@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Asks the running agent for its status. First comes what needs a person, with the commands and the name "
         "of its section in the runbook; then each pending event: how long is left, what is done or waited for, "
         "and why. If no agent answers, shows the state file. Exit code 0: the agent is healthy; 1: it is not, or "
-        "none answers; 2: wrong usage; 3: an operator must act on an event."
+        "none answers; 2: wrong usage; 3: an operator must act."
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(

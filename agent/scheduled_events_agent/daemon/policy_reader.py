@@ -234,9 +234,8 @@ class PolicyReader:
             return str(error)
         chosen = self._loaded.settings.agent.state_dir
         directory = Path(chosen or host.default_state_dir()).absolute()
-        if (
-            self.file.state_dir or directory != self._directory
-        ):  # for a trial, the option may name such a directory
+        is_trial = self.file.state_dir is not None  # the option may name such a directory then
+        if is_trial or directory != self._directory:
             return ""
         return find_state_loss(directory)
 
