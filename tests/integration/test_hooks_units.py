@@ -12,7 +12,7 @@ if sys.platform == "win32":
 
 from examples import ServiceManager, Unit
 from harness import PATIENCE
-from hook_machine import CALLS, Outcome, is_recovery, run_hook
+from hook_machine import CALLS, PROGRAMS, Outcome, is_recovery, run_hook
 from hook_shells import SHIPPED_HOOKS
 
 pytestmark = pytest.mark.usefixtures("hook_shell")
@@ -25,6 +25,15 @@ UNITS = {
 }
 
 
+def make_programs(directory: Path) -> None:
+    """Each program that a hook looks for: this machine may lack it."""
+    for name in PROGRAMS:
+        program = directory / name
+        if not program.exists():
+            program.write_text("#!/bin/sh\n")
+            program.chmod(0o755)
+
+
 @pytest.mark.parametrize("then", ["inactive", "activating"])
 @pytest.mark.parametrize("hook", UNITS)
 def test_a_unit_that_is_stopping_is_waited_for(tmp_path: Path, hook: str, then: str) -> None:
@@ -34,6 +43,7 @@ def test_a_unit_that_is_stopping_is_waited_for(tmp_path: Path, hook: str, then: 
     """
     prefix, unit = UNITS[hook]
     with ServiceManager(tmp_path, {unit: Unit(("true",))}) as manager:
+        make_programs(tmp_path)
         manager.passing[unit] = ["deactivating"] * 2
         manager.states[unit] = then
         done = subprocess.run(
@@ -53,6 +63,7 @@ def test_a_unit_that_is_stopping_is_waited_for(tmp_path: Path, hook: str, then: 
 def test_a_unit_that_does_not_stop_in_time_fails_the_hook(tmp_path: Path, hook: str) -> None:
     prefix, unit = UNITS[hook]
     with ServiceManager(tmp_path, {unit: Unit(("true",))}) as manager:
+        make_programs(tmp_path)
         manager.states[unit] = "deactivating"
         done = subprocess.run(
             [SHIPPED_HOOKS / hook],

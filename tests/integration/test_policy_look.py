@@ -52,9 +52,11 @@ class Watched(NamedTuple):
         return self.path.parent / "state" / "accepted-policy.json"
 
 
-@pytest.fixture
-def watched(tmp_path: Path) -> Watched:
-    path = tmp_path / "policy.yaml"
+@pytest.fixture(params=["policy.yaml", pytest.param(b"\xff.yaml", id="no text")])
+def watched(tmp_path: Path, request: pytest.FixtureRequest) -> Watched:
+    if request.param != "policy.yaml" and os.name == "nt":
+        pytest.skip("names of files are text on Windows")
+    path = tmp_path / os.fsdecode(request.param)
     path.write_text(GOOD, encoding="utf-8")
     state_dir = tmp_path / "state"
     host.create_private_dir(state_dir)

@@ -4,6 +4,7 @@ Invariants: the file is whole or not there, and only this account can read it. W
 changed is never loaded.
 """
 
+import json
 import os
 from datetime import datetime
 from pathlib import Path
@@ -39,9 +40,6 @@ class AcceptedPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The policy file since then, if it was rejected."""
 
 
-_DECODER = msgspec.json.Decoder(AcceptedPolicy)
-
-
 def save_accepted(directory: Path, accepted: AcceptedPolicy) -> None:
     """Write it into the state directory. Raises OSError; what was there before is there still."""
     path = directory / FILE_NAME
@@ -49,7 +47,8 @@ def save_accepted(directory: Path, accepted: AcceptedPolicy) -> None:
     try:
         new.unlink(missing_ok=True)
         with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(accepted))
+            # The json module is used: a path may hold what is not UTF-8.
+            file.write(json.dumps(msgspec.to_builtins(accepted)).encode())
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
@@ -69,10 +68,10 @@ def load_accepted(directory: Path) -> AcceptedPolicy | None:
     if risk := host.find_write_risk(path):
         raise host.HostError(risk, kind="file")
     try:
-        return _DECODER.decode(host.read_small_file(path, _MAX_BYTES))
+        return msgspec.convert(json.loads(host.read_small_file(path, _MAX_BYTES)), AcceptedPolicy)
     except host.HostError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return None
         raise
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise host.HostError(f"{path}: is damaged, or of another version: {error}", kind="file") from None
