@@ -8,7 +8,7 @@ Decisions are values. The edges carry them out.
     workflow/       PURE      what happens next: (workflows, signals, context) -> transitions
     status/         PURE      types of status and history; what needs a person; messages; operators' actions
     hooks/          EDGE      run one hook: environment, time limit, whole process tree, output
-    store/          EDGE      SQLite: workflows, journal, operator requests, unsent notifications
+    store/          EDGE      SQLite: workflows, journal, operator requests, unsent notifications; the last policy
     telemetry/      EDGE      log, ids of log messages, metrics
     notifications/  EDGE      one notification: its formats, and one exchange with the service that it is for
     fleet/          EDGE      several VMs: the store through which they coordinate

@@ -31,7 +31,7 @@ def write(agent: Agent, approve: str = "when-prepared", mode: str = "act") -> No
 
 
 def write_bad(agent: Agent) -> None:
-    """As a bad deployment does, or an edit."""
+    """Make the policy file bad, as a deployment or an edit does."""
     write(agent, "when-perpared")
 
 

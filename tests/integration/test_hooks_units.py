@@ -108,7 +108,7 @@ def test_one_function_answers_what_a_unit_does(tmp_path: Path, word: str) -> Non
 
 @pytest.mark.parametrize("call", OF_UNITS, ids=" ".join)
 def test_an_unknown_word_of_systemd_fails_the_hook(tmp_path: Path, call: tuple[str, ...]) -> None:
-    """It is not taken for a unit that does not run: the event would be approved."""
+    """Such a unit does not count as stopped: the event would be approved."""
     done = run_hook(tmp_path, call, state="thawing")
     assert done.code != 0
     assert done.said[-1].endswith('.service runs is not known: systemd says "thawing"')

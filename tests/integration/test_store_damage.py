@@ -507,7 +507,7 @@ def test_a_client_of_a_damaged_file_leaves_it_to_the_agent(tmp_path: Path) -> No
 
 
 def test_a_client_is_told_that_the_file_is_being_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the agent replaces a damaged file."""
+    """A client comes while the agent replaces a damaged file."""
     path = tmp_path / FILE_NAME
     path.write_bytes(b"garbage")
     told = []

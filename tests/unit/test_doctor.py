@@ -406,7 +406,7 @@ def test_healthy_targets_are_one_finding_and_so_are_none() -> None:
 # --- the agent
 
 
-CHANGED = "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since"
+CHANGED = "with the policy as it was read at 2026-04-11 12:00:00 UTC; its file has changed since"
 REJECTED = "with the policy accepted at 2026-04-11 12:00:00 UTC: its file as it is now is rejected"
 
 

@@ -57,7 +57,7 @@ def test_check_finds_nothing_in_an_example_but_what_this_machine_lacks(
 
 
 def test_places_of_an_agent_of_this_machine_are_used_by_no_test(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """They may be there, with any mode and content."""
+    """These directories may exist, with any mode and content."""
     places = {host.default_state_dir(), host.default_config_path()}
     assert all(place.is_relative_to(tmp_path_factory.getbasetemp()) for place in places)
 

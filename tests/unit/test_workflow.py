@@ -1535,7 +1535,7 @@ def test_an_eviction_makes_the_end_of_a_serialized_hook_urgent_that_is_canceled_
 
 
 def urgency(agent: Agent) -> list[bool]:
-    """Of each cancellation that was made last: whether it is urgent."""
+    """Whether each of the last cancellations is urgent."""
     effects = [effect for transition in agent.last.transitions for effect in transition.effects]
     return [effect.is_urgent for effect in effects if isinstance(effect, CancelHook)]
 

@@ -611,7 +611,7 @@ def _check_agent(
 
 
 def _other_agents(agent: _Agent) -> list[ActingAgent]:
-    """The agents that act beside the one of these checks: that of the state directory, else the service."""
+    """The acting agents, except the one that is checked: that of the state directory, else the service."""
     pids = {int(agent.pid)} if agent.pid and agent.pid.isdecimal() else set[int]()
     try:
         is_service = all(map(processes.is_of_own_service, pids))
@@ -657,7 +657,7 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     elif loaded is not None and policy is not None:
         is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)
         looked = f"with the policy {policy.file}, and these checks looked at another"
-        read = f"with the policy as it was read at {policy.read_at:%Y-%m-%d %H:%M:%S}Z; its file has changed since"
+        read = f"with the policy as it was read at {utc(policy.read_at)}; its file has changed since"
         observes = status.mode == "observe" and loaded.settings.agent.mode == "act"
         warnings += [
             (is_other, looked, "name that one with --config, or restart the agent"),

@@ -247,13 +247,15 @@ def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) 
     present = {workflow.event.key for workflow in workflows if not workflow.is_over}
     if not folded or any(key.startswith(folded) for key in present):
         return ""
-    found = [key for fact, key in store.load_remembered() if fact == "hold" and key.startswith(folded)]
-    return found[0] if len(found) == 1 else ""
+    keys = [key for fact, key in store.load_remembered() if fact == "hold" and key.startswith(folded)]
+    return keys[0] if len(keys) == 1 else ""
 
 
 def _waits_for_azure(store: Store, workflow_id: str, action: OperatorAction) -> bool:
     """Whether the action is in force, but an approval that was sent before it has no answer yet."""
-    return any(one.id == workflow_id and is_unsettled(one, action) for one in store.load_workflows())
+    return any(
+        workflow.id == workflow_id and is_unsettled(workflow, action) for workflow in store.load_workflows()
+    )
 
 
 def _line(workflow: Workflow) -> str:

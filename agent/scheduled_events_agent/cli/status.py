@@ -130,7 +130,12 @@ def prepared_lines(workflows: Sequence[Workflow]) -> list[str]:
     short = short_ids([workflow.event.id for workflow in prepared])
     events = [title(workflow.event, short[workflow.event.id]) for workflow in prepared]
     # A hook that several events share runs once for all of them.
-    hooks = {hook: None for one in prepared for hook in one.decision.recover if hook not in one.recover.done}
+    hooks = {
+        hook: None
+        for workflow in prepared
+        for hook in workflow.decision.recover
+        if hook not in workflow.recover.done
+    }
     left = f"Without the agent these recover hooks will not run: {', '.join(hooks)}."
     return [
         f"Prepared and not recovered: {', '.join(events)}.",

@@ -136,7 +136,7 @@ def _boot_id() -> str:
 
 
 def _rejected_file(error: ConfigError) -> RejectedFile:
-    """What tells this state of the file from others."""
+    """The state of the file that ``error`` rejects."""
     return RejectedFile(hash="" if error.content is None else hash_of(error.content), reason=str(error))
 
 
@@ -164,7 +164,7 @@ def find_fallback(file: PolicyFile, error: ConfigError) -> Fallback:
 
 
 def _state_dir(file: PolicyFile, error: ConfigError) -> Path:
-    """Where a start with this file looks for its state."""
+    """The state directory of a start with this file. Raises NoFallbackError if no copy can count there."""
     if error.is_missing:
         raise NoFallbackError("there is no policy file")
     chosen = file.state_dir or ("" if error.content is None else state_dir_in(error.content))
@@ -199,5 +199,5 @@ def _is_known(accepted: AcceptedPolicy, rejected: RejectedFile) -> bool:
 
 
 def _directory_risk(file: PolicyFile) -> str | None:
-    """Who could replace a file that cannot be read, perhaps not even be found."""
+    """The risk of the directory of a file that cannot be read; None if no other account can replace it."""
     return host.find_write_risk(Path(file.name).parent) if host.is_privileged() else None

@@ -41,7 +41,7 @@ class PolicyReloaded(msgspec.Struct, frozen=True):
     hash: str = ""
     error: str = ""
     next_start_failure: str = ""
-    """That of ``ActivePolicy``."""
+    """Why the agent would not come back after a restart."""
 
 
 class PolicyFileSeen(msgspec.Struct, frozen=True):
@@ -50,9 +50,9 @@ class PolicyFileSeen(msgspec.Struct, frozen=True):
     error: str = ""
     """Why it is rejected."""
     changed_at: datetime | None = None
-    """None if it is rejected or in force."""
+    """When it was changed; None if it is rejected or in force."""
     next_start_failure: str = ""
-    """That of ``ActivePolicy``."""
+    """Why the agent would not come back after a restart."""
 
 
 Item = Message | Command | PolicyReloaded | PolicyFileSeen

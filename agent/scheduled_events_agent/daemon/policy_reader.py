@@ -37,7 +37,7 @@ from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 
 LOOK_SECONDS = 60.0
-"""The file is looked at so often."""
+"""The time between two looks at the file."""
 
 
 def read_policy(
@@ -57,7 +57,7 @@ def read_policy(
 def read_fallback(
     file: PolicyFile, error: ConfigError, set_up_log: Callable[[LogLevel, LogFormat], None]
 ) -> Fallback:
-    """The policy that was accepted last, for a start whose file is rejected by ``error``. As ``read_policy``.
+    """The policy that was accepted last, for a start whose file is rejected by ``error``. Its log settings apply.
 
     Raises ConfigError if the agent must not start with it.
     """
@@ -111,17 +111,17 @@ class PolicyReader:
         self._agent_at_start = loaded.settings.agent
         self._is_requested = threading.Event()
         self._is_stopping = False
-        self._found: LoadedPolicy | ConfigError = loaded
-        """What was last read of the file."""
-        self._found_stamp: FileStamp | None = None
+        self._result: LoadedPolicy | ConfigError = loaded
+        """The result of the last reading of the file."""
+        self._result_stamp: FileStamp | None = None
         self._last_stamp: FileStamp | None = None
-        """That of the last look."""
+        """The stamp of the file at the last look."""
         self._seen = PolicyFileSeen()
-        """What the engine knows of the file."""
+        """The state of the file that the engine knows."""
         self.in_force = ActivePolicy(file=file.name, read_at=datetime.now(UTC), hash=loaded.hash)
         """Replaced, never changed."""
         if fallback is not None:
-            self._found = fallback.error
+            self._result = fallback.error
             self._seen = PolicyFileSeen(error=str(fallback.error))
             self.in_force = replace(self.in_force, read_at=fallback.accepted.accepted_at)
             self._note(self._seen)
@@ -154,28 +154,28 @@ class PolicyReader:
 
     def _read(self) -> None:
         """Read the file; a result from before the last request does not count."""
-        found: LoadedPolicy | ConfigError
+        result: LoadedPolicy | ConfigError
         try:
-            found = read_policy(self.file, log.change)
-            check_in_background(found)
+            result = read_policy(self.file, log.change)
+            check_in_background(result)
         except ConfigError as error:
-            found = error
+            result = error
         except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
-            found = ConfigError((str(error),))
+            result = ConfigError((str(error),))
         if self._is_requested.is_set():
             return
-        self._found = found
-        self._found_stamp = self._last_stamp = None
-        if isinstance(found, ConfigError):
-            self._seen = self._rejected(found)
-            read = PolicyReloaded(None, error=str(found), next_start_failure=self._seen.next_start_failure)
+        self._result = result
+        self._result_stamp = self._last_stamp = None
+        if isinstance(result, ConfigError):
+            self._seen = self._rejected(result)
+            read = PolicyReloaded(None, error=str(result), next_start_failure=self._seen.next_start_failure)
             self._put(read)
             return
-        self._loaded = found
+        self._loaded = result
         self._seen = PolicyFileSeen(next_start_failure=self._find_state_failure())
-        read = PolicyReloaded(found.settings, found.hash, next_start_failure=self._seen.next_start_failure)
+        read = PolicyReloaded(result.settings, result.hash, next_start_failure=self._seen.next_start_failure)
         self._put(read)
-        self._keeper.accept(found)
+        self._keeper.accept(result)
 
     def _try_to_look(self) -> None:
         try:
@@ -190,12 +190,12 @@ class PolicyReader:
         stamp = self.file.stamp()
         is_settled = stamp == self._last_stamp  # else an editor may be at it
         self._last_stamp = stamp
-        if stamp != self._found_stamp and is_settled:
-            found = self._load()
+        if stamp != self._result_stamp and is_settled:
+            result = self._load()
             if self.file.stamp() == stamp:
-                self._found = found
-                self._found_stamp = stamp
-        seen = self._judge(self._found)
+                self._result = result
+                self._result_stamp = stamp
+        seen = self._judge(self._result)
         if seen != self._seen:
             self._seen = seen
             self._put(seen)
@@ -206,19 +206,19 @@ class PolicyReader:
         except ConfigError as error:
             return error
 
-    def _judge(self, found: LoadedPolicy | ConfigError) -> PolicyFileSeen:
-        if isinstance(found, ConfigError):
-            return self._rejected(found)
+    def _judge(self, result: LoadedPolicy | ConfigError) -> PolicyFileSeen:
+        if isinstance(result, ConfigError):
+            return self._rejected(result)
         in_force = self._loaded
         # A policy from before a start may only observe because of the file that was rejected then.
-        is_other = found.content != in_force.content or found.settings.agent.mode != in_force.settings.agent.mode
+        is_other = result.content != in_force.content or result.settings.agent.mode != in_force.settings.agent.mode
         try:
-            require_trusted(found, is_reload=is_other)
+            require_trusted(result, is_reload=is_other)
         except ConfigError as error:
             return self._rejected(error)
         changed_at = None
-        if is_other and self._found_stamp is not None:
-            changed_at = self._found_stamp.modified_at
+        if is_other and self._result_stamp is not None:
+            changed_at = self._result_stamp.modified_at
         return PolicyFileSeen(changed_at=changed_at, next_start_failure=self._find_state_failure())
 
     def _rejected(self, error: ConfigError) -> PolicyFileSeen:

@@ -113,11 +113,17 @@ def changes_by_transitions(
     """
     signals = list(signals)
     transitions = list(transitions)
-    expired = {one.workflow.id: one.workflow.event.key for one in transitions if _has_expired(one)}
+    expired = {
+        transition.workflow.id: transition.workflow.event.key
+        for transition in transitions
+        if _has_expired(transition)
+    }
     put, removed = _changes_of_holds(known, signals, transitions, expired, now)
     removed |= {("expired", key) for key in unlisted}
     # Only an event that has started goes on under another id, and a hold ends with the start.
-    renamed = [one.renamed_from for one in signals if isinstance(one, Seen) and one.renamed_from is not None]
+    renamed = [
+        signal.renamed_from for signal in signals if isinstance(signal, Seen) and signal.renamed_from is not None
+    ]
     removed |= {(fact, key) for fact in _FACTS for key in renamed}
     for key in expired.values():
         put["expired", key] = RememberedEvent(at=now, last_seen_at=now)

@@ -146,8 +146,8 @@ class FleetClient:
         if self._must_list:
             return 0.0
         now = self._monotonic()
-        settled = [one for one in requests if one.stage != "requested" and not one.needs_slot]
-        waiting = {record_key(one.event, one.vm) for one in requests if one not in settled}
+        settled = [request for request in requests if request.stage != "requested" and not request.needs_slot]
+        waiting = {record_key(request.event, request.vm) for request in requests if request not in settled}
         known = [one.record(key, now) for key, one in self._confirmed.items() if key not in waiting]
         found = self._plan(known, settled, now)
         self._carry_out(found.writes)

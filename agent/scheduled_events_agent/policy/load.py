@@ -231,8 +231,8 @@ def state_dir_in(content: bytes) -> str:
     known = text_at(content, "agent", "state_dir")
     if known is not None:
         return known
-    found = re.search(_STATE_DIR, _as_text(content))
-    return next(filter(None, found.groups()), "") if found else ""
+    match = re.search(_STATE_DIR, _as_text(content))
+    return next(filter(None, match.groups()), "") if match else ""
 
 
 def _as_text(content: bytes) -> str:

@@ -192,7 +192,7 @@ def _of_agent(status: Status) -> Iterator[Attention]:
 
 
 def _of_next_start(status: Status) -> Iterator[Attention]:
-    """What works until the next start. An event that is one may come before a person does."""
+    """What keeps the next start from working. A restart by an event may come before an operator does."""
     policy = status.policy
     if policy is None:
         return

@@ -21,7 +21,7 @@ class RejectedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A state of the policy file that a running agent has rejected."""
 
     hash: str
-    """Of its content; "" if it could not be read."""
+    """The hash of its content; "" if it could not be read."""
     reason: str
 
 
@@ -29,7 +29,7 @@ class AcceptedPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A policy that an agent has accepted. Stored as it is."""
 
     path: str
-    """Of the policy file."""
+    """The path of the policy file."""
     state_dir: str
     accepted_at: datetime
     boot_id: str
@@ -63,7 +63,7 @@ def remove_accepted(directory: Path) -> None:
 
 
 def load_accepted(directory: Path) -> AcceptedPolicy | None:
-    """What is in the state directory; None if nothing is. Raises HostError if it cannot be used."""
+    """The accepted policy in the state directory; None if there is none. Raises HostError if it cannot be used."""
     path = directory / FILE_NAME
     if risk := host.find_write_risk(path):
         raise host.HostError(risk, kind="file")

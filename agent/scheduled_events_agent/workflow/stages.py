@@ -112,8 +112,8 @@ def _has_earlier_hook(workflow: Workflow, workflows: Workflows) -> bool:
     )
 
 
-def _is_earlier_appearance(one: Workflow, other: Workflow) -> bool:
-    return one.event.key == other.event.key and one.first_seen_at < other.first_seen_at
+def _is_earlier_appearance(workflow: Workflow, other: Workflow) -> bool:
+    return workflow.event.key == other.event.key and workflow.first_seen_at < other.first_seen_at
 
 
 def next_hook(workflow: Workflow, stage: Stage) -> str | None:

@@ -91,8 +91,8 @@ def _failure_of(unit: Mapping[str, str]) -> ServiceFailure | None:
     reason = "" if unit["Result"] in ("success", "exit-code") else f"systemd calls it {unit['Result']}"
     with suppress(HostError):
         # Python's own last words, such as of a missing module, come by standard error.
-        for found in (("--priority=err",), ("_TRANSPORT=stdout",)):
-            answer = _ask("journalctl", *question, *found, timeout_seconds=_SERVICE_QUESTION_SECONDS).stdout
+        for messages in ("--priority=err", "_TRANSPORT=stdout"):
+            answer = _ask("journalctl", *question, messages, timeout_seconds=_SERVICE_QUESTION_SECONDS).stdout
             if line := " ".join(answer.split()):
                 return ServiceFailure(line, is_retried)
     return ServiceFailure(reason, is_retried)
