@@ -105,8 +105,9 @@ def test_check_rejects_a_signature_that_is_a_named_pipe(tmp_path: Path, pipe: Pa
     policy.write_text(
         f"fleet: {{group: g, table: '{table}', max_events: 1, credential: {{sas_file: '{pipe}'}}}}\n"
     )
-    told = f"{policy}:1: fleet.credential.sas_file: {pipe}: is not a regular file\nnot valid: 1 error\n"
-    assert check(policy) == (2, told)
+    code, told = check(policy)
+    assert code == 2
+    assert f"{policy}:1: fleet.credential.sas_file: {pipe}: is not a regular file\n" in told
 
 
 def test_a_named_pipe_is_no_scenario_and_is_not_waited_for(pipe: Path) -> None:
