@@ -208,11 +208,13 @@ def test_without_a_failure_an_earlier_approval_counts() -> None:
     assert agent.ends("checkpoint") == ["A: approve A"]
 
 
-def test_no_hook_begins_beside_one_of_an_earlier_appearance() -> None:
+@pytest.mark.parametrize("after", [1, -3600])
+def test_no_hook_begins_beside_one_of_an_earlier_appearance(after: float) -> None:
+    """``after``: the seconds by the wall clock, which may be set back, until the event returns."""
     agent = Agent(a_rule(recover=()))
     assert agent.document(EVENT) == FIRST
     assert agent.document() == ["A: cancel prepare"]
-    assert agent.document(EVENT) == []  # the hook ignores SIGTERM
+    assert agent.document(EVENT, after=after) == []  # the hook ignores SIGTERM
     (first, second) = agent.all_of("A")
     assert (first.prepare.current, second.prepare.current) == ("drain", None)
     assert agent.ends("drain", "canceled") == FIRST

@@ -1,5 +1,7 @@
 """Stages: runs the hooks of prepare, on_start and recover in order, and handles hooks that events share."""
 
+from itertools import takewhile
+
 from msgspec.structs import replace
 
 from scheduled_events_agent.workflow.model import (
@@ -83,7 +85,7 @@ def is_in_the_way(workflow: Workflow, stage: Stage, workflows: Workflows, contex
     if hook is None:
         return False
     has_returned = any(
-        other.event.type == "Preempt" and not other.is_over and _is_earlier_appearance(workflow, other)
+        other.event.type == "Preempt" and not other.is_over and workflow in _earlier_appearances(other, workflows)
         for other in workflows.values()
     )
     return has_returned or _eviction_that_needs(hook, workflow, workflows, context) is not None
@@ -106,14 +108,16 @@ def _has_come_to(workflow: Workflow, hook: str, context: Context) -> bool:
 def _has_earlier_hook(workflow: Workflow, workflows: Workflows) -> bool:
     """Whether a hook of an earlier appearance of the same event runs, or has still to end."""
     return any(
-        _is_earlier_appearance(other, workflow)
-        and any(stage_status.current is not None for stage_status in other.stages)
-        for other in workflows.values()
+        stage_status.current is not None
+        for earlier in _earlier_appearances(workflow, workflows)
+        for stage_status in earlier.stages
     )
 
 
-def _is_earlier_appearance(workflow: Workflow, other: Workflow) -> bool:
-    return workflow.event.key == other.event.key and workflow.first_seen_at < other.first_seen_at
+def _earlier_appearances(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
+    """The same event's workflows before this one, by their order: the clock may have been set back."""
+    appearances = [other for other in workflows.values() if other.event.key == workflow.event.key]
+    return list(takewhile(lambda other: other.id != workflow.id, appearances))
 
 
 def next_hook(workflow: Workflow, stage: Stage) -> str | None:
