@@ -792,6 +792,15 @@ def test_an_event_that_goes_back_to_scheduled_is_not_prepared_for_again() -> Non
     assert agent.document() == ["A: recover resume"]
 
 
+def test_an_event_that_goes_back_to_scheduled_makes_way_for_an_eviction() -> None:
+    rule = a_rule(prepare=("drain",), on_early_start="finish")
+    agent, event, preempt = Agent(rule, serialized=("drain",)), an_event(), an_event(id="P", type="Preempt")
+    agent.document(event)
+    agent.document(started(event))
+    agent.document(event)
+    assert agent.document(event, preempt) == ["A: cancel prepare", "P: prepare drain"]
+
+
 def test_an_event_renamed_at_its_start_is_the_same_event() -> None:
     agent, event = Agent(a_rule(prepare=("drain",))), an_event()
     agent.document(event)

@@ -291,7 +291,8 @@ def _start(workflow: Workflow, _workflows: Workflows, _context: Context) -> Tran
 
 def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:
     if not workflow.event.is_started:
-        return None  # the document shows it as scheduled again: it cannot start twice
+        # The document shows it as scheduled again: it cannot start twice. An eviction may need the running hook.
+        return give_way(workflow, "prepare", workflows, context)
     if workflow.prepare.state == "running":
         # A reboot has undone what was prepared. A hold from before the start still counts.
         is_of_this_boot = workflow.prepare_boot_id == context.boot_id
