@@ -1333,6 +1333,17 @@ def test_a_drain_alone_undoes_the_recover_hooks_of_its_rule() -> None:
     assert agent.ends("uncordon") == ["A: recover resume"]
 
 
+def test_a_drain_that_a_new_policy_begins_undoes_the_recover_hooks_of_its_rule() -> None:
+    agent = while_the_second_of_two_hooks_recovers(prepare=("drain",), recover=("uncordon",))
+    freeze = an_event(id="B", type="Freeze")
+    assert agent.document(freeze) == ["A: cancel recover"]
+    short, *rules = agent.context.rules
+    agent.reload(replace(short, drain_for=60.0), *rules)
+    assert agent.document() == ["B: recover uncordon"]
+    assert agent.ends("resume", "canceled") == []
+    assert agent.ends("uncordon", event="B") == ["A: recover resume"]
+
+
 def test_a_hook_that_the_agent_did_not_see_end_undoes_what_was_recovered() -> None:
     agent = while_the_second_of_two_hooks_recovers(prepare=("drain",), recover=("uncordon",))
     agent.document(an_event(id="B", type="Freeze"))

@@ -164,7 +164,7 @@ class _Reducer:
 
 def _has_begun_to_prepare(old: Workflow, new: Workflow) -> bool:
     """Whether a drain begins, or a prepare hook is over that had begun, or may have: a restart has cut it off."""
-    begins_drain = old.phase != "preparing" and new.phase == "preparing" and new.drain_until is not None
+    begins_drain = old.drain_until is None and new.drain_until is not None
     ends_hook = old.prepare.current is not None and new.prepare.current is None
     return begins_drain or (ends_hook and new.prepare.run >= old.prepare.run)
 
