@@ -934,12 +934,39 @@ def test_an_approved_event_that_one_answer_lacked_is_not_approved_again() -> Non
     assert agent.phase == "approved"
 
 
-def test_an_approval_under_way_while_the_event_was_away_is_sent_again() -> None:
+def an_event_that_is_back_amid_its_approval() -> Agent:
     agent = Agent(a_rule(prepare=("drain",)), hooks=("drain",))
     agent.document(an_event())
     assert agent.ends("drain") == ["A: approve A"]
     agent.document()
-    assert agent.answer_once(an_event()) == ["A: approve A"]
+    assert agent.answer_once(an_event()) == []
+    return agent
+
+
+@pytest.mark.parametrize("error_kind", ["", "server"])
+def test_the_answer_to_an_approval_of_an_earlier_appearance_counts_for_nothing(error_kind: str) -> None:
+    agent = an_event_that_is_back_amid_its_approval()
+    assert agent.answer(error_kind) == ["A: approve A"]
+    assert agent.phase == "prepared"
+    assert agent.answer("server") == []
+    assert agent.phase == "prepared"
+    assert agent.answer_once(an_event(), after=10) == ["A: approve A alone"]
+    agent.answer()
+    assert agent.phase == "approved"
+
+
+def test_a_hold_amid_an_approval_of_an_earlier_appearance_comes_in_time() -> None:
+    agent = an_event_that_is_back_amid_its_approval()
+    agent.operator("hold")
+    assert agent.answer() == []
+    assert (agent.phase, agent.of().operator_action) == ("held", "hold")
+
+
+def test_a_restart_sends_an_approval_anew_whose_event_was_away_meanwhile() -> None:
+    agent = an_event_that_is_back_amid_its_approval()
+    assert agent.restart("boot 1", an_event()) == ["A: approve A"]
+    agent.answer()
+    assert agent.phase == "approved"
 
 
 def test_an_approved_event_that_is_back_as_started_was_approved() -> None:

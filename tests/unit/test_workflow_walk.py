@@ -185,6 +185,8 @@ class World:
     flights: dict[tuple[str, Stage], Flight] = field(default_factory=dict)
     posts: dict[str, str] = field(default_factory=dict)
     """Appearance -> workflow id of approvals under way."""
+    outlived: frozenset[str] = frozenset()
+    """Appearances that were over and came back while an approval was under way: its answer counts no more."""
     taken_back: frozenset[str] = frozenset()
     """Appearances that an operator had approved, and that take back an approval under way."""
     undone: frozenset[str] = frozenset()
@@ -244,7 +246,7 @@ class World:
             *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.held, self.missing,
             self.started, self.confirmed, self.expired, self.elsewhere, self.left,
             self.crashes, self.failures, self.is_blind, self.boot, *sorted(self.remembered),
-            self.taken_back,
+            self.taken_back, self.outlived,
             *sorted(self.scheduled_boot.items()),
         )  # fmt: skip
 
@@ -259,8 +261,8 @@ class World:
             self.names[workflow.id], workflow.event.status, workflow.phase,
             *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
-            approval.state, approval.is_taken_back, min(approval.failures, 2), retry, is_stale, drain,
-            workflow.operator_action,
+            approval.state, approval.is_taken_back, approval.is_outlived, min(approval.failures, 2), retry,
+            is_stale, drain, workflow.operator_action,
             workflow.is_over, workflow.was_started, workflow.is_history_unknown,
             workflow.wait_reason and replaced(workflow.wait_reason, at=None), workflow.outcome, speaks,
         )  # fmt: skip
@@ -385,10 +387,11 @@ class World:
                 self._read_document()
             case [name, "approval", how]:
                 workflow_id = self.posts.pop(name)
-                if how == "ok" and name in self.names.values():
+                if how == "ok" and name in self.names.values() and name not in self.outlived:
                     self.confirmed |= {name}
                     self._void_what_came_late(name)
                 self.taken_back -= {name}
+                self.outlived -= {name}
                 self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
             case ["R", "expires"]:
                 self.expired |= {self.present("R")}
@@ -524,7 +527,8 @@ class World:
         """It goes on as it was, but for its approval and an operator's: they were for the time before."""
         if self.truth[name[0]] == "Scheduled":
             self.confirmed -= {name}
-            self.posts.pop(name, None)
+            self.taken_back -= {name}
+            self.outlived |= {name} & self.posts.keys()
         if self.words.get(name) == "approve":
             self.words[name] = ""
 
@@ -600,7 +604,7 @@ class World:
                 self.used = frozenset(item for item in self.used if item[:2] != (name, "prepare"))
                 self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
                 self.failed.pop(name, None)
-        self.flights, self.posts, self.taken_back = {}, {}, frozenset()
+        self.flights, self.posts, self.taken_back, self.outlived = {}, {}, frozenset(), frozenset()
         stored = msgspec.json.encode(list(self.workflows.values()))
         self.workflows = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
         self.document_at, self.is_blind = None, True
@@ -716,6 +720,7 @@ class World:
         self.failed.pop(name, None)
         self.taken_back -= {name}
         self.posts.pop(name, None)  # no process waits for its answer any more
+        self.outlived -= {name}
         self.words.pop(name, None)
         self.scheduled_boot.pop(name, None)
 
@@ -1315,6 +1320,11 @@ def _answer_that_leaves_it_taken_back(workflow: Workflow, signal: ApprovalAnswer
     return REAL["apply_approval_answer"](forgotten, signal, context)
 
 
+def _answer_that_counts_for_each_appearance(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Any:
+    taken = replaced(workflow, approval=replaced(workflow.approval, is_outlived=False))
+    return REAL["apply_approval_answer"](taken, signal, context)
+
+
 def _expiry_that_ends_the_hold(*arguments: Any) -> Any:
     put, removed = REAL["_changes_of_holds"](*arguments)
     ended = {("hold", key) for key in arguments[3].values()}
@@ -1426,6 +1436,16 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "an event forgets the approval that Azure has accepted": (
         {"apply_approval_answer": _answer_that_leaves_it_taken_back}, "(15)",
         Script({"A": a_rule(approve="manual", prepare=())}, has_operator=True, crashes=0),
+    ),
+    "an approval counts for a later appearance, too": (
+        {"apply_approval_answer": _answer_that_counts_for_each_appearance}, "(6)",
+        Script(
+            PAIRS["same hooks"], crashes=0,
+            begins=(
+                "A appears Scheduled", "A1 prepare succeeded", "B appears Scheduled",
+                "A vanishes", "another answer", "A appears Scheduled",
+            ),
+        ),
     ),
     "an event that left comes back as it was": (
         {"_mark_gone": _lose_as_if_it_had_vanished}, "",

@@ -92,6 +92,8 @@ def would_begin(workflow: Workflow, context: Context) -> WaitReason:
 def apply_approval_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Transition | None:
     if workflow.approval.state != "requested":
         return None
+    if workflow.approval.is_outlived:
+        return Transition(workflow=replace(workflow, approval=Approval()))
     if not signal.error_kind:
         records = [Record(kind="approved", text="Azure has accepted the approval", addition="")]
         action = workflow.operator_action

@@ -100,6 +100,8 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     state: Literal["none", "requested", "confirmed"] = "none"
     is_taken_back: bool = False
     """The operator has taken it back while it was under way: it still counts if Azure accepts it."""
+    is_outlived: bool = False
+    """The event was over and came back while it was under way: its answer counts no more, then it is sent anew."""
     failures: int = 0
     """Number in a row."""
     failing_since: datetime | None = None

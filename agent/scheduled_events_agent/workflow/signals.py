@@ -316,7 +316,9 @@ def _resume(workflow: Workflow, event: ScheduledEvent, context: Context) -> Work
     if workflow.is_over and workflow.operator_action == "hold" and workflow.event.key not in context.holds:
         workflow = replace(workflow, operator_action="")
     if workflow.is_over and not event.is_started:
-        workflow = replace(workflow, approval=Approval())
+        is_under_way = workflow.approval.state == "requested"
+        approval = Approval(state="requested", is_outlived=True) if is_under_way else Approval()
+        workflow = replace(workflow, approval=approval)
     if workflow.phase == "recovering":
         phase: Phase = "started" if workflow.was_started else "prepared"
         workflow = replace(workflow, phase=phase, recover=StageStatus())
@@ -469,7 +471,12 @@ def _restart(workflow: Workflow, context: Context) -> Transition:
     if workflow.approval.state == "requested":
         since = workflow.approval.failing_since or context.now  # its answer is lost
         approval = replace(
-            workflow.approval, state="none", is_taken_back=False, retry_at=None, failing_since=since
+            workflow.approval,
+            state="none",
+            is_taken_back=False,
+            is_outlived=False,
+            retry_at=None,
+            failing_since=since,
         )
         workflow = replace(workflow, approval=approval)
     workflow = _without_what_a_reboot_has_undone(workflow, context)
