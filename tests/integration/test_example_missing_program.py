@@ -64,7 +64,7 @@ NEEDS: dict[tuple[str, ...], list[tuple[dict[str, str], str, str]]] = {
     ],
     ("slurm-prepare",): [({}, "PATH", "scontrol squeue"), ({}, "SLURM_NODE", "hostname")],
     ("slurm-recover",): [({}, "PATH", "scontrol"), ({}, "SLURM_NODE", "hostname")],
-    ("training-checkpoint",): [({}, "TRAINING_UNIT", "systemctl")],
+    ("training-checkpoint",): [({}, "TRAINING_UNIT", "systemctl"), ({}, "PATH", "flock")],
     ("training-resume",): [({}, "TRAINING_UNIT", "systemctl")],
 }
 CASES = [

@@ -57,6 +57,7 @@ checkpoint.write_text("all")
 time.sleep(300)
 """
 # Answers each SIGUSR1 with one more checkpoint, which grows until a file allows its end; some signals it loses.
+# After SIGTERM it writes nothing more, and ends some seconds later.
 WRITES_EACH = """
 import pathlib, signal, sys, time
 disk, allowed = map(pathlib.Path, sys.argv[1:3])
@@ -65,6 +66,7 @@ def want(*_):
     global wanted
     wanted += 1
 signal.signal(signal.SIGUSR1, want)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(time.sleep(int(sys.argv[4]))))
 print("up", flush=True)
 while True:
     if wanted > step:
@@ -106,8 +108,9 @@ class Steps:
 
 
 @contextmanager
-def steps(directory: Path, lost: int = 0) -> Iterator[Steps]:
-    run = (sys.executable, "-ISc", WRITES_EACH, str(directory / "disk"), str(directory / "may"), str(lost))
+def steps(directory: Path, lost: int = 0, ends_after: int = 0) -> Iterator[Steps]:
+    places = (str(directory / "disk"), str(directory / "may"))
+    run = (sys.executable, "-ISc", WRITES_EACH, *places, str(lost), str(ends_after))
     with a_job(directory, run=run, checkpoint="step-*/.metadata") as job:
         yield Steps(job, directory)
 
@@ -327,6 +330,42 @@ def test_a_run_beside_an_early_one_waits_for_the_same_checkpoint(agent: Agent, t
         assert job.complete() == {"step-1": True}
 
 
+def test_runs_that_begin_at_the_same_moment_look_at_the_clock_of_the_disk_in_turn(
+    agent: Agent, tmp_path: Path
+) -> None:
+    """Each creates the file for that and removes it."""
+    looks = tmp_path / "looks"
+    with steps(tmp_path) as job:
+        programs = job.job.manager.directory
+        for name, text in {
+            "find": f"case $1 in */.asked-*) echo looks >>{looks}; {wait_for(tmp_path / 'may look')} ;; esac",
+            "flock": f"echo waits >>{looks}",
+        }.items():
+            (programs / name).write_text(f'#!/bin/sh\n{text}\nexec /usr/bin/{name} "$@"\n')
+            (programs / name).chmod(0o755)
+        job.start(agent)
+        job.allow(1)
+        job.allow(2)
+        with job.job.hook("training-checkpoint") as hook:
+            agent.wait_until(lambda: looks.exists() and "looks" in looks.read_text(), "one looked at the clock")
+            with job.job.hook("training-checkpoint", "B") as other:
+                agent.wait_until(
+                    lambda: looks.read_text().split()[2:] or looks.read_text().count("looks") > 1,
+                    "the other one waits, or looks too",
+                )
+                seen = looks.read_text().split()
+                (tmp_path / "may look").touch()
+                errors = [process.communicate(timeout=PATIENCE)[1] for process in (hook, other)]
+        assert seen == ["waits", "looks", "waits"]
+        assert (errors, hook.returncode, other.returncode) == (["", ""], 0, 0)
+        assert job.complete() == {"step-1": True}
+
+
+def wait_for(file: Path) -> str:
+    """A line of shell."""
+    return f"until [ -e '{file}' ]; do sleep 0.05; done"
+
+
 def test_a_signal_that_the_job_has_lost_is_sent_again(agent: Agent, tmp_path: Path) -> None:
     with steps(tmp_path, lost=1) as job:
         job.start(agent)
@@ -384,8 +423,12 @@ def test_a_job_is_not_stopped_amid_a_checkpoint_beside_the_complete_one(agent: A
         assert job.complete() == {"step-1": True, "step-2": True}
 
 
-def test_a_job_that_the_event_makes_it_stop_amid_a_checkpoint_is_a_failure(agent: Agent, tmp_path: Path) -> None:
-    with steps(tmp_path) as job:
+@pytest.mark.parametrize("seconds", [0, 11])
+def test_a_job_that_the_event_makes_it_stop_amid_a_checkpoint_is_a_failure(
+    agent: Agent, tmp_path: Path, seconds: int
+) -> None:
+    """Also if the job takes longer to end than a checkpoint that does not grow may be under way."""
+    with steps(tmp_path, ends_after=seconds) as job:
         job.start(agent)
         with job.job.hook("training-checkpoint", SCHEDULED_EVENT_SECONDS_LEFT="12") as hook:
             one_beside(job, agent)
