@@ -2,10 +2,13 @@
 # Install it beside them.
 Import-Module WebAdministration
 
-function Set-Mark {   # on a full disk no empty one stays
-    try { "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII }
-    catch {
-        Remove-Item -LiteralPath $Mark -ErrorAction SilentlyContinue
+function Set-Mark {   # whole or not at all: on a full disk the one before stays, and no empty one
+    $part = "$Mark.$PID"
+    try {
+        "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $part -Encoding ASCII
+        Move-Item -LiteralPath $part -Destination $Mark -Force
+    } catch {
+        Remove-Item -LiteralPath $part -ErrorAction SilentlyContinue
         throw
     }
 }
