@@ -5,13 +5,13 @@
 # ends with "cannot open" and its place if it is not there.
 #
 #   say TEXT                  a line for the log; fail TEXT: the same as an error, and the hook fails
-#   need PROGRAM [VARIABLE]   ends the hook if there is no such program, and names the variable that leads to it, or has
-#                             it needed. A hook asks before it does anything; a recover hook starts the service before it
-#                             asks for what only looks at it
+#   need PROGRAM [VARIABLE]   ends the hook if there is no such program, and names the variable by which it is found or
+#                             needed. A hook asks before it does anything; a recover hook starts the service first, and then
+#                             asks for the programs that only look at it
 #   time_left LIMIT [SPARE]   prints how many seconds the hook may take from now on: LIMIT, but no more than the agent
 #                             leaves it, and SPARE (10) less than the event leaves, if these are known; 0 at least
 #   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
-#   try COMMAND               runs it; if it fails, $why is what it said, or that it was not done in its time, and after how
+#   try COMMAND               runs it; if it fails, $why has its last words, or says that its time was over, and after how
 #                             many seconds
 #   ask COMMAND               runs a client that a busy server may leave without an answer: after 15 s again, for a minute
 #                             or until 10 s before the event

@@ -215,17 +215,22 @@ def test_a_hold_of_an_event_that_has_vanished_can_be_released(sim: Simulator, ag
     assert agent.status()["holds"] == []
 
 
-@pytest.mark.parametrize("is_taken", [True, False])
-def test_a_hold_during_an_approval_is_answered_after_the_approval(
-    sim: Simulator, agent: Agent, *, is_taken: bool
-) -> None:
-    agent.write_policy(imds={"request_timeout": "3s"}, rules=[{"name": "all", "approve": "immediately"}])
+def schedule_for_slow_approval(sim: Simulator, agent: Agent, approve: str, *, is_taken: bool) -> str:
+    """Start the agent with an event whose approval Azure takes after 2 s, or never answers. Returns its id."""
+    agent.write_policy(imds={"request_timeout": "3s"}, rules=[{"name": "all", "approve": approve}])
     if is_taken:
         sim.fault(None, "slow", on="approve", delay_seconds=2)
     else:
         sim.fault(None, "stall", on="approve", count=1)
     agent.start()
-    event = sim.schedule("Reboot", source="User", start_delay_seconds=600, lasts_seconds=None)
+    return sim.schedule("Reboot", source="User", start_delay_seconds=600, lasts_seconds=None)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_hold_during_an_approval_is_answered_after_the_approval(
+    sim: Simulator, agent: Agent, *, is_taken: bool
+) -> None:
+    event = schedule_for_slow_approval(sim, agent, "immediately", is_taken=is_taken)
     agent.wait_log("approving", event_id=event)
     done = ask(agent, "hold", event)
     if is_taken:
@@ -243,13 +248,7 @@ def test_a_hold_during_an_approval_is_answered_after_the_approval(
 def test_a_release_of_an_approval_under_way_says_what_became_of_it(
     sim: Simulator, agent: Agent, *, is_taken: bool
 ) -> None:
-    agent.write_policy(imds={"request_timeout": "3s"}, rules=[{"name": "all", "approve": "manual"}])
-    if is_taken:
-        sim.fault(None, "slow", on="approve", delay_seconds=2)
-    else:
-        sim.fault(None, "stall", on="approve", count=1)
-    agent.start()
-    event = sim.schedule("Reboot", source="User", start_delay_seconds=600, lasts_seconds=None)
+    event = schedule_for_slow_approval(sim, agent, "manual", is_taken=is_taken)
     agent.wait_phase(event, "prepared")
     assert ask(agent, "approve", event).returncode == 0
     done = ask(agent, "release", event)

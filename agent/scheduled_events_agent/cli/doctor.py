@@ -67,7 +67,7 @@ _SPACING_SECONDS = 0.5
 _NEED_AN_ANSWER = ("vm-name", "version", "events", "clock")
 
 _AS_AGENT = "run this as root or administrator, or as the agent's account"
-_UNTRUSTED = "run that command: before, root uses nothing of this policy"
+_UNTRUSTED = "run that command: until then, root uses nothing of this policy"
 _CORRECT = "correct it: an agent starts with the policy that it has accepted before, or not at all"
 _DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
