@@ -137,6 +137,7 @@ FAILED = {"ActiveState": "failed", "SubState": "failed", "MainPID": "0"}
         (FAILED, "--priority=err) echo 'no such file' ;;", ("no such file", False)),
         ({**FAILED, "Result": "watchdog"}, "", ("systemd calls it watchdog", False)),
         (AUTO_RESTART, "", ("", True)),
+        ({**AUTO_RESTART, "SubState": "auto-restart-queued"}, "", ("", True)),
     ],
 )
 def test_the_failure_of_the_service_has_the_last_error_of_its_last_run(

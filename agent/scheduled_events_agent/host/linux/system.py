@@ -83,7 +83,7 @@ def is_of_own_service(pid: int) -> bool:
 
 
 def _failure_of(unit: Mapping[str, str]) -> ServiceFailure | None:
-    is_retried = unit["SubState"] == "auto-restart"
+    is_retried = "auto-restart" in unit["SubState"]  # newer versions of systemd tell several such states apart
     if not is_retried and unit["ActiveState"] != "failed":
         return None
     of_run = f"_SYSTEMD_INVOCATION_ID={unit['InvocationID']}"
