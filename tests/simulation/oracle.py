@@ -18,7 +18,8 @@ invariants:
        again while documents list it, and not recovered from while a Preempt of this VM is there. A document of an
        api-version that leaves it out says nothing about it
     5  all of this over restarts, with and without a reboot, for canceled and completed events
-    6  an approval that was confirmed is not sent again; one that was not is, until it is
+    6  an approval that was confirmed is not sent again before two answers lack the event; one that was
+       not is, until it is
     7  nothing is approved before a document was read, without a name, or after the state was lost
     8  an event is prepared for in the very cycle in which it is first seen
     9  after a restart the VM is as ready, or not, as before; and in the end nothing is left to do
