@@ -453,6 +453,16 @@ def test_a_vm_asks_every_5_s_while_another_vm_of_its_event_may_get_a_slot(
     assert ask(TWO_AHEAD, request(not_before=minutes(99))).next_sync_seconds == 15.0
 
 
+def test_a_ready_vm_renews_its_record_as_often_far_behind_in_the_line_for_a_slot() -> None:
+    """Else it would count as ready for minutes after it can no longer say that it is not."""
+    ahead = [record(f"e{number}", "web_8", "not_ready") for number in range(20)]
+    both = [record("a", "web_0", "ready", slot="lacked"), record("a", "web_1", "ready", slot="lacked")]
+    asked = request("ready", needs_slot=True, lacks_slot=True, needs_all=True, requested_vms=("web_0", "web_1"))
+    (write,) = ask([*ahead, *both], asked).writes
+    assert write.fields is not None
+    assert (write.fields["slot"], write.fields["renew_seconds"]) == ("requested", "20")
+
+
 def test_it_asks_more_often_while_a_ready_vm_has_only_to_write_again() -> None:
     """Its record is from before this VM has seen the event: that is so after a restart."""
     both = [record("a", "web_0", "ready"), record("a", "web_1", "ready", age=9.0)]

@@ -429,12 +429,14 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds for which no list or write is needed."""
         if "claimed" in (state, slot) and not status.other_vm_id:
             return _CLAIMED_SECONDS
+        due: list[float] = []
         if {"claimed", "requested"} & {state, slot}:
-            return min(_REQUESTED_SECONDS * (1 + len(status.ahead)), _RENEW_SECONDS[1])
+            due.append(_REQUESTED_SECONDS * (1 + len(status.ahead)))
         if state == "ready" and request.needs_all:
-            seconds = min(max(_READY_SECONDS, _READY_SECONDS_PER_RECORD * self.listed), _RENEW_SECONDS[1])
-            return seconds / _RENEWALS if self._awaits_renewal(request) else seconds
-        return _QUIET_SECONDS
+            # A long line for a slot to approve must not let a silent VM count as ready for longer.
+            seconds = max(_READY_SECONDS, _READY_SECONDS_PER_RECORD * self.listed)
+            due.append(seconds / _RENEWALS if self._awaits_renewal(request) else seconds)
+        return min(*due, _RENEW_SECONDS[1]) if due else _QUIET_SECONDS
 
     def write_of(self, request: FleetRequest, state: str, slot: SlotState, interval: float) -> Write | None:
         """The write that is needed; None if the record is as it must be."""
