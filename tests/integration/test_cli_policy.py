@@ -479,11 +479,14 @@ hooks:
 
 
 @pytest.mark.parametrize(
-    ("on_unavailable", "do"),
-    [("wait", "wait for a slot until their latest begin"), ("begin", "begin without a slot after a minute")],
+    ("on_unavailable", "slots"),
+    [
+        ("wait", "events wait for a slot until their latest begin, and then for Azure to start them, and "),
+        ("begin", "events begin and are approved without a slot after a minute, and "),
+    ],
 )
 def test_check_shows_the_effect_of_an_unavailable_table(
-    run: Run, tmp_path: Path, on_unavailable: str, do: str
+    run: Run, tmp_path: Path, on_unavailable: str, slots: str
 ) -> None:
     policy = tmp_path / "p.yaml"
     table = "https://a.example/abc"
@@ -492,9 +495,12 @@ def test_check_shows_the_effect_of_an_unavailable_table(
     code, out, _ = run("check", "--no-files", "--config", str(policy))
     assert code == 0
     assert f"It acts with the VMs of group web through {table}, 2 events at a time.\n" in out
-    unavailable = f"While the store is unavailable, events {do}, and what names several VMs is not approved."
-    assert f"{unavailable}\n" in out
+    unavailable = "what names several VMs is not approved."
+    assert f"While the store is unavailable, {slots}{unavailable}\n" in out
     assert f"{policy}:1: fleet.members: members does not match this VM, web_0" in out
+    policy.write_text(f"fleet: {{group: web, table: '{table}', on_unavailable: {on_unavailable}}}\n")
+    _, out, _ = run("check", "--no-files", "--config", str(policy))
+    assert f"While the store is unavailable, {unavailable}\n" in out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")

@@ -242,11 +242,11 @@ def _format_policy(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
         limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""
         group = f"group {fleet.group}" if fleet.group else "its scale set"
         yield from terminal.line(f"It acts with the VMs of {group} through {store}{limit}.")
-        waits = "wait for a slot until their latest begin"
-        begins = "begin without a slot after a minute"
-        do = waits if fleet.on_unavailable == "wait" else begins
-        words = f"While the store is unavailable, events {do}, and what names several VMs is not approved."
-        yield from terminal.line(words)
+        waits = "events wait for a slot until their latest begin, and then for Azure to start them"
+        begins = "events begin and are approved without a slot after a minute"
+        slots = waits if fleet.on_unavailable == "wait" else begins
+        slots = f"{slots}, and " if fleet.max_events else ""
+        yield from terminal.line(f"While the store is unavailable, {slots}what names several VMs is not approved.")
 
 
 def _format_endpoint(setting: str) -> str:

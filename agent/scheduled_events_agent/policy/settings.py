@@ -239,7 +239,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ("*",)
     on_unavailable: Annotated[
         Literal["wait", "begin"],
-        Meta(description="Whether to wait for a slot as long as possible while the store cannot be used."),
+        Meta(description="Whether to wait for a slot, to begin and to approve, while the store cannot be used."),
     ] = "wait"
 
     def members_error(self, names: Iterable[str]) -> str:
