@@ -209,7 +209,8 @@ as_mark_owner() { "$@"; }
 
 mark_text=
 set_mark() {
-    printf '%s\n' "${SCHEDULED_EVENT_ID:-by-hand}" "$(last_start)" "$mark_text" |
+    mark_start=$(last_start) || fail "when it was started is not known; no mark was set: ${mark:?}"
+    printf '%s\n' "${SCHEDULED_EVENT_ID:-by-hand}" "$mark_start" "$mark_text" |
         as_mark_owner tee "${mark:?}.$$" >/dev/null || {
         as_mark_owner rm -f "$mark.$$" || : # on a full disk it is empty
         fail "the mark cannot be written: $mark"

@@ -77,6 +77,20 @@ def test_a_full_disk_leaves_no_empty_mark(tmp_path: Path, call: tuple[str, ...])
     assert [path.name for path in tmp_path.iterdir() if "mark" in path.name or "stopped" in path.name] == []
 
 
+NO_TIME = """case $2 in
+*ActiveEnterTimestamp) echo 'Connection timed out' >&2; exit 1 ;;
+*) printf 'LoadState=loaded\\nActiveState=activating\\n' ;;
+esac"""
+
+
+def test_no_mark_is_set_without_the_time_of_the_start(tmp_path: Path) -> None:
+    """With another event it would be void, and the service would stay down."""
+    done = run_hook(tmp_path, ("service", "stop"), programs={"systemctl": NO_TIME})
+    said = f"service: when it was started is not known; no mark was set: {tmp_path}/mark"
+    assert (done.code, done.said[-1]) == (1, said)
+    assert not (tmp_path / "mark").exists()
+
+
 def test_a_full_disk_leaves_the_address_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "lowered").symlink_to("/dev/full")
     settings = {"KEEPALIVED_ADDRESS": "192.0.2.1", "KEEPALIVED_FILE": str(tmp_path / "lowered")}
