@@ -309,6 +309,7 @@ def test_an_agent_recovers_after_the_reboot_that_it_approved_under_a_rejected_po
     agent.wait_metric(0, "config_last_reload_successful")
     event = sim.schedule("Reboot", lasts_seconds=None)
     sim.wait_approved(event)
+    agent.wait_log("started", event_id=event)  # until then, a reboot has it prepare again
     agent.kill()
     agent.forget_boot()
     agent.start()

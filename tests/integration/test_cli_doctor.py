@@ -758,7 +758,7 @@ def test_an_agent_that_differs_from_the_policy_file_is_a_warning(
         changed = look(policy)
         assert changed.severity == "warning"
         assert re.match(re.escape(f"{runs}with the policy as it was read at "), changed.message)
-        assert changed.message.endswith("Z; its file has changed since")
+        assert changed.message.endswith(" UTC; its file has changed since")
     finally:
         process.terminate()
         process.communicate()
