@@ -5,7 +5,18 @@ from pathlib import Path
 
 FAILED_SEEDS: tuple[int, ...] = (217773675,)
 """Lives of one VM that have shown a fault, of the agent or of the oracle."""
-FAILED_FLEET_SEEDS: tuple[int, ...] = (139, 800023, 800043, 800083, 800100, 810229, 810274, 7000055, 7000092)
+FAILED_FLEET_SEEDS: tuple[int, ...] = (
+    139,
+    800023,
+    800043,
+    800083,
+    800100,
+    810229,
+    810274,
+    7000055,
+    7000092,
+    80087138,
+)
 _HEX_DIGITS = 7
 
 

@@ -453,6 +453,14 @@ def test_a_vm_asks_every_5_s_while_another_vm_of_its_event_may_get_a_slot(
     assert ask(TWO_AHEAD, request(not_before=minutes(99))).next_sync_seconds == 15.0
 
 
+def test_a_vm_that_takes_back_its_claim_asks_again_after_5_s() -> None:
+    """Others that claimed in the same moment take theirs back, too: there may be room at once."""
+    found = ask([*TWO_AHEAD, record("a", "web_0", "claimed")], request(not_before=minutes(99)))
+    (write,) = found.writes
+    assert write.fields is not None
+    assert (write.fields["state"], found.next_sync_seconds) == ("requested", 5.0)
+
+
 def test_a_ready_vm_renews_its_record_as_often_far_behind_in_the_line_for_a_slot() -> None:
     """Else it would count as ready for minutes after it can no longer say that it is not."""
     ahead = [record(f"e{number}", "web_8", "not_ready") for number in range(20)]
