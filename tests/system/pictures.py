@@ -28,13 +28,14 @@ from test_tutorial import Shell, section, steps
 WIDTH = 900
 _COLORS = "64"  # more make a file larger, and no picture better
 _TRIES = 60  # a second apart, until an agent listens
-# Lays $ROOT over this machine's folders (only the home is writable); adds a state directory, and Azure's address.
+# Lays $ROOT over this machine's folders (only the home is writable); adds Azure's address, and a
+# state directory: on a disk, for the page warns of one in memory.
 _ENTER = """
 ip link set lo up
 ip address add 169.254.169.254 dev lo
 for folder in etc home var/lib; do mount -t overlay overlay -o "lowerdir=$ROOT/$folder:/$folder" "/$folder"; done
 mount --bind "$ROOT/home/you" /home/you
-mount -t tmpfs -o mode=700 tmpfs /var/lib/scheduled-events-agent
+mkdir -m 700 "$ROOT/state" && mount --bind "$ROOT/state" /var/lib/scheduled-events-agent
 exec "$@"
 """
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")

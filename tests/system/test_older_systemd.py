@@ -143,7 +143,7 @@ def test_from_there_the_page_leads_to_a_service_in_a_venv(
     add_python(machine)
     machine.copy_in(wheels, WHEELS)
     ((make_venv,),) = shown_commands(PAGE, "### pip into a venv")
-    (_, *others), _ = shown_commands("docs/install-other.md", "## pip")
+    (_, *others), *_ = shown_commands("docs/install-other.md", "## pip")
     assert len(others) == 4
     for command in (make_venv, *others):
         machine.run("sh", "-euc", command, environment=OFFLINE, timeout=600)
