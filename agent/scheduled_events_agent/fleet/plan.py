@@ -364,18 +364,14 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     def may_join_soon(self, request: FleetRequest) -> bool:
         """Whether the event may have a slot within seconds, however many events are ahead of it.
 
-        That is so if another VM of the event has a claim. It may be so if this VM's record is not in the list yet:
-        the other VMs see the event at about the same time, and the list may be from before their claims. It may
-        also be so if this VM takes back a claim: events that claimed in the same moment take theirs back, too.
+        That is so if a VM of the event has a claim; also if this VM takes its own claim back, for events that
+        claimed in the same moment take theirs back, too. It may be so if this VM's record is not in the list yet:
+        the other VMs see the event at about the same time, and the list may be from before their claims.
         """
         key = record_key(request.event, request.vm)
         if key not in self.records and len(request.requested_vms) > 1:
             return True
-        own = self.own(request)
-        if own is not None and own.is_claim:
-            return True
-        others = [one for one in self._of(event_key(request.event)) if one.record.key != key]
-        return any(one.is_claim and one.may_be_alive for one in others)
+        return any(record.is_claim and record.may_be_alive for record in self._of(event_key(request.event)))
 
     # --- what is asked
 
