@@ -95,12 +95,12 @@ def _remove(_arguments: argparse.Namespace) -> int:
         print("there is no service to remove")
         return 0
     print("the service was removed; policy, state and logs stay")
-    for line in prepared_lines(options):
+    for line in ask_prepared_lines(options):
         print(line)
     return 0
 
 
-def prepared_lines(options: Mapping[str, str]) -> list[str]:
+def ask_prepared_lines(options: Mapping[str, str]) -> list[str]:
     """The lines of ``status --prepared`` for a service with these options; [] if it does not end in time.
 
     It does not raise: a state that cannot be read must not keep the agent from being removed.
@@ -129,7 +129,7 @@ def report_removal() -> None:
     from scheduled_events_agent.telemetry.log import get_logger, set_up  # noqa: PLC0415 - see above
     from scheduled_events_agent.telemetry.log_ids import LogId  # noqa: PLC0415 - see above
 
-    lines = prepared_lines(windows_service.host_options())
+    lines = ask_prepared_lines(windows_service.host_options())
     if not lines:
         return
     text = "the agent is removed while an event is prepared"

@@ -158,7 +158,7 @@ def find_fallback(file: PolicyFile, error: ConfigError) -> Fallback:
         lines = tuple(f"the policy accepted at {since}: {problem}" for problem in other.problems)
         raise NoFallbackError(f"the policy accepted at {since} cannot be used: {first}", lines) from other
     chosen = loaded.settings.agent.state_dir
-    if Path(chosen or host.default_state_dir()).absolute() != directory:
+    if directory_of(chosen) != directory:
         raise NoFallbackError(f"the policy accepted at {utc(accepted.accepted_at)} has another agent.state_dir")
     return Fallback(loaded, accepted, error)
 
@@ -170,6 +170,11 @@ def _state_dir(file: PolicyFile, error: ConfigError) -> Path:
     chosen = file.state_dir or ("" if error.content is None else state_dir_in(error.content))
     if chosen and not file.state_dir and is_foreign_path(chosen):
         raise NoFallbackError("agent.state_dir is a path of another system")
+    return directory_of(chosen)
+
+
+def directory_of(chosen: str | None) -> Path:
+    """The state directory of an agent with this agent.state_dir."""
     return Path(chosen or host.default_state_dir()).absolute()
 
 

@@ -17,6 +17,7 @@ from scheduled_events_agent.daemon.fallback import (
     AcceptedPolicyKeeper,
     Fallback,
     NoFallbackError,
+    directory_of,
     find_fallback,
 )
 from scheduled_events_agent.daemon.inbox import PolicyFileSeen, PolicyReloaded
@@ -232,8 +233,7 @@ class PolicyReader:
                 host.create_private_dir(self._directory)
         except host.HostError as error:
             return str(error)
-        chosen = self._loaded.settings.agent.state_dir
-        directory = Path(chosen or host.default_state_dir()).absolute()
+        directory = directory_of(self._loaded.settings.agent.state_dir)
         is_trial = self.file.state_dir is not None  # the option may name such a directory then
         if is_trial or directory != self._directory:
             return ""

@@ -56,6 +56,8 @@ _CANONICAL = {
     word.casefold(): word for word in (*EVENT_TYPES, "Scheduled", "Started", *_FINAL_STATUSES, "Platform", "User")
 }
 
+RESTARTING_TYPES = ("Reboot", "Redeploy")
+"""The types of events that restart the VM, which is there afterwards."""
 # The forms that are known, each to its end. What is left out reads as UTC; the weekday is often wrong.
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _HOUR, _SIXTIETH = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"

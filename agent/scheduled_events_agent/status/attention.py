@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import get_args
 
+from scheduled_events_agent.imds.document import RESTARTING_TYPES
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted, short_ids
 from scheduled_events_agent.status.messages import is_for_this_vm, utc
@@ -33,7 +34,6 @@ _CRASHES = 3
 CRASHED_WITHIN = timedelta(hours=1)
 """How long a start after a crash counts."""
 _NAMED_WITHIN = timedelta(minutes=5)
-_RESTARTING = ("Reboot", "Redeploy")
 _NOTIFIED_WITHIN = timedelta(minutes=5)
 
 _MESSAGES: dict[AttentionKind, str] = {
@@ -233,7 +233,9 @@ def _next_restart(status: Status) -> WorkflowView | None:
     restarts = [
         workflow
         for workflow in status.pending
-        if workflow.event.type in _RESTARTING and workflow.event.status == "Scheduled" and is_for_this_vm(workflow)
+        if workflow.event.type in RESTARTING_TYPES
+        and workflow.event.status == "Scheduled"
+        and is_for_this_vm(workflow)
     ]
     return min(restarts, key=_starts_at, default=None)
 

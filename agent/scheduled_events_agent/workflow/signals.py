@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from msgspec.structs import replace
 
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
-from scheduled_events_agent.imds.document import Affects, ScheduledEvent
+from scheduled_events_agent.imds.document import RESTARTING_TYPES, Affects, ScheduledEvent
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import apply_approval_answer
@@ -345,7 +345,7 @@ def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition
         outcome = "completed" if signal.status == "Completed" else "canceled"
     elif workflow.was_started or workflow.event.is_started:
         outcome = "completed"
-    elif workflow.boot_id != context.boot_id and workflow.event.type in ("Reboot", "Redeploy"):
+    elif workflow.boot_id != context.boot_id and workflow.event.type in RESTARTING_TYPES:
         outcome = "completed"  # this machine was down while it was Started
     elif workflow.event.is_recommendation:
         pass  # it says nothing about the eviction
