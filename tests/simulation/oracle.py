@@ -346,10 +346,19 @@ class Oracle:
             self._expect(is_begun or bool(is_held_up), f"(8) {life.name} is not prepared for at once")
 
     def _is_taken(self, hook: str, life: Life) -> bool:
-        """Whether an eviction has the one run of the hook that may go on."""
+        """Whether an eviction has the one run of the hook that may go on, or has it next."""
         runs = [run for run in self.runs if (run.stage, run.hook) == ("prepare", hook)]
         is_needed = any(self.lives[run.event].type == "Preempt" for run in runs)
+        is_needed = is_needed or any(self._waits_to_run(hook, other) for other in self.lives.values())
         return is_needed and life.type != "Preempt" and self.hooks[hook].serialize
+
+    def _waits_to_run(self, hook: str, life: Life) -> bool:
+        """Whether it is an eviction whose first hook this is, and a recover hook that must end is in its way."""
+        rule = self.rule(life)
+        if rule is None or life.type != "Preempt" or life.is_over or life.status != "Scheduled":
+            return False
+        is_next = rule.prepare[:1] == (hook,) and hook not in life.succeeded
+        return is_next and any(run.stage == "recover" and self._is_in_the_way(run, rule) for run in self.runs)
 
     def waits(self, event: str, hook: str, *, behind: tuple[str, str]) -> None:
         """A hook that must not run twice has waited for a second, behind one of that event and stage."""

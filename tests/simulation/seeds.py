@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-FAILED_SEEDS: tuple[int, ...] = (217773675,)
+FAILED_SEEDS: tuple[int, ...] = (217773675, 310008735)
 """Lives of one VM that have shown a fault, of the agent or of the oracle."""
 FAILED_FLEET_SEEDS: tuple[int, ...] = (
     139,

@@ -167,12 +167,12 @@ def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context:
     return replace(step, workflow=replace(step.workflow, approval=Approval(state="requested")))
 
 
-def _cut_nothing_short(workflow: Workflow, stage: Any) -> Transition | None:
-    return None if stage == "prepare" else REAL_CUT_SHORT(workflow, stage)
+def _cut_nothing_short(workflow: Workflow, stage: Any, *, is_urgent: bool = False) -> Transition | None:
+    return None if stage == "prepare" else REAL_CUT_SHORT(workflow, stage, is_urgent=is_urgent)
 
 
-def _cut_no_recovery_short(workflow: Workflow, stage: Any) -> Transition | None:
-    return None if stage == "recover" else REAL_CUT_SHORT(workflow, stage)
+def _cut_no_recovery_short(workflow: Workflow, stage: Any, *, is_urgent: bool = False) -> Transition | None:
+    return None if stage == "recover" else REAL_CUT_SHORT(workflow, stage, is_urgent=is_urgent)
 
 
 def _restart_that_retries(workflow: Workflow, context: Context) -> Transition:

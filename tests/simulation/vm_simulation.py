@@ -180,6 +180,7 @@ class VmSimulation(Simulation[Trouble], Machine):
         self._poll_at = -1.0
         self._wake_at = -1.0
         self._metrics = new_metrics()
+        self._bugs_before = self._metrics.bugs._value.get()
         dropped = self._metrics.notifications_dropped
         self._dropped = {name: dropped.labels(name, "removed") for name in _TARGETS}
         self._drops = self._count_drops()
@@ -278,7 +279,7 @@ class VmSimulation(Simulation[Trouble], Machine):
         if self.engine is None:
             raise BrokenError("the agent is not started again")
         self.oracle.finished(is_ready=is_ready(self.engine.workflows), pending=self.engine.workflows)
-        faults = self._metrics.bugs._value.get()
+        faults = self._metrics.bugs._value.get() - self._bugs_before
         if self._store is not None and self._store.outbox.waiting():
             raise BrokenError("(12) notices that have ended stay in the state file")
         if faults:

@@ -1261,7 +1261,7 @@ def _close_at_once(workflow: Workflow, *_: Any) -> Transition | None:
     return phases._close(workflow)
 
 
-def _cancel_in_words_only(workflow: Workflow, stage: Stage) -> Transition:
+def _cancel_in_words_only(workflow: Workflow, stage: Stage, **_: bool) -> Transition:
     progress = replaced(workflow.stage_status(stage), current=None, state="canceled")
     return Transition(workflow=workflow.with_stage(stage, progress))
 
