@@ -250,17 +250,22 @@ def test_the_name_is_asked_every_second_and_less_often_if_it_is_not_known(
     class Instance(Service):
         def fetch_identity(self) -> Identity:
             self.asked.append(clock.now - began)
+            failures.append(resolver.failure)
             if self.asked[-1] < over:
                 raise ImdsError("GET", kind=kind)
             return Identity(name="vm-1" if self.asked[-1] > over else "", vm_id="")
 
     service = Instance(clock, 1.0, lambda _: (0.0, DOCUMENT))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    resolver = IdentityResolver(lambda: cast("Snapshot", service), inbox.put, cast("Any", clock))
+    failures: list[str] = []
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
         patch.setattr(module, "time", clock)
         patch.setattr(module, "connect", service.connect)
-        IdentityResolver(lambda: cast("Snapshot", service), inbox.put, cast("Any", clock)).run()
+        resolver.run()
     assert service.asked == [*asked, asked[-1] + 10.0]
+    assert failures == ["", *["GET"] * (len(asked) - 1), "the service does not report it; set vm.name"]
+    assert resolver.failure == ""
     assert [line.get("kind") for line in log] == [kind, "no_name", None]
 
 

@@ -270,6 +270,8 @@ class IdentityResolver:
         self._put = put
         self._stop_requested = stop_requested
         self.has_tried = threading.Event()
+        self.failure = ""
+        """Why the last request did not bring the name; "" if it did, or none has ended yet."""
 
     def run(self) -> None:
         failure_log = ChangeLogger("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
@@ -280,14 +282,17 @@ class IdentityResolver:
                 identity = connect(imds.endpoint, request_timeout=imds.request_timeout).fetch_identity()
                 self._put(identity)
                 if identity.name:
+                    self.failure = ""
                     failure_log.succeeded(time.monotonic())
                     return
-                failure_log.failed("no_name", "the service does not report it; set vm.name", time.monotonic())
+                self.failure = "the service does not report it; set vm.name"
+                failure_log.failed("no_name", self.failure, time.monotonic())
                 delay = _NO_NAME_RETRY_SECONDS
             except (AgentError, OSError) as raised:
                 error = request_error(raised)
+                self.failure = str(error)
                 delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
-                failure_log.failed(error.kind, str(error), time.monotonic())
+                failure_log.failed(error.kind, self.failure, time.monotonic())
             finally:
                 self.has_tried.set()
             if self._stop_requested.wait(delay):
