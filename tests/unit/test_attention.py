@@ -246,23 +246,43 @@ def test_a_recommendation_needs_attention_only_for_repairs() -> None:
     assert exit_code(with_summaries(of_event(over))) == 3
 
 
-def test_the_worst_comes_first_and_an_agent_that_may_carry_out_no_command_before_all() -> None:
+def test_the_nearest_deadline_comes_first_and_then_the_worst() -> None:
     later = held(event={"id": "later", "not_before": NOW + timedelta(days=1)})
     status = a_status(
-        pending=(MANUAL, later, held(), UNRECOVERED),
+        pending=(later, UNRECOVERED, held(), MANUAL),
         policy=replace(POLICY, rejected="bad", rejected_at=NOW),
         health=("no poll has succeeded since 22:10:59 UTC",),
     )
-    assert [one.kind for one in attention(status)] == [
-        "unhealthy", "recovery_failed", "prepare_failed", "prepare_failed", "approval_needed", "policy_rejected",
-    ]  # fmt: skip
-    assert [one.event_id for one in attention(status)[2:4]] == ["602D9444", "later"]
-    absent = replace(status, source="state_file", mode=None, health=("no agent runs",), supervisor_commands=(LOG,))
-    assert "is prepared for" in attention(absent)[0].consequence
-    first, *rest = attention(absent)
+    assert [(one.kind, one.event_id) for one in attention(status)] == [
+        ("prepare_failed", "602D9444"),
+        ("approval_needed", "602D9444"),
+        ("prepare_failed", "later"),
+        ("unhealthy", ""),
+        ("recovery_failed", "602D9444"),
+        ("policy_rejected", ""),
+    ]
+    soon = a_workflow(
+        event={"id": "soon", "not_before": NOW + timedelta(minutes=1)}, phase="prepared", approval=FAILING
+    )
+    now = held(event={"id": "now", "not_before": None})
+    first, second, *_ = attention(replace(status, pending=(*status.pending, soon, now)))
+    assert (first.event_id, second.event_id) == ("now", "soon")
+
+
+def test_without_an_agent_that_comes_first_for_no_command_has_an_effect() -> None:
+    status = a_status(
+        source="state_file",
+        mode=None,
+        pending=(held(), UNRECOVERED),
+        health=("no agent runs",),
+        supervisor_commands=(LOG,),
+    )
+    first, second, third = attention(status)
     assert (first.message, first.commands) == ("No agent runs.", (LOG,))
-    assert (rest[0].kind, rest[0].consequence) == ("recovery_failed", "")  # nothing answers at /readyz
-    assert exit_code(with_summaries(absent)) == 3
+    assert "is prepared for" in first.consequence
+    assert second.kind == "prepare_failed"
+    assert (third.kind, third.consequence) == ("recovery_failed", "")  # nothing answers at /readyz
+    assert exit_code(with_summaries(status)) == 3
 
 
 def test_a_failed_preparation_needs_attention_while_one_document_lacks_the_event() -> None:

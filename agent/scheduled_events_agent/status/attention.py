@@ -5,6 +5,7 @@ Pure: reads no file and no clock. Invariant: it never lists what a rule or an op
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from math import inf
 from typing import get_args
 
 from scheduled_events_agent.imds.document import RESTARTING_TYPES
@@ -59,14 +60,24 @@ _CONSEQUENCES: dict[AttentionKind, str] = {
 
 
 def attention(status: Status) -> tuple[Attention, ...]:
-    """All that needs a person, the worst first."""
+    """All that needs a person: what has the nearest deadline first, then the worst.
+
+    If no agent answers, that comes before all: until one does, no command has an effect.
+    """
     found = [*of_events(status), *_of_agent(status), *_of_next_start(status), *_of_setup(status)]
 
-    def rank(one: Attention) -> tuple[bool, int, float]:
-        deadline = one.deadline.timestamp() if one.deadline else 0.0
-        return (one.severity != "act", ATTENTION_KINDS.index(one.kind), deadline)
+    def rank(one: Attention) -> tuple[bool, bool, float, int]:
+        is_absence = status.source == "state_file" and one.kind == "unhealthy"
+        return (not is_absence, one.severity != "act", _due_at(one), ATTENTION_KINDS.index(one.kind))
 
     return tuple(sorted(found, key=rank))
+
+
+def _due_at(one: Attention) -> float:
+    """The time of the deadline; infinite without one, and before all others if Azure may start the event now."""
+    if one.deadline is not None:
+        return one.deadline.timestamp()
+    return -inf if one.severity == "act" and one.kind in WITH_DEADLINE else inf
 
 
 def exit_code(status: Status) -> int:

@@ -174,7 +174,7 @@ AttentionKind = Literal[
     "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown",
     "fleet_unavailable", "notifications_failing",
 ]  # fmt: skip
-"""The reasons why a person may be needed, the worst first. An unhealthy agent may carry out no command."""
+"""The reasons why a person may be needed, the worst first."""
 
 
 class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,7 +275,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     notify: tuple[NotifiedTarget, ...] = ()
     fleet: FleetState | None = None
     attention: tuple[Attention, ...] = ()
-    """The worst first."""
+    """The nearest deadline first, then the worst."""
     headline: str = ""
     """The first ``message`` of ``attention``, or how things are."""
     summaries: tuple[EventSummary, ...] = ()
