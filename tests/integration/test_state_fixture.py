@@ -181,6 +181,7 @@ HELD_BY_OPERATOR = Workflow(
     phase_since=MIDWAY,
     prepare=DONE,
     operator_action="hold",
+    early_until=MIDWAY + timedelta(days=2),
     handling_since=MIDWAY,
     wait_reason=WaitReason(kind="held"),
 )

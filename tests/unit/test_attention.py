@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,13 @@ def target(**fields: Any) -> NotifiedTarget:
 FAILING = Approval(failures=3, failing_since=NOW, failure="POST: 500")
 LOST_HOOK = {"wait_reason": WaitReason(kind="lost_hook", detail="resume")}
 MANUAL = a_workflow(decision={"approve": "manual"}, phase="prepared", approval_needed_since=NOW)
+MOVED: dict[str, Any] = {"not_before": NOW + timedelta(days=2)}
+DRAINED: dict[str, Any] = {
+    "phase": "held", "prepare": UNDONE, "wait_reason": WaitReason(kind="never"), "phase_since": NOW,
+}  # fmt: skip
+EARLY = a_workflow(
+    event=MOVED, decision={"approve": "never"}, early_until=NOW + timedelta(hours=47, minutes=45), **DRAINED
+)
 UNRECOVERED = recovering(
     phase="recovery_failed",
     recover=replace(FAILED, failed_hook="resume", failure="hook resume: exit code 1"),
@@ -137,6 +144,12 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "The name of this VM is not known.",
         "scheduled-events-agent doctor",
     ),
+    "out_of_service": (
+        of_event(EARLY),
+        "fix",
+        "web-1 is out of service until 2026-04-13 22:12:00 UTC: earlier than its lead.",
+        "scheduled-events-agent approve 602D9444",
+    ),
     "fleet_unavailable": (
         a_status(fleet=FleetState(group="web", error="no route", unavailable_since=NOW, not_ready=())),
         "fix",
@@ -167,7 +180,7 @@ def test_each_kind_has_a_message_a_command_and_an_exit_code(kind: str) -> None:
     assert found.since is not None or kind == "unhealthy"
     shown = with_summaries(status)
     assert shown.headline == message
-    is_of_event = bool(found.event_id)
+    is_of_event = bool(found.event_id) and severity == "act"
     assert exit_code(shown) == {"unhealthy": 1}.get(kind, 3 if is_of_event else 0)
 
 
@@ -232,8 +245,51 @@ def test_an_event_that_a_rule_or_an_operator_holds_needs_no_attention(workflow: 
     assert exit_code(with_summaries(of_event(workflow))) == 0
 
 
+NO_TIME = a_workflow(event={"not_before": None}, decision={"approve": "never"}, **DRAINED)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "at", "is_needed"),
+    [
+        (EARLY, NOW, True),
+        (EARLY, NOW + timedelta(hours=47, minutes=40), True),
+        (EARLY, NOW + timedelta(hours=47, minutes=40, seconds=1), False),
+        (replace(EARLY, operator_action="hold"), NOW, False),
+        (replace(EARLY, approval=Approval(state="confirmed")), NOW, False),
+        (replace(EARLY, phase="prepared", wait_reason=WaitReason(kind="all_ready")), NOW, True),
+        (replace(EARLY, phase="prepared", wait_reason=WaitReason(kind="too_early")), NOW, True),
+        (replace(EARLY, phase="prepared", wait_reason=WaitReason(kind="approval_slot")), NOW, False),
+        (replace(EARLY, wait_reason=WaitReason(kind="missing")), NOW, False),
+        (replace(EARLY, phase="prepared", wait_reason=None, approval=Approval(failures=1)), NOW, False),
+        (replace(EARLY, phase="preparing", prepare=StageStatus(state="running", run=1)), NOW, False),
+        (NO_TIME, NOW + timedelta(minutes=5), True),
+        (NO_TIME, NOW + timedelta(minutes=4), False),
+        (replace(NO_TIME, event=a_workflow().event), NOW + timedelta(minutes=19, seconds=12), True),
+        (replace(NO_TIME, event=a_workflow().event), NOW + timedelta(minutes=19, seconds=11), False),
+    ],
+)
+def test_a_vm_out_of_service_needs_attention_unless_that_ends_in_time(
+    workflow: WorkflowView, at: datetime, is_needed: bool
+) -> None:
+    kinds = [one.kind for one in attention(replace(of_event(workflow), at=at))]
+    assert kinds == (["out_of_service"] if is_needed else [])
+
+
+def test_a_vm_out_of_service_says_until_when_and_how_to_end_that() -> None:
+    found = one_of(of_event(EARLY))
+    start = "2026-04-13 22:12:00 UTC"
+    assert found.consequence == f"It stays prepared for the Reboot of web-1, which Azure starts at {start}."
+    assert [(one.command.split()[1], one.effect) for one in found.commands] == [
+        ("approve", "let Azure start it now"),
+        ("hold", "do not approve it"),
+    ]
+    unknown = one_of(replace(of_event(NO_TIME), at=NOW + timedelta(minutes=5)))
+    assert unknown.message == "web-1 is out of service, and Azure does not say until when."
+    assert unknown.consequence == "It stays prepared for the Reboot of web-1, which Azure starts at any moment."
+
+
 def test_an_agent_that_only_observes_needs_no_attention_before_an_event() -> None:
-    for workflow in (MANUAL, held(), a_workflow()):
+    for workflow in (MANUAL, held(), a_workflow(), EARLY):
         assert attention(of_event(workflow, mode="observe")) == ()
 
 

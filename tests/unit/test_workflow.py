@@ -665,6 +665,47 @@ def test_a_hook_in_flight_gets_a_new_deadline_when_not_before_moves() -> None:
     assert agent.document(an_event()) == []
 
 
+@pytest.mark.parametrize(
+    ("rule", "days", "early"),
+    [
+        (a_rule(lead=900.0, approve="never"), 2, timedelta(days=2, minutes=-15)),
+        (a_rule(approve="never"), 2, timedelta(days=2, minutes=-10)),
+        (a_rule(lead=900.0, approve="manual"), 2, timedelta(days=2, minutes=-15)),
+        (a_rule(lead=3 * 86400.0, approve="never"), 2, None),
+    ],
+)
+def test_what_is_prepared_when_not_before_moves_away_knows_when_it_would_begin(
+    rule: Rule, days: int, early: timedelta | None
+) -> None:
+    agent = Agent(rule)
+    agent.document(an_event(not_before=START + timedelta(minutes=9)))
+    agent.ends("drain")
+    agent.ends("checkpoint")
+    assert agent.of().early_until is None
+    moved = an_event(not_before=START + timedelta(days=days))
+    agent.document(moved)
+    assert agent.of().early_until == (START + early if early else None)
+    agent.document(an_event(not_before=START + timedelta(minutes=9)))
+    assert agent.of().early_until is None
+
+
+def test_an_event_that_is_not_prepared_is_not_early() -> None:
+    agent = Agent(a_rule(lead=900.0))
+    agent.document(an_event(not_before=START + timedelta(days=2)))
+    assert agent.of().phase == "waiting"
+    assert agent.of().early_until is None
+
+
+def test_an_event_that_an_approval_has_begun_is_early_once_the_approval_is_released() -> None:
+    agent = Agent(a_rule(lead=900.0))
+    agent.document(an_event(not_before=START + timedelta(days=2)))
+    agent.operator("approve")
+    agent.operator("release")
+    assert agent.of().early_until == START + timedelta(days=2, minutes=-15)
+    agent.document(started(an_event()))
+    assert agent.of().early_until is None
+
+
 def test_not_before_moved_towards_a_waiting_event_wakes_it() -> None:
     agent = Agent(a_rule(lead=900.0))
     agent.document(an_event(not_before=START + timedelta(days=7)))

@@ -29,6 +29,8 @@ invariants, which it works out for itself and not from the fields of a workflow:
     earlier appearance: they have a second to end
 14. an event that only an operator can let be approved says so, and no other
 15. once Azure has accepted an approval, the event shows the operator's action without what came too late
+16. the VM is out of service only while a hook runs, until a time that is known and that the rule asks for, until
+    Azure answers or ends what it has been let start, or because an operator holds it; else a person is asked
 
 An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
 answer lacks it, it is over; if it comes back before a recovery has begun, its own or one for another event that
@@ -56,12 +58,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace as replaced
 from mutants import break_workflow
+from status_samples import a_status
 
 from scheduled_events_agent.engine import remembered
 from scheduled_events_agent.engine.remembered import changes_by_transitions, with_changes
 from scheduled_events_agent.imds.compare import Gone, Missing, compare
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.status import AttentionKind
+from scheduled_events_agent.status import attention as attention_list
+from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     Approval,
@@ -86,6 +92,7 @@ from scheduled_events_agent.workflow import (
     approval,
     is_ready,
     known_events,
+    next_wake_at,
     phases,
     signals,
     stages,
@@ -117,6 +124,9 @@ class Script:
     """A started event may become scheduled again."""
     serialized: frozenset[str] = frozenset()
     """Hooks of which only one run may go on at a time."""
+    may_move: bool = False
+    """NotBefore may move, so far that the event would not have begun yet."""
+    has_not_before: bool = True
     may_leave: bool = False
     """A scheduled event may name other VMs from some answer on."""
     resources: tuple[str, ...] = ("vm_1",)
@@ -210,6 +220,8 @@ class World:
     confirmed: frozenset[str] = frozenset()
     expired: frozenset[str] = frozenset()
     """Recommendations that are over and not yet both closed and out of the document."""
+    moved: frozenset[str] = frozenset()
+    """Events whose NotBefore has moved."""
     elsewhere: frozenset[str] = frozenset()
     """Events that the document lists for other VMs."""
     left: frozenset[str] = frozenset()
@@ -244,7 +256,7 @@ class World:
             ),
             *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
             *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.held, self.missing,
-            self.started, self.confirmed, self.expired, self.elsewhere, self.left,
+            self.started, self.confirmed, self.expired, self.elsewhere, self.left, self.moved,
             self.crashes, self.failures, self.is_blind, self.boot, *sorted(self.remembered),
             self.taken_back, self.outlived,
             *sorted(self.scheduled_boot.items()),
@@ -265,6 +277,7 @@ class World:
             is_stale, drain, workflow.operator_action,
             workflow.is_over, workflow.was_started, workflow.is_history_unknown,
             workflow.wait_reason and replaced(workflow.wait_reason, at=None), workflow.outcome, speaks,
+            workflow.early_until is not None,
         )  # fmt: skip
 
     def expect(self, holds: bool, text: str) -> None:
@@ -318,6 +331,8 @@ class World:
                 yield "R expires"
         elif status == "Scheduled":
             yield f"{event} becomes Started"
+            if self.script.may_move and event in self.read and not self.is_blind and event not in self.moved:
+                yield f"{event} moves"
             if self.script.may_leave:
                 yield f"{event} leaves"
         elif self.script.may_flap:
@@ -376,10 +391,14 @@ class World:
                     self._read_document()
             case [event, ("vanishes" | "leaves") as how]:
                 del self.truth[event]
+                self.moved -= {event}
                 if how == "leaves":
                     self.elsewhere |= {event}
                 if not self.is_blind:
                     self._read_document()
+            case [event, "moves"]:
+                self.moved |= {event}
+                self._read_document()
             case ["first", "document"]:
                 self.is_blind = False
                 self._read_document()
@@ -472,7 +491,7 @@ class World:
             ScheduledEvent(
                 id=event, type=(TYPES | SPOT)[event], status=status, source="Platform",
                 resources=self.script.resources,
-                not_before=START + timedelta(days=10) if status == "Scheduled" else None,
+                not_before=self._not_before(event) if status == "Scheduled" else None,
             )
             for event, status in self.truth.items()
         )  # fmt: skip
@@ -506,12 +525,19 @@ class World:
         for event in new:
             self._expect_prompt_preparation(event)
 
+    def _not_before(self, event: str) -> datetime | None:
+        if not self.script.has_not_before:
+            return None
+        return START + timedelta(seconds=2 * AT_ONCE if event in self.moved else AT_ONCE)
+
     def _begin_bare(self, event: str) -> None:
         """A drain, or the promise of a recovery alone, begins without a hook that reports it."""
         rule, name = self.script.rule(event), self.present(event)
         is_bare = bool(rule.drain_for or not rule.prepare)
         is_to_start = self.truth.get(event) == "Scheduled" and name not in self.started and not self.is_over(name)
-        if is_bare and is_to_start and event not in self.missing and self.words.get(name) != "hold":
+        is_early = event in self.moved and self.words.get(name) != "approve"
+        is_allowed = self.words.get(name) != "hold" and not is_early
+        if is_bare and is_to_start and event not in self.missing and is_allowed:
             self.owed |= {(name, hook) for hook in rule.recover}
 
     def _returns(self, name: str) -> bool:
@@ -680,6 +706,31 @@ class World:
             is_needed = bool(REAL["why_approval_needed"](workflow, context))
             is_recorded = workflow.approval_needed_since is not None
             self.expect(is_needed == is_recorded, f"(14) an approval by an operator is needed: {is_needed}")
+        self._expect_end_or_attention(context)
+
+    def _expect_end_or_attention(self, context: Context) -> None:
+        """Of each event that keeps the VM out of service: it goes on, or a person who looks in an hour is told."""
+        stuck = {w.id for w in self.workflows.values() if w.is_prepared_for and not self._goes_on(w, context)}
+        if not stuck:
+            return
+        views = tuple(map(to_view, self.workflows.values()))
+        shown = attention_list.attention(a_status(at=self.now + timedelta(hours=1), pending=views, ready=False))
+        unknown = [self.names[key] for key in stuck.difference(one.workflow_id for one in shown)]
+        self.expect(not unknown, f"(16) the VM stays prepared for {unknown}, and no person is asked")
+
+    def _goes_on(self, workflow: Workflow, context: Context) -> bool:
+        name = self.names[workflow.id]
+        event = name[0]
+        if self.flights or self.is_blind or event in self.missing:
+            return True  # a hook runs, or the next answer is awaited
+        if next_wake_at({workflow.id: workflow}, context) is not None:
+            return True
+        if self.is_over(name):
+            others = [other for other in self.workflows.values() if not self.is_over(self.names[other.id])]
+            return any(other.event.type == "Preempt" or other.is_prepared_for for other in others)
+        if name in self.started or name in self.posts or name in self.confirmed:
+            return True  # it is Azure's
+        return self.words.get(name) == "hold" or (self.script.has_not_before and event not in self.moved)
 
     def _start(self, name: str, effect: RunHook) -> None:
         """The hook runs, or waits if another run of it goes on and only one may."""
@@ -840,7 +891,7 @@ class World:
         for event, status in self.truth.items():
             name = self.present(event)
             if status == "Scheduled" and event != "R":
-                if name not in self.started and self.may_approve(name):
+                if name not in self.started and event not in self.moved and self.may_approve(name):
                     self.expect(name in self.confirmed, f"(6) {name} is never approved")
                 return f"{event} becomes Started"
             return f"{event} vanishes"
@@ -1008,6 +1059,27 @@ def test_a_reappearing_event_with_signals_in_every_order(rule: Rule, depth: int)
 def test_an_event_that_comes_back_while_its_recovery_has_failed(depth: int) -> None:
     rule = a_rule(prepare=("drain",), recover=("load", "resume"))
     assert walk(Script({"A": rule}, crashes=0, appearances=2, depth=depth)) > 200
+
+
+OUT_OF_SERVICE = {
+    "never": a_rule(prepare=("drain",), approve="never"),
+    "manual": a_rule(prepare=("drain",), approve="manual"),
+    "when prepared": a_rule(prepare=("drain",)),
+    "immediately": a_rule(prepare=("drain",), approve="immediately"),
+    "drain alone": a_rule(prepare=(), drain_for=30.0, approve="never"),
+    "recovery alone": a_rule(prepare=(), approve="never"),
+}
+
+
+@to_depth(ONE_EVENT)
+@pytest.mark.parametrize("resources", [("vm_1",), SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("changes", [{"may_move": True}, {"has_not_before": False}], ids=["moves", "no time"])
+@pytest.mark.parametrize("rule", OUT_OF_SERVICE.values(), ids=OUT_OF_SERVICE.keys())
+def test_a_vm_out_of_service_goes_on_by_itself_or_a_person_is_asked(
+    rule: Rule, changes: dict[str, Any], resources: tuple[str, ...], depth: int
+) -> None:
+    script = Script({"A": rule}, crashes=0, appearances=1, has_operator=True, resources=resources, depth=depth)
+    assert walk(replace(script, **changes)) > 50
 
 
 def a_pair(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Rule]:
@@ -1468,6 +1540,18 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         )},
         "(14)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),
+    "a NotBefore that moves away is not noticed": (
+        {"early_until": lambda *_: None},
+        "(16)", Script({"A": a_rule(prepare=("drain",), approve="never")}, may_move=True, crashes=0),
+    ),
+    "a recommendation never ends": (
+        {"expires_at": lambda _: None},
+        "(16)",
+        Script(
+            {"R": a_rule("R", prepare=("drain",), expire_after=EXPIRE_SECONDS)}, crashes=0,
+            begins=("R appears Scheduled", "R1 prepare succeeded"),
+        ),
+    ),
     "an event is prepared for only when an operator says so": (
         {"_begin_when_due": _begin_when_an_operator_says_so},
         "(8)", Script({"A": a_rule()}),
@@ -1485,3 +1569,29 @@ def test_the_walk_detects_a_broken_state_machine(
         walk(replace(script, depth=ONE_EVENT if len(script.rules) == 1 else TWO_EVENTS))
     assert str(caught.value).startswith(found)
     assert re.search(r"\n  after: [ARP] appears Scheduled", str(caught.value))
+
+
+NEVER_MOVED = replace(
+    Script({"A": OUT_OF_SERVICE["never"]}, has_operator=True, crashes=0, depth=ONE_EVENT), may_move=True
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "script"),
+    [
+        ("recovery_failed", Script({"A": a_rule(prepare=("drain",))}, crashes=0, depth=ONE_EVENT)),
+        ("out_of_service", NEVER_MOVED),
+        ("out_of_service", replace(NEVER_MOVED, may_move=False, has_not_before=False)),
+        ("prepare_failed", replace(NEVER_MOVED, rules={"A": a_rule(prepare=("drain",), drain_for=30.0)})),
+        ("approval_needed", replace(NEVER_MOVED, rules={"A": a_rule(approve="manual")})),
+    ],
+)
+def test_the_walk_detects_that_no_person_is_asked(
+    kind: AttentionKind, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert walk(script) > 10
+    events = attention_list.of_events
+    monkeypatch.setattr(attention_list, "of_events", lambda status: [x for x in events(status) if x.kind != kind])
+    with pytest.raises(BrokenError) as caught:
+        walk(script)
+    assert str(caught.value).startswith("(16)")

@@ -41,6 +41,8 @@ def available_actions(workflow: Workflow) -> tuple[OperatorAction, ...]:
     actions: list[OperatorAction] = ["retry"] if workflow.prepare.state == "failed" else []
     if workflow.operator_action:
         return (*actions, "release", "hold")
+    if workflow.early_until and not actions:
+        return ("approve", "hold")
     starts_next = decision.has_preparation and workflow.prepare.state in ("idle", "running")
     approves_itself = decision.approve not in ("manual", "never")
     if workflow.phase != "held" and decision.rule and (starts_next or approves_itself):

@@ -20,6 +20,7 @@ from scheduled_events_agent.status.status import (
     SuggestedCommand,
     WorkflowView,
 )
+from scheduled_events_agent.workflow.model import WaitKind
 
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 """The kinds of attention, the worst first."""
@@ -36,6 +37,9 @@ CRASHED_WITHIN = timedelta(hours=1)
 """How long a start after a crash counts."""
 _NAMED_WITHIN = timedelta(minutes=5)
 _NOTIFIED_WITHIN = timedelta(minutes=5)
+_OUT_OF_SERVICE_WITHIN = timedelta(minutes=5)
+_ENDING_WAITS: tuple[WaitKind, ...] = ("missing", "stale", "fleet", "approval_slot", "staggered")
+"""What an approval waits for, and what comes by itself before NotBefore."""
 
 _MESSAGES: dict[AttentionKind, str] = {
     "recovery_failed": "Recovery from {the_event} failed: {why}.",
@@ -44,6 +48,7 @@ _MESSAGES: dict[AttentionKind, str] = {
     "approval_needed": "{The_event} needs an operator's approval.",
     "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
     "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries failed{last_error}.",
+    "out_of_service": "{vm} is out of service{until}.",
 }
 NO_AGENT = "no agent runs"
 """Why ``Status.health`` is not ok, if that is so."""
@@ -56,6 +61,7 @@ _CONSEQUENCES: dict[AttentionKind, str] = {
     "approval_needed": "Without an approval Azure starts it {when}.",
     "not_acting": _UNREADY,
     "approval_failing": "The agent goes on trying; without an approval Azure starts it {when}.",
+    "out_of_service": "It stays prepared for {the_event}, which Azure starts {when}.",
 }
 
 
@@ -96,9 +102,10 @@ def of_events(status: Status) -> Iterator[Attention]:
         event = workflow.event
         facts = _facts(status, workflow)
         is_warning = event.is_recommendation and not workflow.is_over  # nothing starts by itself
+        is_to_fix = is_warning or kind == "out_of_service"
         yield Attention(
             kind=kind,
-            severity="fix" if is_warning else "act",
+            severity="fix" if is_to_fix else "act",
             since=_since(kind, workflow),
             event_id=event.id,
             workflow_id=workflow.id,
@@ -119,21 +126,46 @@ def _consequence(kind: AttentionKind, status: Status, facts: dict[str, str]) -> 
 def _kind_of(status: Status, workflow: WorkflowView) -> AttentionKind | None:
     """Why the event needs a person: the worst kind if there are several, None if there is none."""
     waits_for = workflow.wait_reason.kind if workflow.wait_reason else ""
-    prepare = workflow.prepare.state
     if workflow.phase == "recovery_failed":
         return "recovery_failed"
     if workflow.is_over:
         if status.mode == "observe" and workflow.is_prepared_for:
             return "not_acting"
         return "hook_missing" if waits_for == "lost_hook" else None
-    if workflow.event.status != "Scheduled" or workflow.was_started or status.mode == "observe":
+    if workflow.event.is_started or workflow.was_started or status.mode == "observe":
         return None
+    return _kind_before_start(workflow) or ("out_of_service" if _is_out_of_service(status, workflow) else None)
+
+
+def _kind_before_start(workflow: WorkflowView) -> AttentionKind | None:
+    """Why a scheduled event needs an operator before Azure starts it."""
+    if workflow.event.status != "Scheduled":
+        return None
+    waits_for = workflow.wait_reason.kind if workflow.wait_reason else ""
+    prepare = workflow.prepare.state
     if workflow.phase == "held" and prepare in ("failed", "canceled") and workflow.operator_action != "hold":
         return "prepare_failed"
     is_asking = workflow.phase != "held" and waits_for in ("", "missing", "stale")
     if is_asking and workflow.approval.failures >= _FAILED_APPROVALS:
         return "approval_failing"
     return "approval_needed" if workflow.approval_needed_since else None
+
+
+def _is_out_of_service(status: Status, workflow: WorkflowView) -> bool:
+    """Whether the VM is prepared, and nothing ends that by itself in the time that its rule asks for.
+
+    An operator's hold is wanted, and an event that Azure has been asked to start is Azure's.
+    """
+    if not workflow.is_prepared_for or workflow.event.is_recommendation or workflow.operator_action == "hold":
+        return False
+    if workflow.prepare.state == "running" or workflow.approval.state != "none":
+        return False
+    if workflow.wait_reason is None or workflow.wait_reason.kind in _ENDING_WAITS:
+        return False
+    if workflow.early_until is not None:
+        return workflow.early_until - status.at >= _OUT_OF_SERVICE_WITHIN
+    since = workflow.event.not_before or workflow.phase_since or workflow.first_seen_at
+    return status.at - since >= _OUT_OF_SERVICE_WITHIN
 
 
 def _since(kind: AttentionKind, workflow: WorkflowView) -> datetime:
@@ -150,7 +182,12 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
     name = f"{event.type or 'event'} of {next(iter(status.vm.names), 'this VM')}"
     is_ahead = event.not_before is not None and event.not_before > status.at
     unready_since = workflow.handling_since or workflow.phase_since or workflow.first_seen_at
+    until = ", and Azure does not say until when"
+    if event.not_before is not None and is_ahead:
+        until = f" until {utc(event.not_before, status.at)}: earlier than its lead"
     return {
+        "vm": next(iter(status.vm.names), "This VM"),
+        "until": until,
         "the_event": f"the {name}",
         "The_event": f"The {name}",
         "why": stage_status.failure or f"it was {stage_status.state}",

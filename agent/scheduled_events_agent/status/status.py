@@ -172,7 +172,7 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
 AttentionKind = Literal[
     "unhealthy", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed", "not_acting",
     "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown",
-    "fleet_unavailable", "notifications_failing",
+    "out_of_service", "fleet_unavailable", "notifications_failing",
 ]  # fmt: skip
 """The reasons why a person may be needed, the worst first."""
 

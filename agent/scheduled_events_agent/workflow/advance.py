@@ -33,7 +33,7 @@ from scheduled_events_agent.workflow.phases import evaluate_approval_gates, next
 from scheduled_events_agent.workflow.recommendations import expires_at
 from scheduled_events_agent.workflow.signals import apply_signal, can_resume, waiting_for_hook
 from scheduled_events_agent.workflow.stages import can_start, is_nothing_done, undoes, without_undone_hooks
-from scheduled_events_agent.workflow.timing import approval_turn_at, start_of
+from scheduled_events_agent.workflow.timing import approval_turn_at, early_until, start_of
 
 # An approval that waits for a later document checks this often whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
@@ -181,7 +181,7 @@ def _breach(before: Workflow, transition: Transition, context: Context) -> str:
 
 
 def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> Transition | None:
-    """Note why the workflow waits now, and since when an operator must approve it; a new reason gets a record."""
+    """Note why the workflow waits now, and what an operator must know of it; a new reason gets a record."""
     if not workflow.is_open:
         return None
     records = (
@@ -194,7 +194,12 @@ def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> 
     if why_needed and needed_since is None:
         records.append(Record(kind="approval_needed", text=why_needed))
     needed_since = (needed_since or context.now) if why_needed else None
-    explained = replace(workflow, wait_reason=reason, approval_needed_since=needed_since)
+    explained = replace(
+        workflow,
+        wait_reason=reason,
+        approval_needed_since=needed_since,
+        early_until=early_until(workflow, context),
+    )
     return Transition(workflow=explained, records=tuple(records)) if explained != workflow else None
 
 

@@ -148,6 +148,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     approval: Approval = Approval()
     operator_action: Literal["", "approve", "hold"] = ""
     approval_needed_since: datetime | None = None
+    early_until: datetime | None = None
+    """If it is prepared earlier than its rule asks for, as NotBefore is now: when it would begin."""
     missing_since: datetime | None = None
     is_over: bool = False  # two answers lacked it, or listed it for other VMs only; or the recommendation ended
     is_reverted: bool = False  # if the event comes back, it is prepared for again

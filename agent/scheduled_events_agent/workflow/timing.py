@@ -21,6 +21,18 @@ def start_of(workflow: Workflow, context: Context) -> StartTime:
     return workflow.decision.start(workflow.event, context.now, needed_seconds(workflow.decision, context))
 
 
+def early_until(workflow: Workflow, context: Context) -> datetime | None:
+    """When the event would begin, if it is prepared already; None if it is not too early for that.
+
+    NotBefore may have moved since, or an operator may have begun the event and then released it.
+    """
+    is_ahead = not (workflow.is_over or workflow.was_started or workflow.event.is_started)
+    if not (is_ahead and workflow.is_prepared_for):
+        return None
+    start_at = start_of(workflow, context).at
+    return start_at if start_at > context.now else None
+
+
 def needed_seconds(decision: Decision, context: Context) -> float:
     """How long before NotBefore the preparation must begin so that no hook is cut short."""
     hooks = sum(context.hook_seconds.get(hook, 0.0) for hook in decision.prepare)
