@@ -35,7 +35,7 @@ FAULTS: Mapping[str, tuple[FaultKind, dict[str, Any], str]] = {
     "a web page": ("html", {}, "document"),
     "garbage": ("garbage", {}, "document"),
     "200 without a body": ("empty", {}, "empty"),
-    "401": ("status", {"status": 401}, "unexpected_status"),
+    "401": ("status", {"status": 401}, "denied"),
     "404": ("status", {"status": 404}, "not_found"),
     "410": ("status", {"status": 410}, "gone"),
     "500": ("status", {"status": 500}, "server_error"),

@@ -29,6 +29,7 @@ BAD_API_VERSION = (
     'For more information refer to aka.ms/azureimds", '
     '"newest-versions": [ "2025-04-07", "2024-07-17", "2024-03-15" ] }; check imds.api_version'
 )
+DENIED = "; a proxy denies it, perhaps the VM's Guest Proxy Agent (docs/metadata-proxy.md)"
 SOMETHING_ELSE = "; something other than the metadata service answers: check imds.endpoint"
 
 
@@ -73,7 +74,8 @@ def test_the_document_is_asked_for_with_the_metadata_header(service: respx.MockR
             "bad_request",
             BAD_API_VERSION,
         ),
-        (401, b"", "unexpected_status", "401 Unauthorized"),
+        (401, b"", "denied", f"401 Unauthorized{DENIED}"),
+        (403, b"", "denied", f"403 Forbidden{DENIED}"),
         (404, b'{"error": "gone"}', "not_found", '404 Not Found: {"error": "gone"}'),
         (410, b"", "gone", "410 Gone"),
         (429, b"one\r\n\0two", "throttled", "429 Too Many Requests: one \N{REPLACEMENT CHARACTER}two"),

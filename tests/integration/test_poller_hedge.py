@@ -51,6 +51,7 @@ class Service:
         first_request_timeout: float = 0.0,
         longest: float,
         on_wait: Callable[[float], None] = lambda _: None,
+        **_: object,
     ) -> "Service":
         assert request_timeout < longest
         assert longest == inf  # there is but one version

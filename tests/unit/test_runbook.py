@@ -26,12 +26,13 @@ OTHERS = (
     "sudo systemctl daemon-reload",
     "sudo journalctl -u scheduled-events-agent ", "sudo journalctl -k",
     "sudo df -h /var/lib/scheduled-events-agent", "sudo fuser -v /var/lib/scheduled-events-agent/state.db",
-    "sudo ss -ltnp", "sudo ss -tanp dst 169.254.169.254",
+    "systemctl status azure-proxy-agent", "sudo ss -ltnp", "sudo ss -tanp dst 169.254.169.254",
 )  # fmt: skip
 ON_WINDOWS = {
     "sudo systemctl reload scheduled-events-agent": "scheduled-events-agent service reload",
     "sudo systemctl start scheduled-events-agent": "scheduled-events-agent service start",
     "sudo journalctl -u scheduled-events-agent ": "Get-Content -Tail 50 ",
+    "systemctl status azure-proxy-agent": "sc.exe query GuestProxyAgent",
 }
 
 
@@ -46,6 +47,12 @@ def test_a_section_has_the_five_parts_in_order_and_few_words(name: str) -> None:
     assert text.startswith("**Meaning:**")
     assert all(part(name, one) for one in PARTS)
     assert len(text.split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 421, 429, 500, 503])
+def test_each_status_of_a_failed_poll_has_a_line(status: int) -> None:
+    lines = re.findall(r"^- ([^:]+):", part("ScheduledEventsPollingStale", "Mitigation"), re.MULTILINE)
+    assert any(str(status) in re.findall(r"\d+", line) for line in lines)
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -121,7 +121,9 @@ class Daemon:
             command_options=command_options,
         )
         self._poller = Poller(self._snapshot, self._put, self._metrics, self.wake)
-        self._identifier = IdentityResolver(self._snapshot, self._put, self._poller.stop_requested)
+        self._identifier = IdentityResolver(
+            self._snapshot, self._put, self._poller.stop_requested, self._poller.guest_proxy
+        )
         self._inbox = Inbox(
             items, self._engine, self._executor, self._handle_command, is_sending=self._notifier.is_busy
         )
@@ -291,7 +293,12 @@ class Daemon:
     def _connect(self) -> ImdsClient:
         """A client for one request to approve."""
         imds = self._snapshot().settings.imds
-        return connect(imds.endpoint, self._poller.api_version, request_timeout=imds.request_timeout)
+        return connect(
+            imds.endpoint,
+            self._poller.api_version,
+            request_timeout=imds.request_timeout,
+            guest_proxy=self._poller.guest_proxy,
+        )
 
     def _poll(self) -> None:
         # Best before the first document: whether the state on disk is this VM's, and how Resources name it.

@@ -28,6 +28,7 @@ from scheduled_events_agent.imds.document import (
     check_limits,
     parse_document,
 )
+from scheduled_events_agent.imds.guest_proxy import GuestProxy
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import names_recommendations
 from scheduled_events_agent.policy.settings import ImdsSettings
@@ -90,6 +91,8 @@ class Poller:
         self.succeeded_at: datetime | None = None
         self.failure = ""
         """Why the last poll failed; "" if it did not."""
+        self.guest_proxy = GuestProxy()
+        """What answers have shown of Azure's proxy, for every client of this process."""
         self.has_tried = False
         """Whether the first poll has ended, in success or failure."""
         self._expected_back: float | None = None
@@ -137,6 +140,7 @@ class Poller:
                 first_request_timeout=imds.first_request_timeout if self.succeeded is None else 0.0,
                 longest=timeout,
                 on_wait=self._heartbeat,
+                guest_proxy=self.guest_proxy,
             )
             self._imds = imds
             self._client_version = version
@@ -156,7 +160,13 @@ class Poller:
 
     def _connect_hedge(self, version: ApiVersion, timeout: float) -> ImdsClient:
         imds = self._snapshot().settings.imds
-        return connect(imds.endpoint, version, request_timeout=imds.request_timeout, longest=timeout)
+        return connect(
+            imds.endpoint,
+            version,
+            request_timeout=imds.request_timeout,
+            longest=timeout,
+            guest_proxy=self.guest_proxy,
+        )
 
     def _poll(self, load_client: Callable[[ApiVersion, float], ImdsClient]) -> float:
         """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
@@ -265,10 +275,17 @@ class Poller:
 class IdentityResolver:
     """Asks the service for this VM's name until it is known: without it no event can be matched to this VM."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], put: Put, stop_requested: threading.Event) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        put: Put,
+        stop_requested: threading.Event,
+        guest_proxy: GuestProxy | None = None,
+    ) -> None:
         self._snapshot = snapshot
         self._put = put
         self._stop_requested = stop_requested
+        self._guest_proxy = guest_proxy or GuestProxy()
         self.has_tried = threading.Event()
         self.failure = ""
         """Why the last request did not bring the name; "" if it did, or none has ended yet."""
@@ -279,7 +296,10 @@ class IdentityResolver:
         while True:
             try:
                 imds = self._snapshot().settings.imds
-                identity = connect(imds.endpoint, request_timeout=imds.request_timeout).fetch_identity()
+                client = connect(
+                    imds.endpoint, request_timeout=imds.request_timeout, guest_proxy=self._guest_proxy
+                )
+                identity = client.fetch_identity()
                 self._put(identity)
                 if identity.name:
                     self.failure = ""

@@ -164,6 +164,7 @@ class StatusSource:
             recommendations_failure=self._poller.recommendations_failure,
             last_poll_at=self._poller.succeeded_at,
             poll_failure=self._poller.failure,
+            guest_proxy=self._poller.guest_proxy.has_answered,
             incarnation=snapshot.incarnation,
             other_vm_events=snapshot.other_vm_events,
             holds=tuple(

@@ -11,10 +11,11 @@ from typing import Literal, NamedTuple
 
 import psutil
 
+from scheduled_events_agent.host.supervisor import UNIT_PLACES
+
 ApproverState = Literal["active", "maybe", "installed"]
 """active: it approves. maybe: it runs, and it is not known whether it approves. installed: it does not run."""
 
-_UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
 _INTERPRETER = r"(python|bash|sh|ruby|perl)[0-9.]*"
 # This program in a command line: as a module, as an installed script, or as the file that packages start.
 _OWN_PROGRAM = r"(?is)(.*[\\/])?scheduled[-_]events[-_]agent(\.exe|[\\/](start|__main__)\.py)?"
@@ -177,7 +178,7 @@ def linux_approvers(root: Path = Path("/")) -> list[Approver]:
     for process in running_processes():
         with suppress(*UNREADABLE):
             commands.append((process.pid, process.cmdline()))
-    services = {path.stem for place in _UNIT_PLACES for path in (root / place).glob("*.service")}
+    services = {path.stem for place in UNIT_PLACES for path in (root / place).glob("*.service")}
 
     def runs(program: str) -> list[int]:
         return [pid for pid, words in commands if words and _is_program(words, program)]

@@ -1,6 +1,8 @@
-"""Commands for the agent's service, to be shown to people."""
+"""Commands for the agent's service, to be shown to people, and where systemd keeps its units."""
 
 from typing import NamedTuple
+
+UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
 
 
 class SupervisorCommands(NamedTuple):

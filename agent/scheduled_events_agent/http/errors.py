@@ -23,8 +23,8 @@ HttpErrorKind = Literal[
     "setup", "bug", "rejected",
 ]  # fmt: skip
 IMDS_ERROR_KINDS: tuple[HttpErrorKind, ...] = (
-    "timeout", "refused", "unreachable", "bad_request", "not_found", "gone", "throttled", "server_error",
-    "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
+    "timeout", "refused", "unreachable", "bad_request", "denied", "not_found", "gone", "throttled",
+    "server_error", "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
 )  # fmt: skip
 """Kinds with which a request to the metadata service can end."""
 NOTIFICATION_ERROR_KINDS: tuple[HttpErrorKind, ...] = (

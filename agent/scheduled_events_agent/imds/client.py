@@ -19,6 +19,7 @@ from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.imds.api_version import BASELINE_VERSION
 from scheduled_events_agent.imds.document import ApiVersion
 from scheduled_events_agent.imds.endpoint import parse_endpoint
+from scheduled_events_agent.imds.guest_proxy import GuestProxy
 from scheduled_events_agent.imds.text import DocumentError, clean_name, excerpt, parse_json
 
 DEFAULT_ENDPOINT = "http://169.254.169.254"
@@ -29,7 +30,7 @@ _INSTANCE_PATH = "/metadata/instance?api-version=2021-12-13&format=json"
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024  # 1,000 events with 100 resources each are 3 MiB
 _HEADERS = {"Metadata": "true"} | HEADERS
 
-_KIND_OF_STATUS: dict[int, HttpErrorKind] = {400: "bad_request", 410: "gone"}
+_KIND_OF_STATUS: dict[int, HttpErrorKind] = {400: "bad_request", 401: "denied", 403: "denied", 410: "gone"}
 _HINTS: dict[HttpErrorKind, str] = {
     "refused": "; check imds.endpoint, and that this machine is an Azure VM",
     "unreachable": "; check imds.endpoint, and the route and firewall to it",
@@ -170,11 +171,15 @@ class ImdsClient:
         request_timeout: float,
         first_request_timeout: float,
         on_wait: Callable[[float], None] = lambda _: None,
+        guest_proxy: GuestProxy | None = None,
     ) -> None:
         """``endpoint``: as ``resolve_endpoint`` returns it.
 
         ``on_wait`` is called before each wait with the seconds that it may take.
+
+        ``guest_proxy``: what the answers to other clients have shown of Azure's proxy.
         """
+        self._guest_proxy = guest_proxy or GuestProxy()
         self._document_url = httpx.URL(f"{endpoint}/metadata/scheduledevents?api-version={api_version}")
         self._instance_url = httpx.URL(endpoint + _INSTANCE_PATH)
         self._echoes_incarnation = api_version == "2017-03-01"
@@ -227,7 +232,7 @@ class ImdsClient:
             status=response.status_code,
             headers=dict(response.extensions.get("headers", response.headers)),
             body=response.content,
-            error=None if response.status_code == 200 else _error_for_status(request, response),
+            error=None if response.status_code == 200 else self._error_for_status(request, response),
         )
 
     def _build(self, method: str, url: httpx.URL, timeout: float, content: bytes | None = None) -> httpx.Request:
@@ -241,7 +246,7 @@ class ImdsClient:
         response = self._exchange(request)
         if response.status_code == 200:
             return response.content
-        raise _error_for_status(request, response)
+        raise self._error_for_status(request, response)
 
     def _exchange(self, request: httpx.Request) -> httpx.Response:
         try:
@@ -251,13 +256,25 @@ class ImdsClient:
         else:
             # httpx's own stream refers to the response: each answer would stay in memory until garbage collection.
             response.stream = httpx.ByteStream(b"")
+            self._guest_proxy.see(response.headers)
             return response
         what = detail
         if failure.kind == "refused":
             what = failure.message
         elif failure.kind == "malformed":
             what = f"{failure.message}: {detail}"
-        raise _error(request, what, failure.kind)
+        raise _error(request, what, failure.kind, self._guest_proxy.hint(request.url, failure.kind))
+
+    def _error_for_status(self, request: httpx.Request, response: httpx.Response) -> ImdsError:
+        status = response.status_code
+        what = f"{status} {response.reason_phrase or '(unknown status)'}"
+        if response.content:
+            what += f": {excerpt(response.content)}"
+        failure = error_for_status(response, _KIND_OF_STATUS)
+        error = _error(request, what, failure.kind, self._guest_proxy.hint(request.url, failure.kind, status))
+        error.status = status
+        error.retry_after = failure.retry_after
+        return error
 
 
 def connect(
@@ -268,6 +285,7 @@ def connect(
     first_request_timeout: float = 0.0,
     longest: float = inf,
     on_wait: Callable[[float], None] = lambda _: None,
+    guest_proxy: GuestProxy | None = None,
 ) -> ImdsClient:
     """A client for the service. Raises EndpointError.
 
@@ -282,23 +300,15 @@ def connect(
         request_timeout=min(request_timeout, longest),
         first_request_timeout=min(first_request_timeout, longest),
         on_wait=on_wait,
+        guest_proxy=guest_proxy,
     )
 
 
-def _error_for_status(request: httpx.Request, response: httpx.Response) -> ImdsError:
-    status = response.status_code
-    what = f"{status} {response.reason_phrase or '(unknown status)'}"
-    if response.content:
-        what += f": {excerpt(response.content)}"
-    failure = error_for_status(response, _KIND_OF_STATUS)
-    error = _error(request, what, failure.kind)
-    error.status = status
-    error.retry_after = failure.retry_after
-    return error
-
-
-def _error(request: httpx.Request, what: str, kind: HttpErrorKind) -> ImdsError:
+def _error(request: httpx.Request, what: str, kind: HttpErrorKind, of_proxy: str = "") -> ImdsError:
+    """``of_proxy``: the hint, if Azure's proxy is the reason."""
     # If an approval is rejected, that is rather because of the event than because of the api-version.
     is_about_event = request.method == "POST" and kind == "bad_request"
     hint = "" if is_about_event else _HINTS.get(kind, "")
+    if of_proxy:
+        hint = f"; {of_proxy}"
     return ImdsError(f"{request.method} {request.url}: {what}{hint}", kind=kind)

@@ -255,6 +255,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     last_poll_at: datetime | None = None
     """Of the last success."""
     poll_failure: str | None = None
+    guest_proxy: bool = False
+    """Whether an answer came through Azure's Guest Proxy Agent."""
     incarnation: str | None = None  # of the last document
     running: tuple[RunningHook, ...] = ()
     pending: tuple[WorkflowView, ...]

@@ -13,7 +13,7 @@ from typing import Literal
 
 from scheduled_events_agent.host import dhcp
 from scheduled_events_agent.host.error import HostError
-from scheduled_events_agent.host.supervisor import SupervisorCommands
+from scheduled_events_agent.host.supervisor import UNIT_PLACES, SupervisorCommands
 
 if sys.platform == "win32":
     raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
@@ -26,6 +26,7 @@ _LEASES = (
     "var/lib/dhcp/*.lease*",
     "var/lib/dhclient/*.lease*",
 )
+_GUEST_PROXY = "azure-proxy-agent"
 _MAX_LEASE_CHARACTERS = 1 << 20
 _MAX_STATUS_CHARACTERS = 1000
 _NOTIFY_TIMEOUT_SECONDS = 1.0
@@ -53,6 +54,16 @@ def is_same_boot(one: str, other: str) -> bool:
 def dhcp_option_245() -> str | None:
     """The address in DHCP option 245 of the newest lease that has it; None if none has."""
     return _option_245_of(Path("/"))
+
+
+def has_guest_proxy() -> bool:
+    """Whether Azure's Guest Proxy Agent is installed: its unit is there. A container does not see it."""
+    return _has_unit(Path("/"), _GUEST_PROXY)
+
+
+def guest_proxy_command() -> str:
+    """Shows whether the Guest Proxy Agent runs."""
+    return f"systemctl status {_GUEST_PROXY}"
 
 
 def supervisor_commands() -> SupervisorCommands:
@@ -160,6 +171,10 @@ def is_writable(descriptor: int, timeout_seconds: float) -> bool:
 def claim_port(listener: socket.socket) -> None:
     """Make ``bind`` take a port that a process that has ended left in TIME_WAIT, and none that is in use."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _has_unit(root: Path, name: str) -> bool:
+    return any((root / place / f"{name}.service").exists() for place in UNIT_PLACES)
 
 
 def _option_245_of(root: Path) -> str | None:

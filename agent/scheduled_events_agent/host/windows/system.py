@@ -27,6 +27,7 @@ _SAME_BOOT_SECONDS = 120.0
 _SM_SHUTTINGDOWN = 0x2000
 service_shutdown: threading.Event | None = None
 """Whether the SCM has reported a shutdown to this process's service; None in the foreground."""
+_GUEST_PROXY = "GuestProxyAgent"
 _PREFETCH = r"SYSTEM\CurrentControlSet\Control\Session Manager\Memory Management\PrefetchParameters"
 _INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
 
@@ -61,6 +62,16 @@ def dhcp_option_245() -> str | None:
         if isinstance(value, bytes) and (address := dhcp.parse_windows_options(value)):
             return address
     return None
+
+
+def has_guest_proxy() -> bool:
+    """Whether Azure's Guest Proxy Agent is installed: its service is there."""
+    return registry_value(rf"SYSTEM\CurrentControlSet\Services\{_GUEST_PROXY}", "ImagePath") is not None
+
+
+def guest_proxy_command() -> str:
+    """Shows whether the Guest Proxy Agent runs."""
+    return f"sc.exe query {_GUEST_PROXY}"
 
 
 def _subkeys(key: str) -> list[str]:
