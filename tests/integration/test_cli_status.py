@@ -15,10 +15,14 @@ from msgspec.structs import replace
 from state_file import refuse_writes
 
 from scheduled_events_agent import __version__, cli, host
-from scheduled_events_agent.cli import operator, terminal
+from scheduled_events_agent.cli import doctor_checks, operator, terminal
+from scheduled_events_agent.cli.config import load_policy, policy_file
+from scheduled_events_agent.daemon.fallback import AcceptedPolicyKeeper
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.host.conflicts import OwnService, ServiceFailure
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
-from scheduled_events_agent.policy.load import CONFIG_VARIABLE
+from scheduled_events_agent.policy.load import CONFIG_VARIABLE, ConfigError
 from scheduled_events_agent.status import (
     ActivePolicy,
     CommandOptions,
@@ -99,6 +103,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     """The command line, where there is no policy file; returns exit code, output and errors."""
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     monkeypatch.setattr(host, "default_config_path", lambda: tmp_path / "none.yaml")
+    monkeypatch.setattr(processes, "own_service", lambda: None)
     monkeypatch.chdir(tmp_path)
 
     def run_command(*arguments: str) -> tuple[int, str, str]:
@@ -585,6 +590,158 @@ def test_an_unknown_state_directory_has_to_be_named(
     code, out, err = run("status", "--config", str(policy))
     assert (code, out) == (2, "")
     assert err.endswith("\nso name the state directory with --state-dir\n")
+
+
+REJECTED_AT_START = {
+    "a bad value": (
+        "rules: [{name: a,\n  approve: yes}]\n",
+        "line 2, approve",
+        ":2: rules[0].approve: expected",
+    ),
+    "no YAML": ("rules: [\n", "line 1", ":1: "),
+    "several": (
+        "rules: [{name: a, prepare: [drain, save], approve: when-prepared}]\n",
+        "line 1, prepare[0], and 1 more error",
+        ':1: rules[0].prepare[0]: there is no hook "drain"',
+    ),
+}
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize(("text", "summary", "detail"), REJECTED_AT_START.values(), ids=REJECTED_AT_START)
+def test_without_an_agent_a_bad_policy_file_is_named_before_a_start_is_tried(
+    state_dir: Path,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    text: str,
+    summary: str,
+    detail: str,
+    has_state: bool,
+) -> None:
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir if has_state else tmp_path / "absent")
+    policy = tmp_path / "none.yaml"
+    policy.write_text(text)
+    code, out, err = run("status")
+    assert (code, err) == (1, "")
+    first, second, third = out.splitlines()[0], out.splitlines()[1], out.partition("scheduled-events-agent")[2]
+    assert first == (
+        f"ACT  No agent runs: the policy file is rejected: {summary}. "
+        "Until one does, no event is prepared for, approved or recovered from."
+    )
+    assert second.startswith(f"     {policy}{detail}")
+    assert third.startswith(" check ")
+
+
+def test_without_an_agent_a_policy_file_that_is_missing_is_named(
+    state_dir: Path, run: Run, tmp_path: Path
+) -> None:
+    options = ("--state-dir", str(state_dir), "--config", str(tmp_path / "lost.yaml"))
+    assert run("status", *options)[1].startswith(
+        "ACT  No agent runs: the policy file is rejected: there is no such file. "
+    )
+
+
+def test_without_an_agent_a_policy_that_others_can_change_is_named(
+    state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "is_privileged", lambda: True)
+    monkeypatch.setattr(
+        host, "find_write_risk", lambda path, _user: f"{path} can be changed by every account: chmod go-w {path}"
+    )
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("{}")
+    out = run("status", "--state-dir", str(state_dir), "--config", str(policy))[1]
+    risk = f"{policy} can be changed by every account: chmod go-w {policy}"
+    assert out.startswith(f"ACT  No agent runs: the policy file is rejected: {risk}. ")
+
+
+def test_a_service_that_would_go_on_with_the_accepted_policy_is_only_started(
+    state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    policy = tmp_path / "none.yaml"
+    policy.write_text("{}")
+    policy.chmod(0o600)
+    keeper = AcceptedPolicyKeeper(policy_file(policy), state_dir)
+    keeper.accept(load_policy(policy))
+    policy.write_text("rulez: []")
+    with pytest.raises(ConfigError) as caught:
+        load_policy(policy)
+    assert keeper.reject(caught.value) == ""
+    code, out, err = run("status")
+    assert (code, out.splitlines()[1].split("  ")[-1]) == (1, "start it")
+    assert out.startswith("ACT  No agent runs. ")
+    assert err == f"{policy} is rejected: scheduled-events-agent check says why\n"
+
+
+A_SERVICE = OwnService(
+    is_enabled=True,
+    state="failed (failed)",
+    is_running=False,
+    pid=0,
+    account=host.account_name(),
+    needs_daemon_reload=False,
+)
+NEEDS_PYTHON = "scheduled-events-agent: needs Python 3.11, 3.12, 3.13 or 3.14 in /usr/bin; found 3.9"
+
+
+@pytest.mark.parametrize(
+    ("service", "reason", "detail"),
+    [
+        (
+            A_SERVICE._replace(failure=ServiceFailure(NEEDS_PYTHON, is_retried=False)),
+            "its service has failed",
+            NEEDS_PYTHON,
+        ),
+        (A_SERVICE._replace(is_masked=True), "its service is masked", doctor_checks.UNMASK),
+    ],
+)
+def test_without_an_agent_the_failure_of_its_service_is_named(
+    state_dir: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    service: OwnService,
+    reason: str,
+    detail: str,
+) -> None:
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    monkeypatch.setattr(processes, "own_service", lambda: service)
+    out = run("status")[1]
+    assert out.startswith(f"ACT  No agent runs: {reason}. ")
+    assert out.splitlines()[1] == f"     {detail}"
+    told = json.loads(run("status", "--json")[1])
+    assert told["start_failure"] == {"reason": reason, "detail": detail}
+
+
+def test_a_service_manager_that_does_not_answer_hides_no_status(
+    state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> OwnService:
+        raise host.HostError("systemctl cannot report", kind="systemctl")
+
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    monkeypatch.setattr(processes, "own_service", fail)
+    assert run("status")[1].startswith("ACT  No agent runs. ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="owners and modes are Linux' own")
+def test_without_an_agent_a_state_directory_that_it_would_reject_is_named(
+    state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    monkeypatch.setattr(processes, "own_service", lambda: A_SERVICE)
+    monkeypatch.setattr(host, "find_wrong_owner", lambda path, user: f"{path} belongs to uid 12, not to {user}")
+    start = "ACT  No agent runs: it cannot use its state directory. "
+    out = run("status")[1]
+    assert out.startswith(start)
+    assert f"     {state_dir}: {state_dir} belongs to uid 12, not to {A_SERVICE.account}\n" in out
+    state_dir.chmod(0o755)
+    out = run("status", "--state-dir", str(state_dir))[1]
+    assert out.startswith(start)
+    assert f"chmod 700 {state_dir}\n" in out
 
 
 def test_without_an_agent_the_commands_lead_to_the_same_agent(state_dir: Path, run: Run, tmp_path: Path) -> None:

@@ -99,8 +99,9 @@ def _read(path: Path | None) -> bytes:
     except host.HostError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             hint = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
-            raise ConfigError((f"{path}: there is no such file; {hint}",), is_missing=True) from None
+            problem = f"{path}: there is no such file; {hint}"
+            raise ConfigError((problem,), is_missing=True, summary="there is no such file") from None
         # On Windows, which has no prefix, a folder is denied too.
         prefix = host.supervisor_commands().prefix if isinstance(error.__cause__, PermissionError) else ""
         hint = f": use {prefix.strip()}" if prefix else ""
-        raise ConfigError((f"{error}{hint}",)) from error.__cause__
+        raise ConfigError((f"{error}{hint}",), summary="it cannot be read") from error.__cause__

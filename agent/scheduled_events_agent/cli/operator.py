@@ -21,7 +21,6 @@ from scheduled_events_agent.status import CommandOptions, OperatorResult
 from scheduled_events_agent.status.actions import command, quoted, unsettled_message
 from scheduled_events_agent.status.messages import format_clock
 from scheduled_events_agent.store import (
-    FILE_NAME,
     LOCK_NAME,
     REQUEST_VALID_SECONDS,
     RequestAnswer,
@@ -69,7 +68,7 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
         problems, *more = error.problems
         if more:
             problems += f" (and {plural(len(more), 'more problem')})"
-        if arguments.config or not _may_exist(directory / FILE_NAME):
+        if arguments.config:
             raise AgentError(f"{problems}\nso name the state directory with --state-dir", kind="config") from error
         report(f"{problems}\nso this looks in {directory}; --state-dir names another")
         return directory
@@ -260,10 +259,3 @@ def _waits_for_azure(store: Store, workflow_id: str, action: OperatorAction) -> 
 
 def _line(workflow: Workflow) -> str:
     return printable(f"{workflow.event.id or workflow.event.key}  {workflow.event.type}  {workflow.phase}")
-
-
-def _may_exist(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # this account may not look there; opening the file says so
-        return True

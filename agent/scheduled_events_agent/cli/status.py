@@ -16,11 +16,21 @@ from typing import Any
 
 import msgspec
 import msgspec.inspect
+from msgspec.structs import replace
 
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import as_typed, find_agent, find_state_dir, options_of, wait_for_answer
-from scheduled_events_agent.cli.terminal import Cell, Row, Style, Terminal, print_json, printable, warn_if_slow
+from scheduled_events_agent.cli.terminal import (
+    Cell,
+    Row,
+    Style,
+    Terminal,
+    print_error,
+    print_json,
+    printable,
+    warn_if_slow,
+)
 from scheduled_events_agent.imds.document import Affects, ScheduledEvent
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import (
@@ -73,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Asks the running agent for its status. First comes what needs a person, with the commands and the name "
         "of its section in the runbook; then each pending event: how long is left, what is done or waited for, "
         "and why. If no agent answers, shows the state file. Exit code 0: the agent is healthy; 1: it is not, or "
-        "none answers; 2: wrong usage; 3: an operator must act."
+        "none answers; 2: wrong usage; 3: an operator must act on an event, also if no agent runs."
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
@@ -92,19 +102,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    state_dir = find_state_dir(arguments)
+    reports: list[str] = []
+    state_dir = find_state_dir(arguments, reports.append)
     if arguments.prepared:
+        _report(reports)
         with closing(Store.open_readonly(state_dir)) as store:
             for line in prepared_lines(store.load_workflows()):
                 print(printable(line))
         return 0
-    status = load_status(state_dir, partial(options_of, arguments, state_dir))
+    status = _load(arguments, state_dir)
+    if status.start_failure is None:  # it says the same, and more
+        _report(reports)
     if arguments.json:
         print_json(status)
     else:
         terminal = Terminal.of(sys.stdout)
         print(*_status(status, _load_outputs(state_dir, status), terminal), sep="\n")
     return exit_code(status)
+
+
+def _report(lines: Sequence[str]) -> None:
+    for line in lines:
+        print_error(line)
+
+
+def _load(arguments: argparse.Namespace, state_dir: Path) -> Status:
+    """The agent's status, or else that of its state file, and why no agent starts. Raises StoreError."""
+    options = partial(options_of, arguments, state_dir)
+    unreadable: StoreError | None = None
+    try:
+        status = load_status(state_dir, options)
+    except StoreError as error:
+        if find_agent(state_dir) is not None:
+            raise
+        unreadable = error
+        status = _without_state(NO_AGENT, options(), is_running=False)
+    if status.health != (NO_AGENT,):
+        return status
+    from scheduled_events_agent.cli.start_failure import PolicyFailure, find_start_failure  # noqa: PLC0415  # psutil, and what a start needs
+
+    is_service = status.command_options == NO_OPTIONS
+    failure = find_start_failure(arguments.config, arguments.state_dir, state_dir, is_service=is_service)
+    if failure is None and unreadable is not None:
+        raise unreadable
+    commands = status.supervisor_commands
+    if isinstance(failure, PolicyFailure):
+        check = command(status.command_options, "check")
+        commands = (SuggestedCommand(command=check, effect="show all that is wrong with it"), *commands)
+    return with_summaries(replace(status, start_failure=failure, supervisor_commands=commands))
 
 
 def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Status:
@@ -215,22 +260,31 @@ def _commands_without_answer(options: CommandOptions, *, is_running: bool) -> It
     yield SuggestedCommand(command=command(options, "doctor"), effect="find the problem")
 
 
+def _without_state(why: str, options: CommandOptions, *, is_running: bool) -> Status:
+    """The status if there is neither an agent that answers nor a state file that can be read."""
+    return Status(
+        at=datetime.now(UTC),
+        source="state_file",
+        health=(why,),
+        vm=Vm(names=(), vm_id=""),
+        pending=(),
+        command_options=options,
+        supervisor_commands=tuple(_commands_without_answer(options, is_running=is_running)),
+    )
+
+
 def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_running: bool) -> Status:
     with closing(Store.open_readonly(state_dir)) as store:
         waiting = store.outbox.waiting()
         losses = store.load_losses()
-        return Status(
-            at=datetime.now(UTC),
-            source="state_file",
-            health=(why,),
+        return replace(
+            _without_state(why, options, is_running=is_running),
             state_file=str(store.path),
             state_since=store.created_at(),
             agent_log=tuple(store.load_last_start_and_stop()),
             vm=Vm(names=tuple(filter(None, [store.get_meta("vm_name")])), vm_id=store.get_meta("vm_id")),
             pending=tuple(map(to_view, store.load_workflows())),
             notify=tuple([notified(name, waiting.get(name), losses.get(name)) for name in {**waiting, **losses}]),
-            command_options=options,
-            supervisor_commands=tuple(_commands_without_answer(options, is_running=is_running)),
         )
 
 
@@ -265,6 +319,8 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
     left = f" ({format_elapsed(now, one.deadline)} left)" if one.deadline and one.deadline > now else ""
     text = f"{one.severity.upper()}  {one.message} {one.consequence}".rstrip()
     yield from terminal.line(f"{text}{left}", "red" if one.severity == "act" else "yellow", indent=len(_INDENT))
+    for line in one.detail.splitlines():
+        yield from terminal.line(f"{_INDENT}{line}", "dim", indent=len(_INDENT) + 2)
     for line in lines:
         yield from terminal.line(f"{_INDENT}| {line}", "dim", indent=len(_INDENT) + 2)
     rows = [(Cell(as_typed(each.command), "bold"), Cell(each.effect, "bold")) for each in one.commands]
@@ -329,7 +385,8 @@ def _policy_rows(policy: ActivePolicy, now: datetime) -> Iterator[Row]:
 
 def _last_known_rows(status: Status) -> Iterator[Row]:
     yield Row("vm", "".join(status.vm.names) or "its name is not known")
-    yield Row("source", f"the state file {status.state_file}, as no agent answers")
+    if status.state_file:
+        yield Row("source", f"the state file {status.state_file}, as no agent answers")
     yield from _state_rows(status)
     for record in status.agent_log:
         yield Row("agent", _start_or_stop(record, status.at))

@@ -132,7 +132,8 @@ def require_trusted(loaded: LoadedPolicy, *, is_reload: bool = False) -> LoadedP
     if is_reload:
         exposed += _exposed_files(loaded, "exchange", is_root=True)
     if exposed:
-        raise UntrustedPolicyError(tuple(map(str, problems(loaded, exposed))), content=loaded.content)
+        found = problems(loaded, exposed)
+        raise UntrustedPolicyError(tuple(map(str, found)), content=loaded.content, summary=found[0].message)
     return loaded
 
 

@@ -4,7 +4,7 @@ Invariant: Settings exist only if every check has passed. Nothing after this che
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.policy import checks
+from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, AgentSettings, NotifyTarget, Settings
 from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, parse, text_at
 
@@ -32,6 +33,8 @@ class ConfigError(AgentError):
     ``state_dir``: the agent.state_dir in it; "" if it has none, None if that is not known.
 
     ``content``: the file as it was read; None if it could not be read. ``is_missing``: there is no such file.
+
+    ``summary``: the rest of the sentence "the policy file is rejected: ...".
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class ConfigError(AgentError):
         *,
         content: bytes | None = None,
         is_missing: bool = False,
+        summary: str = "",
     ) -> None:
         super().__init__("\n".join(problems), kind="config")
         self.problems = problems
         self.state_dir = state_dir
         self.content = content
         self.is_missing = is_missing
+        self.summary = summary or problems[0]
 
 
 class LoadedPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,8 +191,15 @@ def without_errors(inspected: InspectedPolicy) -> LoadedPolicy:
     if inspected.errors:
         state_dir = text_at(inspected.loaded.content, "agent", "state_dir")
         content = inspected.loaded.content
-        raise ConfigError(tuple(str(error) for error in inspected.errors), state_dir, content=content)
+        problems = tuple(str(error) for error in inspected.errors)
+        raise ConfigError(problems, state_dir, content=content, summary=_summary(inspected.errors))
     return inspected.loaded
+
+
+def _summary(errors: Sequence[Problem]) -> str:
+    """Where the errors are."""
+    more = len(errors) - 1
+    return f"{errors[0].place}, and {plural(more, 'more error')}" if more else errors[0].place
 
 
 def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> InspectedPolicy:

@@ -57,6 +57,12 @@ class Problem(msgspec.Struct, frozen=True):
     """Such as ``rules[2].approve``; "" for the whole text."""
     message: str
 
+    @property
+    def place(self) -> str:
+        """The line and the key, for a sentence about the text."""
+        _, _, key = self.path.rpartition(".")
+        return f"line {self.line}, {key}" if key else f"line {self.line}"
+
     def __str__(self) -> str:
         place = f"{self.name}:{self.line}"
         return f"{place}: {self.path}: {self.message}" if self.path else f"{place}: {self.message}"

@@ -220,12 +220,15 @@ def _event_commands(
 def _of_agent(status: Status) -> Iterator[Attention]:
     for reason in () if status.health == "ok" else status.health:
         is_absence = status.source == "state_file"
+        failure = status.start_failure
+        text = f"{reason}: {failure.reason}" if failure else reason
         yield Attention(
             kind="unhealthy",
             severity="act",
             since=status.unhealthy_since,
-            message=_sentence(f"{reason[:1].upper()}{reason[1:]}"),
+            message=_sentence(f"{text[:1].upper()}{text[1:]}"),
             consequence=_ABSENT if reason == NO_AGENT else "",
+            detail=failure.detail if failure else "",
             commands=status.supervisor_commands if is_absence else (_doctor(status),),
         )
     crashes = [at for at in status.unclean_starts if status.at - at < CRASHED_WITHIN]

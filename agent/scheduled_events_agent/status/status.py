@@ -195,6 +195,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     consequence: str = ""
     """If no person acts."""
+    detail: str = ""
+    """The exact error, which may have several lines."""
     deadline: datetime | None = None
     """None also if the event may start at any moment."""
     commands: tuple[SuggestedCommand, ...] = ()
@@ -211,6 +213,14 @@ class WebConfigRejected(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     since: datetime
+
+
+class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why no agent starts, as far as it is known."""
+
+    reason: str
+    detail: str = ""
+    """The exact error, which may have several lines."""
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +247,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     state_file: str = ""
     state_since: datetime | None = None
     """When the state file was created. What was known before is lost, or this is the first start."""
+    start_failure: StartFailure | None = None
+    """If no agent runs: why none starts."""
     agent_log: tuple[JournalRecord, ...] = ()
     """The last start and stop."""
     vm: Vm
