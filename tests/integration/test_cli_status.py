@@ -72,7 +72,6 @@ STATUS = Status(
     vm=Vm(names=("web-1",), vm_id="5d1c"),
     mode="act",
     ready=True,
-    health="ok",
     policy=POLICY,
     rules=("impactful",),
     endpoint="auto",
@@ -352,7 +351,7 @@ def test_an_observing_agent_offers_no_operator_action(state_dir: Path, run: Run)
 def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> None:
     ill = msgspec.structs.replace(
         STATUS,
-        health=("no poll has succeeded for 61s: timed out",),
+        polls="overdue",
         poll_failure="timed out",
         last_poll_at=NOW - timedelta(seconds=61),
         policy=msgspec.structs.replace(POLICY, rejected="policy.yaml:3: rules: expected a list"),
@@ -360,7 +359,7 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
     code, out, _ = answered(state_dir, ill, run)
     assert code == 1
     assert out == (
-        "ACT  No poll has succeeded for 61s: timed out.\n"
+        "ACT  No poll has succeeded since 22:10:59 UTC: timed out. No new event is seen.\n"
         "     scheduled-events-agent doctor  find the problem\n"
         "     runbook unhealthy\n"
         "\n"
@@ -441,7 +440,7 @@ def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> N
     told = json.loads(out)
     assert (code, told["health"], told["source"], told["vm"]["names"]) == (
         1,
-        ["no agent runs"],
+        ["No agent runs."],
         "state_file",
         ["web-1"],
     )
@@ -765,7 +764,7 @@ def test_external_texts_never_control_the_terminal(state_dir: Path, run: Run) ->
         PREPARING, event=event, decision=decision, wait_message=hostile, phase="held"
     )
     commit(state_dir, workflow)
-    status = msgspec.structs.replace(STATUS, pending=(workflow,), poll_failure=hostile, health=(hostile,))
+    status = msgspec.structs.replace(STATUS, pending=(workflow,), poll_failure=hostile, faults=(hostile,))
     outputs = [answered(state_dir, status, run)[1], run("status", "--state-dir", str(state_dir))[1]]
     for out in outputs:
         assert r"\x1b[2J\x1b]0;evil\x07\u202e" in out

@@ -105,7 +105,7 @@ def test_the_health_endpoint_reports_when_the_engine_hangs_and_recovers(
         threading.Event().wait(2.0)
         status, text = get(daemon, "/healthz")
         assert status == 503
-        assert re.match(r"the engine has run no cycle for \d+s", text)
+        assert re.match(r"The engine has run no cycle for \d+s", text)
         azure.wait_polls(2)  # polling waits for nothing
         monkeypatch.undo()
         may_go_on.set()
@@ -122,7 +122,7 @@ def test_the_health_page_names_an_event_that_a_bug_keeps_from_being_handled(
         with monkeypatch.context() as patch:
             patch.setattr(signals, "_create", faulty)
             event = azure.schedule("Reboot", notice_seconds=60)
-            told = (503, f"event {event} cannot be handled: a bug in the agent (OverflowError); see the log\n")
+            told = (503, f"Event {event} cannot be handled: a bug in the agent (OverflowError); see the log.\n")
             azure.wait_until(lambda: get(daemon, "/healthz") == told, "the page said so")
             status = json.loads(get(daemon, "/status")[1])
             assert status["health"] == [told[1].removesuffix("\n")]

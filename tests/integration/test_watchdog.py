@@ -90,7 +90,7 @@ def test_a_hung_poller_stops_the_heartbeat_and_is_named_by_the_health_endpoint(
         deadline = time.monotonic() + 60.0
         while is_alive(1.0):
             assert time.monotonic() < deadline
-        reason = r"the poller has sent no heartbeat for \d+s\n"
+        reason = r"The poller has sent no heartbeat for \d+s\.\n"
         assert re.search(reason, get(daemon, "/healthz")[1])
         monkeypatch.undo()
         may_go_on.set()

@@ -78,7 +78,7 @@ def test_an_agent_whose_port_is_in_use_works_and_serves_its_endpoints_later(
         failure = daemon._endpoints.failure
         assert failure.startswith(f"cannot listen on 127.0.0.1:{port}: ")
         assert failure.endswith("; set agent.listen to a free ADDRESS:PORT, or to off")
-        assert daemon._status.status().health == (f"the web server is not listening: {failure}",)
+        assert daemon._status.status().health == (f"The web server is not listening: {failure}.",)
         assert f"The web server is not listening: {failure}" in daemon._reporter.line()
         wait_until(lambda: sum(line["message"] == "agent started" for line in lines))
         said = [line for line in lines if "cannot be opened" in str(line["message"])]

@@ -104,7 +104,6 @@ def status(*pending: WorkflowView, **changes: Any) -> Status:
         vm=Vm(names=("web_3",), vm_id="02aab8a4-74ef-476e-8182-f6d2ba4166a6"),
         mode="act",
         ready=not any(one.is_prepared_for for one in pending),
-        health="ok",
         policy=ActivePolicy(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3)),
         rules=("user-initiated", "short-freeze", "impactful"),
         endpoint="http://169.254.169.254",
@@ -266,7 +265,7 @@ SCENES: dict[str, Scene] = {
     ),
     "failing": (
         status(
-            health=("no poll has succeeded for 212s: connection refused by 169.254.169.254:80",),
+            polls="overdue",
             poll_failure="connection refused by 169.254.169.254:80",
             last_poll_at=NOW - timedelta(seconds=212),
         ),
@@ -578,7 +577,7 @@ def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> 
     tab.ask("getSelection().selectAllChildren(document.querySelector('section > details pre'))")
     selected = tab.ask("getSelection().toString()")
     status_now, recent, pauses = SCENES["held"]
-    scene[0] = (replace(status_now, incarnation="43", health=("a disk is full",)), recent, pauses)
+    scene[0] = (replace(status_now, incarnation="43", faults=("a disk is full",)), recent, pauses)
     tab.wait("document.querySelectorAll('.attention').length === 2")
     assert tab.ask("document.title") == "✕ web_3: unhealthy"
     assert tab.ask("document.querySelector('article details').open") is False

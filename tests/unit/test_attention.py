@@ -109,7 +109,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "scheduled-events-agent history --event 602D9444",
     ),
     "unhealthy": (
-        a_status(health=("the engine has run no cycle for 20s",)),
+        a_status(faults=("the engine has run no cycle for 20s",)),
         "act",
         "The engine has run no cycle for 20s.",
         "scheduled-events-agent doctor",
@@ -140,7 +140,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
     ),
     "vm_unknown": (
         a_status(vm=Vm(names=(), vm_id=""), started_at=NOW - timedelta(minutes=5)),
-        "fix",
+        "act",
         "The name of this VM is not known.",
         "scheduled-events-agent doctor",
     ),
@@ -181,7 +181,7 @@ def test_each_kind_has_a_message_a_command_and_an_exit_code(kind: str) -> None:
     shown = with_summaries(status)
     assert shown.headline == message
     is_of_event = bool(found.event_id) and severity == "act"
-    assert exit_code(shown) == {"unhealthy": 1}.get(kind, 3 if is_of_event else 0)
+    assert exit_code(shown) == {"unhealthy": 1, "vm_unknown": 1}.get(kind, 3 if is_of_event else 0)
 
 
 def test_the_page_lists_the_kinds_by_severity_and_those_with_a_deadline() -> None:
@@ -307,7 +307,8 @@ def test_the_nearest_deadline_comes_first_and_then_the_worst() -> None:
     status = a_status(
         pending=(later, UNRECOVERED, held(), MANUAL),
         policy=replace(POLICY, rejected="bad", rejected_at=NOW),
-        health=("no poll has succeeded since 22:10:59 UTC",),
+        polls="overdue",
+        last_poll_at=NOW - timedelta(seconds=61),
     )
     assert [(one.kind, one.event_id) for one in attention(status)] == [
         ("prepare_failed", "602D9444"),
@@ -330,7 +331,7 @@ def test_without_an_agent_that_comes_first_for_no_command_has_an_effect() -> Non
         source="state_file",
         mode=None,
         pending=(held(), UNRECOVERED),
-        health=("no agent runs",),
+        faults=("no agent runs",),
         supervisor_commands=(LOG,),
     )
     first, second, third = attention(status)

@@ -40,6 +40,7 @@ from scheduled_events_agent.status import (
     TargetFailure,
     Vm,
 )
+from scheduled_events_agent.status.summaries import with_summaries
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
 STATUS = Status(
@@ -49,7 +50,7 @@ STATUS = Status(
     vm=Vm(names=("vm-1",), vm_id="1"),
     mode="act",
     ready=True,
-    health="ok",
+    condition="good",
     policy=ActivePolicy(file="p.yaml", read_at=NOON),
     rules=(),
     endpoint="auto",
@@ -453,9 +454,9 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
-    ill = msgspec.structs.replace(STATUS, health=("no poll has succeeded for 60s", "its disk is full"))
-    found = check_running_agent("17", ill, None)
-    told = ", and is not healthy: no poll has succeeded for 60s; its disk is full"
+    ill = msgspec.structs.replace(STATUS, faults=("its disk is full",), polls="overdue", poll_failure="timed out")
+    found = check_running_agent("17", with_summaries(ill), None)
+    told = ", and is not healthy: Its disk is full. No poll has succeeded since 12:00:00 UTC: timed out."
     assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
     assert found.hint.endswith("; runbook unhealthy")
     assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(

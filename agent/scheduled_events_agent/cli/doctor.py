@@ -643,12 +643,16 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     runs = f"runs (pid {pid}), version {status.version}"
     look = f"see {as_typed(command(status.command_options, 'status'))}"
     if status.health != "ok":
-        problems = "; ".join(status.health)
+        problems = " ".join(status.health)
         return failure(
-            "agent", f"{runs}, and is not healthy: {problems}", f"{look}, and its log; runbook unhealthy"
+            "agent",
+            f"{runs}, and is not healthy: {problems}",
+            f"{look}, and its log; runbook {status.attention[0].kind}",
         )
     if needs := [one for one in status.attention if one.severity == "act"]:
         return warning("agent", f"{runs}: {needs[0].message}", f"{look}; runbook {needs[0].kind}")
+    if status.condition == "unknown":
+        return warning("agent", f"{runs}: {status.headline}", "see the check endpoint; if it stays, its log")
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
     if policy is not None and policy.rejected:

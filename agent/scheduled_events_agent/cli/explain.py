@@ -507,7 +507,7 @@ def _ask_agent(state_dir: Path, options: CommandOptions) -> tuple[Status | None,
         return None, NO_AGENT if find_agent(state_dir) is None else str(error)
     if status.source == "agent":
         return status, ""
-    return status, status.health[0]
+    return status, status.faults[0]
 
 
 def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found:

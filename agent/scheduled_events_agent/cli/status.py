@@ -137,7 +137,7 @@ def _load(arguments: argparse.Namespace, state_dir: Path) -> Status:
             raise
         unreadable = error
         status = _without_state(NO_AGENT, options(), is_running=False)
-    if status.health != (NO_AGENT,):
+    if status.faults != (NO_AGENT,):
         return status
     from scheduled_events_agent.cli.start_failure import PolicyFailure, find_start_failure  # noqa: PLC0415  # psutil, and what a start needs
 
@@ -265,7 +265,7 @@ def _without_state(why: str, options: CommandOptions, *, is_running: bool) -> St
     return Status(
         at=datetime.now(UTC),
         source="state_file",
-        health=(why,),
+        faults=(why,),
         vm=Vm(names=(), vm_id=""),
         pending=(),
         command_options=options,
@@ -390,7 +390,7 @@ def _last_known_rows(status: Status) -> Iterator[Row]:
     yield from _state_rows(status)
     for record in status.agent_log:
         yield Row("agent", _start_or_stop(record, status.at))
-    if status.health == (NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
+    if status.faults == (NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
         why = "it was killed, the machine went down, or its disk was full"
         yield Row("", f"and did not say that it stopped: {why}", "yellow")
     for target in status.notify:

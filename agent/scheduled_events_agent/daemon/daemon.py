@@ -135,6 +135,7 @@ class Daemon:
             policy=lambda: self._policy.in_force,
             running=self._executor.running,
             target_failures=self._notifier.failures,
+            vm_failure=lambda: self._identifier.failure,
             web=lambda: self._endpoints.state(),  # noqa: PLW0108 - there are no pages yet
             state_dir=store.path.parent,
             state_since=store.created_at(),
@@ -144,7 +145,7 @@ class Daemon:
             self._snapshot,
             status=self._status.status,
             status_basis=self._status.basis,
-            health_problems=self._status.health_problems,
+            health=self._status.health,
             metrics=self._status.metrics,
             state_dir=store.path.parent,
             stop_requested=self._poller.stop_requested,
@@ -279,7 +280,7 @@ class Daemon:
         if self._node is None:
             return
         polls: Polls = "current" if self._engine.has_document else "none_yet"
-        if self._status.lacks_poll():
+        if self._status.polls() == "overdue":
             polls = "overdue"
         self._node.publish(self._engine.workflows, polls)
 
@@ -386,6 +387,9 @@ class Daemon:
             self._wake_up is None or self._engine.needs_early_cycle or bool(self._poller.stalled_seconds())
         )
         seconds = min(_TICK_SECONDS, _EARLY_TICK_SECONDS) if needs_early_cycle else _TICK_SECONDS
+        until_late = self._status.seconds_until_late()
+        if until_late > 0.0:  # then the line for the service manager changes
+            seconds = min(seconds, until_late)
         wake_at = self._engine.wake_at
         return min(seconds, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else seconds
 

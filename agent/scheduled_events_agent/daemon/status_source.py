@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ from scheduled_events_agent.status import (
     FleetState,
     HeldEvent,
     NotifiedTarget,
+    Polls,
     RunningHook,
     Status,
     SuggestedCommand,
@@ -25,8 +27,8 @@ from scheduled_events_agent.status import (
     Vm,
     WorkflowView,
 )
-from scheduled_events_agent.status.attention import attention
-from scheduled_events_agent.status.messages import headline, to_view, utc
+from scheduled_events_agent.status.attention import attention, health
+from scheduled_events_agent.status.messages import headline, to_view
 from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.store import FILE_NAME, notified
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -36,6 +38,9 @@ from scheduled_events_agent.workflow import Workflows, is_ready
 # An engine that has begun no cycle for this long hangs. (It idles for ten seconds, and waits two for a slow disk.)
 _STALL_SECONDS = 20.0
 _MAX_BUGS = 5  # that are named
+# Without a successful poll for this long, and for this many intervals, it is not known what is pending.
+_LATE_SECONDS = 10.0
+_LATE_INTERVALS = 3
 
 
 class StatusSource:
@@ -50,23 +55,28 @@ class StatusSource:
         policy: Callable[[], ActivePolicy],
         running: Callable[[], tuple[RunningHook, ...]],
         target_failures: Callable[[], dict[str, TargetFailure]],
+        vm_failure: Callable[[], str],
         web: Callable[[], WebState],
         state_dir: Path,
         state_since: datetime | None = None,
         command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
-        """``target_failures``: why targets accept no notifications. ``command_options``: those of ``Status``."""
+        """``target_failures``: why targets accept no notifications.
+
+        ``vm_failure``, ``command_options``: those of ``Status``.
+        """
         self._snapshot = snapshot
         self._poller = poller
         self._metrics = metrics
         self._policy = policy
         self._running = running
         self._target_failures = target_failures
+        self._vm_failure = vm_failure
         self._web = web
         self._state_dir = state_dir
         self._state_since = state_since
         self._command_options = command_options
-        self._unhealthy_since: datetime | None = None
+        self._faults_since: datetime | None = None
         self._views: tuple[Workflows, tuple[WorkflowView, ...]] = ({}, ())
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
@@ -88,7 +98,8 @@ class StatusSource:
         """The data of a status, except the time: a different value if the status has changed."""
         poller = self._poller
         snapshot = replace(self._snapshot(), cycle_began_at=0.0)
-        return snapshot, self._policy(), self._running(), self._web(), poller.succeeded_at, poller.failure
+        polled = poller.succeeded_at, poller.failure, self.polls()
+        return snapshot, self._policy(), self._running(), self._web(), polled
 
     def metrics(self) -> bytes:
         """The metrics, including those that are computed only on request."""
@@ -98,8 +109,12 @@ class StatusSource:
             self._metrics.last_poll_at.set(self._poller.succeeded_at.timestamp())
         return self._metrics.expose()
 
-    def health_problems(self) -> list[str]:
-        """Why the agent is not healthy; nothing if it is."""
+    def health(self) -> Literal["ok"] | tuple[str, ...]:
+        """Why the agent could act on no event; ok if it could."""
+        return health(self.attention())
+
+    def _faults(self) -> list[str]:
+        """Faults of the agent itself."""
         snapshot = self._snapshot()
         seconds = time.monotonic() - snapshot.cycle_began_at
         problems = []
@@ -112,50 +127,48 @@ class StatusSource:
             problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
         if (overdue := self._poller.stalled_seconds()) > _STALL_SECONDS:
             problems.append(f"the poller has sent no heartbeat for {overdue:.0f}s")
-        if self.lacks_poll():
-            since = self._poller.succeeded_at or self._started_at
-            why = self._poller.failure or "it hangs"
-            problems.append(f"no poll has succeeded since {utc(since)}: {why}")
-        if self._lacks_identity():
-            text = "the metadata service has not said since the boot which VM this is: no event is acted on"
-            problems.append(text)
         if failure := self._web().failure:  # for the command status, which asks through the state file
             problems.append(f"the web server is not listening: {failure}")
         return problems
 
-    def lacks_poll(self) -> bool:
-        """Whether the last poll that succeeded is so long ago that the agent is unhealthy."""
-        since_poll = time.monotonic() - (self._poller.succeeded or self._started)
-        return since_poll > self._snapshot().settings.agent.healthy_within
+    def polls(self) -> Polls:
+        """Whether documents are up to date."""
+        if self._seconds_since_poll() > self._snapshot().settings.agent.healthy_within:
+            return "overdue"
+        return "late" if self._poller.succeeded is None or self.seconds_until_late() <= 0.0 else "current"
 
-    def _lacks_identity(self) -> bool:
-        """Whether it has not been confirmed for too long that the name on disk is this VM's."""
-        snapshot = self._snapshot()
-        is_waiting = not snapshot.is_identity_sure and bool(snapshot.names) and not snapshot.settings.vm.name
-        return is_waiting and time.monotonic() - self._started > snapshot.settings.agent.healthy_within
+    def seconds_until_late(self) -> float:
+        """When the last successful poll will be too old to say what is pending; 0 or less if it is so already."""
+        interval = self._snapshot().settings.imds.poll_interval
+        return max(_LATE_SECONDS, _LATE_INTERVALS * interval) - self._seconds_since_poll()
+
+    def _seconds_since_poll(self) -> float:
+        return time.monotonic() - (self._poller.succeeded or self._started)
 
     def _facts(self) -> Status:
-        """The status without its texts. The first with a problem notes since when the agent is unhealthy."""
+        """The status without its texts. The first with a fault notes since when there is one."""
         snapshot = self._snapshot()
         settings = snapshot.settings
         now = datetime.now(UTC)
         supervisor = host.supervisor_commands()
-        problems = self.health_problems()
-        unhealthy_since = (self._unhealthy_since or now) if problems else None
-        self._unhealthy_since = unhealthy_since
+        faults = self._faults()
+        faults_since = (self._faults_since or now) if faults else None
+        self._faults_since = faults_since
         return Status(
             at=now,
             state_file=str(self._state_dir / FILE_NAME),
             state_since=self._state_since,
             agent_log=snapshot.agent_log,
             unclean_starts=snapshot.unclean_starts,
+            vm_failure=self._vm_failure(),
             version=__version__,
             started_at=self._started_at,
             vm=Vm(names=snapshot.names, vm_id=snapshot.identity.vm_id),
+            vm_confirmed=snapshot.is_identity_sure or bool(settings.vm.name),
             mode=settings.agent.mode,
             ready=is_ready(snapshot.workflows),
-            health=tuple(problems) if problems else "ok",
-            unhealthy_since=unhealthy_since,
+            faults=tuple(faults),
+            faults_since=faults_since,
             web_config_rejected=self._web().config_rejected,
             policy=self._policy(),
             rules=tuple([rule.name for rule in settings.rules]),
@@ -163,6 +176,7 @@ class StatusSource:
             api_version=self._poller.api_version,
             recommendations_failure=self._poller.recommendations_failure,
             last_poll_at=self._poller.succeeded_at,
+            polls=self.polls(),
             poll_failure=self._poller.failure,
             guest_proxy=self._poller.guest_proxy.has_answered,
             incarnation=snapshot.incarnation,

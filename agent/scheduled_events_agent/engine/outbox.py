@@ -98,7 +98,6 @@ class Outbox:
         """The parts of the status that notifications need."""
         return Status(
             at=now,
-            health="ok",
             vm=vm,
             mode=settings.agent.mode,
             pending=tuple(map(to_view, workflows.values())),

@@ -1,12 +1,13 @@
-"""Lists what needs a person. Status, page, exit code, metrics, alerts and notifications use this list.
+"""Lists what needs a person. Status, page, exit code, /healthz, metrics, alerts and notifications use this list.
 
-Pure: reads no file and no clock. Invariant: it never lists what a rule or an operator wants.
+Pure: reads no file and no clock. Invariants: it never lists what a rule or an operator wants; and the condition is
+"good" only if the agent could act on an event that came now.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from math import inf
-from typing import get_args
+from typing import Literal, get_args
 
 from scheduled_events_agent.imds.document import RESTARTING_TYPES
 from scheduled_events_agent.policy.durations import plural
@@ -15,6 +16,7 @@ from scheduled_events_agent.status.messages import is_for_this_vm, utc
 from scheduled_events_agent.status.status import (
     Attention,
     AttentionKind,
+    Condition,
     NotifiedTarget,
     Status,
     SuggestedCommand,
@@ -36,6 +38,9 @@ _CRASHES = 3
 CRASHED_WITHIN = timedelta(hours=1)
 """How long a start after a crash counts."""
 _NAMED_WITHIN = timedelta(minutes=5)
+# Until the disk is known to be no copy, nothing is done about what is pending. The answer mostly comes at once.
+_CONFIRMED_WITHIN = timedelta(minutes=3)
+_CONFIRMED_WITHIN_IF_PENDING = timedelta(seconds=10)
 _NOTIFIED_WITHIN = timedelta(minutes=5)
 _OUT_OF_SERVICE_WITHIN = timedelta(minutes=5)
 _ENDING_WAITS: tuple[WaitKind, ...] = ("missing", "stale", "fleet", "approval_slot", "staggered")
@@ -51,7 +56,7 @@ _MESSAGES: dict[AttentionKind, str] = {
     "out_of_service": "{vm} is out of service{until}.",
 }
 NO_AGENT = "no agent runs"
-"""Why ``Status.health`` is not ok, if that is so."""
+"""The fault of ``Status`` if none does."""
 _ABSENT = "Until one does, no event is prepared for, approved or recovered from."
 _UNREADY = "/readyz answers 503 since {unready_since}: no traffic until this is settled."
 _CONSEQUENCES: dict[AttentionKind, str] = {
@@ -70,7 +75,13 @@ def attention(status: Status) -> tuple[Attention, ...]:
 
     If no agent answers, that comes before all: until one does, no command has an effect.
     """
-    found = [*of_events(status), *_of_agent(status), *_of_next_start(status), *_of_setup(status)]
+    found = [
+        *of_events(status),
+        *_of_agent(status),
+        *_of_identity(status),
+        *_of_next_start(status),
+        *_of_setup(status),
+    ]
 
     def rank(one: Attention) -> tuple[bool, bool, float, int]:
         is_absence = status.source == "state_file" and one.kind == "unhealthy"
@@ -83,14 +94,41 @@ def _due_at(one: Attention) -> float:
     """The time of the deadline; infinite without one, and before all others if Azure may start the event now."""
     if one.deadline is not None:
         return one.deadline.timestamp()
-    return -inf if one.severity == "act" and one.kind in WITH_DEADLINE else inf
+    return -inf if has_deadline(one) else inf
+
+
+def has_deadline(one: Attention) -> bool:
+    """Whether it must be settled before an event starts, which is at any moment if no deadline is known."""
+    is_of_start = one.kind in WITH_DEADLINE or (one.kind == "vm_unknown" and bool(one.event_id))
+    return one.severity == "act" and (is_of_start or one.deadline is not None)
+
+
+def condition(status: Status) -> Condition:
+    """The state of the agent in one word, for everything that shows a sign or a color."""
+    if status.attention:
+        return status.attention[0].severity
+    if any(map(is_for_this_vm, status.pending)):
+        return "busy"
+    is_known = status.vm.names and status.vm_confirmed and status.polls == "current"
+    return "good" if is_known and not _of_unknown_vm(status.pending) else "unknown"
+
+
+def health(found: Iterable[Attention]) -> Literal["ok"] | tuple[str, ...]:
+    """Why no event could be acted on, given all that needs a person: the answer of ``/healthz``."""
+    return tuple([one.message for one in found if _is_inability(one)]) or "ok"
 
 
 def exit_code(status: Status) -> int:
-    """Exit code of the command ``status``. 3: an operator must act; 1: no agent runs, or it is unhealthy."""
-    if any(one.severity == "act" and one.kind != "unhealthy" for one in status.attention):
+    """Exit code of ``status``. 3: an operator must act; 1: no agent runs, or it could act on no event."""
+    acts = [one for one in status.attention if one.severity == "act"]
+    if any(one.event_id or not _is_inability(one) for one in acts):
         return 3
-    return 0 if status.health == "ok" else 1
+    return 1 if acts else 0
+
+
+def _is_inability(one: Attention) -> bool:
+    """Whether the agent could act on no event that came now."""
+    return one.severity == "act" and one.kind in ("unhealthy", "vm_unknown")
 
 
 def of_events(status: Status) -> Iterator[Attention]:
@@ -180,10 +218,9 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
     event = workflow.event
     stage_status = workflow.recover if workflow.is_over else workflow.prepare
     name = f"{event.type or 'event'} of {next(iter(status.vm.names), 'this VM')}"
-    is_ahead = event.not_before is not None and event.not_before > status.at
     unready_since = workflow.handling_since or workflow.phase_since or workflow.first_seen_at
     until = ", and Azure does not say until when"
-    if event.not_before is not None and is_ahead:
+    if event.not_before is not None and event.not_before > status.at:
         until = f" until {utc(event.not_before, status.at)}: earlier than its lead"
     return {
         "vm": next(iter(status.vm.names), "This VM"),
@@ -194,7 +231,7 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
         "hook": workflow.wait_reason.detail if workflow.wait_reason else "",
         "failures": str(workflow.approval.failures),
         "last_error": f", the last one: {workflow.approval.failure}" if workflow.approval.failure else "",
-        "when": f"at {utc(event.not_before, status.at)}" if event.not_before and is_ahead else "at any moment",
+        "when": _when(workflow, status.at),
         "unready_since": utc(unready_since, status.at),
     }
 
@@ -218,18 +255,29 @@ def _event_commands(
 
 
 def _of_agent(status: Status) -> Iterator[Attention]:
-    for reason in () if status.health == "ok" else status.health:
+    for fault in status.faults:
         is_absence = status.source == "state_file"
         failure = status.start_failure
-        text = f"{reason}: {failure.reason}" if failure else reason
+        text = f"{fault}: {failure.reason}" if failure else fault
         yield Attention(
             kind="unhealthy",
             severity="act",
-            since=status.unhealthy_since,
+            since=status.faults_since,
             message=_sentence(f"{text[:1].upper()}{text[1:]}"),
-            consequence=_ABSENT if reason == NO_AGENT else "",
+            consequence=_ABSENT if fault == NO_AGENT else "",
             detail=failure.detail if failure else "",
             commands=status.supervisor_commands if is_absence else (_doctor(status),),
+        )
+    if status.polls == "overdue":
+        since = status.last_poll_at or status.started_at
+        ago = f" since {utc(since, status.at)}" if since else ""
+        yield Attention(
+            kind="unhealthy",
+            severity="act",
+            since=since,
+            message=_sentence(f"No poll has succeeded{ago}: {status.poll_failure or 'it hangs'}"),
+            consequence="No new event is seen.",
+            commands=(_doctor(status),),
         )
     crashes = [at for at in status.unclean_starts if status.at - at < CRASHED_WITHIN]
     if len(crashes) >= _CRASHES:
@@ -240,6 +288,66 @@ def _of_agent(status: Status) -> Iterator[Attention]:
             message=f"The agent ended by itself and was started again, {len(crashes)} times within an hour.",
             commands=status.supervisor_commands,
         )
+
+
+def _of_identity(status: Status) -> Iterator[Attention]:
+    """What can be done about no event, because it is not known which VM this is."""
+    started_at = status.started_at
+    if started_at is None or (status.vm.names and status.vm_confirmed):
+        return
+    why = f": {status.vm_failure}" if status.vm_failure else ""
+    name = command(status.command_options, "check")
+    commands = (
+        _doctor(status),
+        SuggestedCommand(command=name, effect="when the policy has this VM's name as vm.name; then reload"),
+    )
+    pending = _of_unknown_vm(status.pending) if status.mode == "act" else []
+    uptime = status.at - started_at
+    if not status.vm.names and pending:
+        first = min(pending, key=_starts_at)
+        others = f", nor of {len(pending) - 1} more" if len(pending) > 1 else ""
+        type_ = first.event.type or "event"
+        yield Attention(
+            kind="vm_unknown",
+            severity="act",
+            since=first.first_seen_at,
+            event_id=first.event.id,
+            workflow_id=first.id,
+            message=_sentence(
+                f"It is not known whether the {type_} is of this VM{others}, for its name is not known{why}"
+            ),
+            consequence=f"Azure starts it {_when(first, status.at)}, prepared or not.",
+            deadline=first.event.not_before,
+            commands=commands,
+        )
+    elif not status.vm.names and uptime >= _NAMED_WITHIN and status.polls != "overdue":
+        yield Attention(
+            kind="vm_unknown",
+            severity="act",
+            since=started_at,
+            message=_sentence(f"The name of this VM is not known{why}"),
+            consequence="The agent cannot match any event to this VM.",
+            commands=commands,
+        )
+    elif status.vm.names and uptime >= (_CONFIRMED_WITHIN_IF_PENDING if status.pending else _CONFIRMED_WITHIN):
+        yield Attention(
+            kind="vm_unknown",
+            severity="act",
+            since=started_at,
+            message=_sentence(f"The metadata service has not said since the boot which VM this is{why}"),
+            consequence="Its disk may be a copy of another VM's: until it is known, no event is acted on.",
+            commands=commands,
+        )
+
+
+def _of_unknown_vm(pending: Iterable[WorkflowView]) -> list[WorkflowView]:
+    """The events of which it is not known whether they name this VM."""
+    return [workflow for workflow in pending if workflow.decision.affects == "unknown" and not workflow.is_over]
+
+
+def _when(workflow: WorkflowView, now: datetime) -> str:
+    at = workflow.event.not_before
+    return f"at {utc(at, now)}" if at and at > now else "at any moment"
 
 
 def _of_next_start(status: Status) -> Iterator[Attention]:
@@ -305,16 +413,6 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             consequence="Its previous content is in force, and its certificate may expire. "
             "After a restart no pages are served.",
             commands=(_check(status, "show what is wrong with it"),),
-        )
-    started_at = status.started_at
-    if started_at and not status.vm.names and status.at - started_at >= _NAMED_WITHIN:
-        yield Attention(
-            kind="vm_unknown",
-            severity="fix",
-            since=started_at,
-            message="The name of this VM is not known.",
-            consequence="The agent cannot match any event to this VM.",
-            commands=(_doctor(status),),
         )
     if status.fleet is not None and status.fleet.error:
         ask = command(status.command_options, "fleet", "status")

@@ -232,10 +232,10 @@ def headline(status: Status) -> str:
     """
     if status.attention:
         return status.attention[0].message
+    if not any(map(is_for_this_vm, status.pending)) and (unknown := _unknown(status)):
+        return unknown
     if not status.pending:
-        if status.last_poll_at is None:
-            return "Azure has not answered yet"
-        return "Nothing was pending at the last successful poll" if status.poll_failure else "Nothing is pending"
+        return "Nothing is pending"
     first = next(filter(is_for_this_vm, by_urgency(status.pending)), None)
     if first is None:
         is_unknown = any(workflow.decision.affects == "unknown" for workflow in status.pending)
@@ -250,6 +250,19 @@ def headline(status: Status) -> str:
         type=first.event.type or "event", phase=phase, wait_message=first.wait_message
     )
     return f"{text}, and {len(status.pending) - 1} more" if len(status.pending) > 1 else text
+
+
+def _unknown(status: Status) -> str:
+    """Why it is not known whether an event would be seen and acted on; "" if it is."""
+    why = f": {status.poll_failure}" if status.poll_failure else ""
+    if status.last_poll_at is None:
+        return f"Azure's metadata service has not answered yet{why}"
+    if status.polls != "current":
+        return f"Azure's metadata service has not answered since {utc(status.last_poll_at, status.at)}{why}"
+    why = f": {status.vm_failure}" if status.vm_failure else ""
+    if not status.vm.names:
+        return f"The name of this VM is not known yet{why}"
+    return "" if status.vm_confirmed else f"The metadata service has not said yet which VM this is{why}"
 
 
 def activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datetime) -> str:

@@ -169,9 +169,11 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The hold ends a day later."""
 
 
+Polls = Literal["current", "late", "overdue"]
+Condition = Literal["act", "fix", "unknown", "busy", "good"]
 AttentionKind = Literal[
-    "unhealthy", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed", "not_acting",
-    "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown",
+    "unhealthy", "vm_unknown", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed",
+    "not_acting", "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected",
     "out_of_service", "fleet_unavailable", "notifications_failing",
 ]  # fmt: skip
 """The reasons why a person may be needed, the worst first."""
@@ -242,8 +244,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     source: Literal["agent", "state_file"] = "agent"
     """state_file: no agent answers."""
-    health: Literal["ok"] | tuple[str, ...]
-    unhealthy_since: datetime | None = None
+    condition: Condition = "unknown"
+    """act, fix: as the first of ``attention``; unknown: nothing says yet whether an event would be seen and acted
+    on; busy: an event of this VM is pending; good: none is, and one that came now would be acted on."""
+    health: Literal["ok"] | tuple[str, ...] = "ok"
+    """Why no event could be acted on, as ``/healthz`` says."""
+    faults: tuple[str, ...] = ()
+    """Faults of the agent itself, which are a part of ``health``."""
+    faults_since: datetime | None = None
     state_file: str = ""
     state_since: datetime | None = None
     """When the state file was created. What was known before is lost, or this is the first start."""
@@ -252,6 +260,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     agent_log: tuple[JournalRecord, ...] = ()
     """The last start and stop."""
     vm: Vm
+    vm_confirmed: bool = True
+    """Whether it is certain since the boot that these are this VM's names: the disk may be a copy."""
+    vm_failure: str = ""
+    """Why the metadata service has not said which VM this is."""
     version: str | None = None
     started_at: datetime | None = None
     unclean_starts: tuple[datetime, ...] = ()
@@ -266,6 +278,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Of the metadata service."""
     last_poll_at: datetime | None = None
     """Of the last success."""
+    polls: Polls = "current"
+    """late: none has succeeded for ten seconds, or since the start; overdue: for ``agent.healthy_within``."""
     poll_failure: str | None = None
     guest_proxy: bool = False
     """Whether an answer came through Azure's Guest Proxy Agent."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from scheduled_events_agent.status.actions import command, offered_actions, quoted, short_ids
-from scheduled_events_agent.status.attention import attention
+from scheduled_events_agent.status.attention import attention, condition, health
 from scheduled_events_agent.status.messages import activity, by_urgency, headline
 from scheduled_events_agent.status.status import EventSummary, HookStep, Status
 from scheduled_events_agent.workflow import Stage, StageStatus, Workflow
@@ -36,7 +36,13 @@ def with_summaries(status: Status) -> Status:
         )
         for workflow in pending
     )
-    return replace(status, headline=headline(status), summaries=summaries)
+    return replace(
+        status,
+        headline=headline(status),
+        condition=condition(status),
+        health=health(needs),
+        summaries=summaries,
+    )
 
 
 def _approval(workflow: Workflow) -> str:

@@ -30,7 +30,7 @@ from scheduled_events_agent.http.errors import IMDS_ERROR_KINDS, NOTIFICATION_ER
 from scheduled_events_agent.imds.document import EVENT_TYPES, Affects
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import Attention
-from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE
+from scheduled_events_agent.status.attention import ATTENTION_KINDS, has_deadline
 from scheduled_events_agent.workflow import HookOutcome, Outcome, Phase, Record, Workflow
 
 _PREFIX = "scheduled_events_"
@@ -233,7 +233,7 @@ class Metrics:
         self._deadlines.clear()
         deadlines: dict[str, float] = {}
         for one in found:
-            if one.severity == "act" and (one.kind in WITH_DEADLINE or one.deadline):
+            if has_deadline(one):
                 deadline = one.deadline.timestamp() if one.deadline else 0.0
                 deadlines[one.kind] = min(deadline, deadlines.get(one.kind, deadline))
         for name, deadline in deadlines.items():

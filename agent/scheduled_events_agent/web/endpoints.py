@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -68,7 +68,7 @@ class Endpoints:
         *,
         status: Callable[[], Status],
         status_basis: Callable[[], object],
-        health_problems: Callable[[], Sequence[str]],
+        health: Callable[[], Literal["ok"] | tuple[str, ...]],
         metrics: Callable[[], bytes],
         state_dir: Path,
         stop_requested: threading.Event,
@@ -80,7 +80,7 @@ class Endpoints:
         self._snapshot = snapshot
         self._status = status
         self._status_basis = status_basis
-        self._health_problems = health_problems
+        self._health = health
         self._metrics = metrics
         self._state_dir = state_dir
         self._stop_requested = stop_requested
@@ -144,8 +144,8 @@ class Endpoints:
         }
 
     def _health_page(self) -> Response:
-        problems = self._health_problems()
-        if problems:
+        problems = self._health()
+        if problems != "ok":
             return Response(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode(errors="replace"))
         return Response(HTTPStatus.OK, b"ok\n")
 

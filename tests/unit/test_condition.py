@@ -1,0 +1,142 @@
+"""The states in which no event could be acted on, and those that only look so, on all surfaces that show them."""
+
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+from status_samples import NOW, a_status, a_workflow
+
+from scheduled_events_agent.cli.doctor import check_running_agent
+from scheduled_events_agent.status import Condition, Status, Vm
+from scheduled_events_agent.status.attention import exit_code
+from scheduled_events_agent.status.summaries import with_summaries
+
+DENIED = "/metadata/instance: 403 Forbidden"
+NAMELESS: dict[str, Any] = {"vm": Vm(names=(), vm_id=""), "vm_failure": DENIED}
+UNANSWERED: dict[str, Any] = {"last_poll_at": None, "polls": "late", "poll_failure": "403 Forbidden"}
+UNMATCHED = a_workflow(
+    event={"type": "Preempt", "not_before": NOW + timedelta(seconds=30)},
+    decision={"rule": None, "affects": "unknown", "prepare": (), "approve": "never"},
+)
+
+
+class Shown(NamedTuple):
+    """What the surfaces show of a state."""
+
+    condition: Condition
+    exit_code: int
+    is_healthy: bool
+    """Whether /healthz answers 200."""
+    headline: str
+    kinds: tuple[str, ...] = ()
+    """Of what needs a person."""
+
+
+def after(minutes: float, **changes: Any) -> Status:
+    """The status of an agent that started so many minutes ago."""
+    return a_status(started_at=NOW - timedelta(minutes=minutes), **changes)
+
+
+STATES: dict[str, tuple[Status, Shown]] = {
+    "nothing is pending": (after(60), Shown("good", 0, True, "Nothing is pending")),
+    "an event is pending": (after(60, pending=(a_workflow(),)), Shown("busy", 0, True, "Reboot is pending")),
+    "the name is not known, an event is pending": (
+        after(0, **NAMELESS, pending=(UNMATCHED,)),
+        Shown(
+            "act",
+            3,
+            False,
+            f"It is not known whether the Preempt is of this VM, for its name is not known: {DENIED}.",
+            ("vm_unknown",),
+        ),
+    ),
+    "the name is not known yet": (
+        after(4.9, **NAMELESS),
+        Shown("unknown", 0, True, f"The name of this VM is not known yet: {DENIED}"),
+    ),
+    "the name is not known after five minutes": (
+        after(5, **NAMELESS),
+        Shown("act", 1, False, f"The name of this VM is not known: {DENIED}.", ("vm_unknown",)),
+    ),
+    "an observing agent does not know the name, an event is pending": (
+        after(0, **NAMELESS, mode="observe", pending=(UNMATCHED,)),
+        Shown("unknown", 0, True, f"The name of this VM is not known yet: {DENIED}"),
+    ),
+    "an event names no VM": (
+        after(60, pending=(UNMATCHED,)),
+        Shown("unknown", 0, True, "1 event pending, and nothing says whether for this VM"),
+    ),
+    "the disk may be a copy": (
+        after(2.9, vm_confirmed=False, vm_failure=DENIED),
+        Shown("unknown", 0, True, f"The metadata service has not said yet which VM this is: {DENIED}"),
+    ),
+    "the disk may be a copy, after three minutes": (
+        after(3, vm_confirmed=False),
+        Shown(
+            "act", 1, False, "The metadata service has not said since the boot which VM this is.", ("vm_unknown",)
+        ),
+    ),
+    "the disk may be a copy, and an event is pending": (
+        after(0.2, vm_confirmed=False, pending=(a_workflow(),)),
+        Shown(
+            "act", 1, False, "The metadata service has not said since the boot which VM this is.", ("vm_unknown",)
+        ),
+    ),
+    "no answer has ever come": (
+        after(0, **UNANSWERED),
+        Shown("unknown", 0, True, "Azure's metadata service has not answered yet: 403 Forbidden"),
+    ),
+    "no answer and no name": (
+        after(60, **NAMELESS, **UNANSWERED | {"polls": "overdue"}),
+        Shown("act", 1, False, "No poll has succeeded since 21:12:00 UTC: 403 Forbidden.", ("unhealthy",)),
+    ),
+    "one poll failed": (after(60, poll_failure="timed out"), Shown("good", 0, True, "Nothing is pending")),
+    "polls fail": (
+        after(60, polls="late", poll_failure="timed out", last_poll_at=NOW - timedelta(seconds=10)),
+        Shown("unknown", 0, True, "Azure's metadata service has not answered since 22:11:50 UTC: timed out"),
+    ),
+    "polls hang": (
+        after(60, polls="late", last_poll_at=NOW - timedelta(seconds=10)),
+        Shown("unknown", 0, True, "Azure's metadata service has not answered since 22:11:50 UTC"),
+    ),
+    "polls fail beside an event": (
+        after(60, polls="late", poll_failure="timed out", pending=(a_workflow(),)),
+        Shown("busy", 0, True, "Reboot is pending"),
+    ),
+    "polls have failed for long": (
+        after(60, polls="overdue", poll_failure="timed out", last_poll_at=NOW - timedelta(minutes=3)),
+        Shown("act", 1, False, "No poll has succeeded since 22:09:00 UTC: timed out.", ("unhealthy",)),
+    ),
+    "the state file cannot be written": (
+        after(60, faults=("its disk is full",), faults_since=NOW),
+        Shown("act", 1, False, "Its disk is full.", ("unhealthy",)),
+    ),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_each_state_is_shown_alike_on_all_surfaces(state: str) -> None:
+    facts, expected = STATES[state]
+    status = with_summaries(facts)
+    kinds = tuple(one.kind for one in status.attention)
+    found = Shown(status.condition, exit_code(status), status.health == "ok", status.headline, kinds)
+    assert found == expected
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_doctor_calls_an_agent_ok_only_if_it_could_act(state: str) -> None:
+    status = with_summaries(STATES[state][0])
+    found = check_running_agent("17", status, None)
+    is_ok = status.condition in ("good", "busy", "fix")
+    assert (found.severity == "ok") == is_ok
+    assert is_ok or status.headline.rstrip(".") in found.message
+
+
+def test_an_unknown_name_beside_an_event_says_until_when_and_what_to_type() -> None:
+    (found,) = with_summaries(STATES["the name is not known, an event is pending"][0]).attention
+    assert (found.event_id, found.deadline) == (UNMATCHED.event.id, UNMATCHED.event.not_before)
+    assert found.consequence == "Azure starts it at 22:12:30 UTC, prepared or not."
+    assert [(one.command, one.effect) for one in found.commands] == [
+        ("scheduled-events-agent doctor", "find the problem"),
+        ("scheduled-events-agent check", "when the policy has this VM's name as vm.name; then reload"),
+    ]
