@@ -30,7 +30,6 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certifi
 
 TARGET = NotifyTarget(name="kubernetes", format="kubernetes")
 KINDS: tuple[str, ...] = (*get_args(NotificationKind), "test")
-WARNINGS = {"ApprovalNeeded", "Held", "HookMissing", "RecoveryFailed"}
 SEEN = replace(SAMPLE, kind="seen", addition="")
 ROLE: Object = {
     "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -90,7 +89,7 @@ def test_each_kind_of_notification_is_an_event_about_the_node(cluster: Cluster, 
     (event,) = cluster.events()
     name = "".join(word.title() for word in kind.split("_"))
     assert event["reason"] == ("AgentTest" if kind == "test" else f"ScheduledEvent{name}")
-    assert event["type"] == ("Warning" if name in WARNINGS else "Normal")
+    assert event["type"] == "Normal"
     uid = cluster.node["metadata"]["uid"]
     assert event["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "vm-1", "uid": uid}
     assert event["metadata"]["namespace"] == "default"

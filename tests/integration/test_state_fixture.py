@@ -472,7 +472,7 @@ FIRST_NOTIFICATION = Notification(
     deadline=NOT_BEFORE,
     commands=(SuggestedCommand(command="scheduled-events-agent approve PREPARED", effect="Azure may start it"),),
     runbook="https://example.com/runbook.md#approval_needed",
-    is_needed=True,
+    severity="act",
     has_started=False,
     outcome="",
     event=PREPARED.event,

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from status_samples import a_status
+from test_recommendations import a_recommendation, advice
 from test_workflow import NOTICE, Agent, a_rule, an_event, started
 
 from scheduled_events_agent.imds.document import ScheduledEvent
+from scheduled_events_agent.kubernetes.events import event_of
 from scheduled_events_agent.notifications import Notification, matches, notifications_of, render
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget
@@ -196,6 +198,44 @@ def test_an_event_held_by_a_rule_or_an_operator_pages_no_one(*, is_held_by_rule:
     (held,) = [notification for _, notification in agent.history if notification.kind == "held"]
     assert (held.commands, held.runbook) == ((), "")
     assert agent.told(PAGERDUTY) == []
+
+
+def kubernetes_types(agent: Told) -> dict[str, str]:
+    """The type of each event about the node, by its reason."""
+    events = [event_of(notification, "node-1", "uid") for _, notification in agent.history]
+    return {event["reason"].removeprefix("ScheduledEvent"): event["type"] for event in events}
+
+
+def test_an_eviction_that_the_policy_lets_come_is_no_warning_to_a_cluster() -> None:
+    eviction = an_event(type="Preempt")
+    agent = Told(a_rule(approve="never", prepare=("drain",), recover=()))
+    agent.document(eviction)
+    agent.ends("drain")
+    agent.document(started(eviction))
+    agent.document()
+    types = kubernetes_types(agent)
+    assert types == dict.fromkeys(("Seen", "Preparing", "Prepared", "Held", "Started", "Recovered"), "Normal")
+
+
+def test_a_cluster_is_warned_where_status_says_act() -> None:
+    agent = Told(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    agent.document(started(an_event()))
+    agent.document()
+    agent.ends("resume", "failed")
+    assert [reason for reason, type_ in kubernetes_types(agent).items() if type_ == "Warning"] == [
+        "Held",
+        "RecoveryFailed",
+    ]
+    asking = Told(a_rule(prepare=(), recover=(), approve="manual"))
+    asking.document(an_event())
+    assert kubernetes_types(asking)["ApprovalNeeded"] == "Warning"
+    fixed = Told(advice())  # nothing starts by itself: status says FIX
+    fixed.document(a_recommendation())
+    fixed.ends("drain", "failed", event="R")
+    assert [one.severity for _, one in fixed.history if one.kind == "held"] == ["fix"]
+    assert kubernetes_types(fixed)["Held"] == "Normal"
 
 
 def test_a_notification_that_needs_attention_has_a_deadline_and_commands() -> None:

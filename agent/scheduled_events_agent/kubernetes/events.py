@@ -27,20 +27,20 @@ _MAX_MESSAGE = 1024
 _MAX_NODE = 200  # characters of a node's name; a name has 253 at most
 _HASH_DIGITS = 20
 
-_REASONS: dict[NotificationKind | Literal["test"], tuple[str, Literal["Normal", "Warning"]]] = {
-    "seen": ("ScheduledEventSeen", "Normal"),
-    "preparing": ("ScheduledEventPreparing", "Normal"),
-    "prepared": ("ScheduledEventPrepared", "Normal"),
-    "approved": ("ScheduledEventApproved", "Normal"),
-    "started": ("ScheduledEventStarted", "Normal"),
-    "recovered": ("ScheduledEventRecovered", "Normal"),
-    "approval_needed": ("ScheduledEventApprovalNeeded", "Warning"),
-    "held": ("ScheduledEventHeld", "Warning"),
-    "hook_missing": ("ScheduledEventHookMissing", "Warning"),
-    "recovery_failed": ("ScheduledEventRecoveryFailed", "Warning"),
-    "test": ("AgentTest", "Normal"),
+_REASONS: dict[NotificationKind | Literal["test"], str] = {
+    "seen": "ScheduledEventSeen",
+    "preparing": "ScheduledEventPreparing",
+    "prepared": "ScheduledEventPrepared",
+    "approved": "ScheduledEventApproved",
+    "started": "ScheduledEventStarted",
+    "recovered": "ScheduledEventRecovered",
+    "approval_needed": "ScheduledEventApprovalNeeded",
+    "held": "ScheduledEventHeld",
+    "hook_missing": "ScheduledEventHookMissing",
+    "recovery_failed": "ScheduledEventRecoveryFailed",
+    "test": "AgentTest",
 }
-"""Reason and type of an event, by the kind of the notification."""
+"""Reason of an event, by the kind of the notification."""
 _KIND_OF_ERROR: dict[str, HttpErrorKind] = {
     "unavailable": "unreachable",
     "unauthorized": "denied",
@@ -99,16 +99,15 @@ def event_of(notification: Notification, node: str, uid: str) -> dict[str, Any]:
     """The event as it is posted. A second one about the same has the same name, so there is none."""
     at = notification.at.replace(microsecond=0)
     same = f"{notification.event.id}/{notification.kind}/{notification.at.isoformat()}"
-    reason, type_ = _REASONS[notification.kind]
     return {
         "metadata": {
             "name": f"{node[:_MAX_NODE].rstrip('.-')}.{sha256(same.encode()).hexdigest()[:_HASH_DIGITS]}",
             "namespace": "default",
         },
         "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid},
-        "reason": reason,
+        "reason": _REASONS[notification.kind],
         "message": _message(notification),
-        "type": type_,
+        "type": "Warning" if notification.severity == "act" else "Normal",
         "source": {"component": COMPONENT},
         "reportingComponent": COMPONENT,
         "firstTimestamp": at,

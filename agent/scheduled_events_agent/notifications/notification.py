@@ -45,8 +45,8 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The commands that an operator may use; empty if no action is needed."""
     runbook: str = ""
     """Address of the runbook's section about what is needed; empty if no action is needed."""
-    is_needed: bool = False
-    """Whether an operator must act."""
+    severity: Literal["act", "fix", ""] = ""
+    """Of what is needed, as in ``attention``; empty if no action is needed."""
     has_started: bool
     """Azure has started the event, which may be over since."""
     outcome: str
@@ -92,7 +92,7 @@ def notifications_of(
                     if is_ahead and event.not_before
                     else None,
                     deadline=need.deadline if need else None,
-                    is_needed=need is not None,
+                    severity=need.severity if need else "",
                     commands=tuple(_commands(need, status.command_prefix)) if need else (),
                     runbook=need.runbook if need else "",
                     has_started=workflow.was_started,
@@ -116,7 +116,7 @@ def matches(
             # These end incidents. The event may have changed since an incident began, or the policy. PagerDuty
             # ignores one about an incident that was never opened.
             return True
-        if notification.kind == "held" and not notification.is_needed:
+        if notification.kind == "held" and not notification.severity:
             return False  # the rule or an operator holds the event on purpose
     facts = MatchContext(names=names, not_before_seen_at=transition.workflow.not_before_seen_at)
     return (
