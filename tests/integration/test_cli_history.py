@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from scheduled_events_agent import cli, host
+from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
@@ -111,6 +112,12 @@ def test_history_shows_an_event_from_first_sight_to_end_with_hook_output(run: Ru
         "  10:01:30Z  +1m 30s  agent started    version 0.1.0, mode act\n"
         "  11:01:40Z   +1h 1m  closed           is over: completed\n"
     )
+
+
+def test_the_output_of_a_failed_hook_is_as_bright_as_its_record(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Terminal, "of", lambda _: Terminal(width=None, has_colors=True))
+    _, out, _ = run("--event", "602d9444-a")
+    assert "| one" in [line.lstrip() for line in out.splitlines()]
 
 
 def test_history_interleaves_agent_records_by_time(run: Run) -> None:

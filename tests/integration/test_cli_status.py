@@ -213,7 +213,8 @@ def test_a_fleet_configuration_error_has_a_line_of_its_own(state_dir: Path, run:
 
 
 def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir: Path, run: Run) -> None:
-    hook = RunningHook(workflow_id=PREPARING.id, stage="prepare", hook="drain", since=NOW - timedelta(seconds=12))
+    began = NOW - timedelta(seconds=12)
+    hook = RunningHook(workflow_id=PREPARING.id, stage="prepare", hook="drain", since=began, limit_seconds=120.0)
     code, out, _ = answered(
         state_dir,
         msgspec.structs.replace(
@@ -231,7 +232,7 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
     assert rows.splitlines()[-1].startswith("  agent      acts; not ready (/readyz); ")
     assert f"{card}\n" == (
         "Redeploy 602D9444: not before 14m 12s from now (22:26:12Z)\n"
-        "  now       runs the prepare hook drain, 12s so far\n"
+        "  now       runs the prepare hook drain, 12s of at most 2m\n"
         "  reason    rule impactful matches it: type Redeploy\n"
         '  event     Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
         "  names     this VM only\n"
@@ -272,6 +273,19 @@ def test_an_attention_item_comes_first_with_hook_output_and_command(state_dir: P
         "     runbook prepare_failed",
     ]
     assert "overrule" not in card
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_the_output_of_a_failed_hook_is_as_bright_as_what_failed(
+    state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch, *, is_needed: bool
+) -> None:
+    failed = FAILED if is_needed else msgspec.structs.replace(FAILED, phase="approved", wait_reason=None)
+    with_output(state_dir, failed)
+    monkeypatch.setattr(terminal.Terminal, "of", lambda _: terminal.Terminal(width=None, has_colors=True))
+    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(failed,)), run)
+    lines = [line.lstrip() for line in out.splitlines()]
+    assert "| two" in lines
+    assert "| three red" in lines
 
 
 def test_hook_output_of_a_harmless_failure_is_shown_with_its_event(state_dir: Path, run: Run) -> None:

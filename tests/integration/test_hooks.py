@@ -391,6 +391,26 @@ def test_serialized_runs_are_ordered_by_rank_and_then_by_arrival(
     assert order.read_text(encoding="utf-8") == expected
 
 
+def test_the_limit_of_a_run_has_all_its_attempts_and_what_cuts_it() -> None:
+    hook = _hook(_READY_AND_SLEEP, timeout=120.0, attempts=2, retry_delay=3.0, serialize=True)
+    queues = HookQueues(HookQueue)
+    begun = time.monotonic()
+    background = _Background(hook, queues=queues)
+    background.wait_for_line()
+    run = background.run
+    assert run.limit_seconds == 243.0
+    run.set_deadline(begun + 60.0)  # NotBefore has come nearer
+    assert 0.0 < run.limit_seconds <= 60.0
+    run.set_deadline(None)
+    assert run.limit_seconds == 243.0
+    run.cancel(is_urgent=True)  # an eviction needs this VM: at most a second is left
+    ended_by = run.limit_seconds
+    assert 1.0 <= ended_by <= time.monotonic() - begun + 1.001
+    run.cancel()
+    assert run.limit_seconds == ended_by
+    assert background.finish().outcome == "canceled"
+
+
 def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
     both = [_Background(_hook(_READY_AND_SLEEP)) for _ in range(2)]
     for background in both:

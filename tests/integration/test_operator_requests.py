@@ -135,7 +135,7 @@ def test_a_failed_recovery_is_resolved_and_the_journal_says_by_whom(failed: Agen
     assert failed.engine.workflows == {}
     assert failed.told()[-2:] == [
         "resolved by kim",
-        "is over: unknown, its recovery was done manually",
+        "is over: unknown, resolved by an operator",
     ]
 
 

@@ -119,7 +119,7 @@ def show(tab: Tab, shell: Shell, page: str, *words: str) -> None:
     """Open the page; returns when all of it is shown, with these words. The timeline comes later than the rest."""
     shell.run(f"curl --silent --retry {_TRIES} --retry-connrefused --retry-delay 1 --output /dev/null {page}")
     tab.open(page)
-    tab.wait("document.getElementById('pauses') !== null")
+    tab.wait("document.querySelector('footer') && !document.getElementById('main').ariaBusy")
     for each in words:
         tab.wait(f"document.body.innerText.includes({each!r})")
 

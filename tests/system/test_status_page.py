@@ -154,7 +154,11 @@ PREPARING = workflow(
     id="Preparing",
 )
 RUNNING = RunningHook(
-    workflow_id=PREPARING.id, stage="prepare", hook="checkpoint", since=NOW - timedelta(seconds=12)
+    workflow_id=PREPARING.id,
+    stage="prepare",
+    hook="checkpoint",
+    since=NOW - timedelta(seconds=12),
+    limit_seconds=120.0,
 )
 HELD = workflow(
     event(2, type="Redeploy", not_before=NOW + timedelta(minutes=4, seconds=8)),
@@ -174,6 +178,15 @@ FAILED = workflow(
     wait_message="hook resume: exit code 3",
     id="Failed",
 )
+SHOWN = replace(FAILED, id="Shown")
+OUTPUT = (
+    entry(61, "hook_finished", "hook resume: exit code 3", workflow_id="Shown", hook="resume", detail="earlier\n"),
+    entry(60, "hook_finished", "hook resume: exit code 3", workflow_id="Shown", hook="resume",
+          detail="one\nno route to 10.1.2.3\n\ncannot reach the load balancer\ngives up\n"),
+    entry(50, "hook_finished", "hook drain succeeded", workflow_id="Shown", hook="drain", detail="drained\n"),
+)  # fmt: skip
+RESOLVED = StageStatus(state="resolved", failed_hook="resume", failure="hook resume: exit code 3")
+OPTIONAL = StageStatus(state="succeeded", done=("resume",), failure="hook resume: exit code 3")
 MANUAL = workflow(
     event(4, type="Redeploy", not_before=NOW + timedelta(minutes=8, seconds=57)),
     rule=replace(RULE, approve="manual"),
@@ -237,6 +250,20 @@ SCENES: dict[str, Scene] = {
         [*past(2), History(workflow=PREPARING, records=PAST[:5])],
         PAUSES,
     ),
+    "restoring": (
+        status(running=(replace(RUNNING, workflow_id="", stage="on_clear", limit_seconds=3600.0),)),
+        [],
+        [],
+    ),
+    "resolved": (
+        status(),
+        [
+            History(workflow=replace(past(1)[0].workflow, recover=RESOLVED), records=PAST),
+            History(workflow=replace(past(1)[0].workflow, id="other", recover=OPTIONAL), records=PAST),
+        ],
+        [],
+    ),
+    "shown": (status(SHOWN, hook_output=OUTPUT), [History(workflow=SHOWN, records=PAST)], []),
     "fleet": (status(PREPARING, fleet=FLEET), [], []),
     "held": (status(HELD), [History(workflow=HELD, records=PAST[:7]), *past(1)], PAUSES),
     "manual": (status(MANUAL), [History(workflow=MANUAL, records=PAST[:2])], PAUSES),
@@ -356,10 +383,13 @@ CONTRASTS = """(() => {
 })()"""
 
 
+IS_WHOLE = "document.querySelector('footer') && !document.getElementById('main').ariaBusy"
+
+
 def open_scene(tab: Tab, server: WebServer, name: str = "") -> None:
     """Load the page; returns when all of it is shown."""
     tab.open(f"http://127.0.0.1:{server.port}/{name}")
-    tab.wait("document.getElementById('pauses') && true")
+    tab.wait(IS_WHOLE)
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -490,6 +520,47 @@ def test_the_page_starts_with_what_an_operator_must_do(tab: Tab, server: WebServ
     assert tab.ask("document.querySelector('.attention.fix').getAttribute('role')") == "status"
 
 
+def test_the_output_of_a_failed_hook_is_as_large_as_what_failed(tab: Tab, server: WebServer) -> None:
+    size = "parseFloat(getComputedStyle(document.querySelector('.attention {}')).fontSize)"
+    for width in (PHONE, DESKTOP):
+        tab.look(width)
+        open_scene(tab, server, "shown/")
+        shown = tab.ask("document.querySelector('.attention .output').innerText")
+        assert shown == "no route to 10.1.2.3\ncannot reach the load balancer\ngives up"
+        assert tab.ask(size.format(".output")) == tab.ask(size.format("h2"))
+    open_scene(tab, server, "failed/")  # the policy does not show output
+    assert tab.ask("document.querySelector('.attention .output')") is None
+
+
+def test_a_running_hook_is_shown_with_its_limit(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, "preparing/")
+    assert re.fullmatch(r"runs the prepare hook checkpoint, [\dms ]+ of at most 2m", tab.ask(FACTS)["Now"])
+    open_scene(tab, server, "restoring/")
+    alone = tab.ask("document.querySelector('.alone').innerText")
+    assert re.fullmatch(r"▸ running the on_clear hook checkpoint, [\dms ]+ of at most 1h", alone)
+
+
+def test_past_events_and_pauses_are_shown_only_if_there_are_any(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    titles = "[...document.querySelectorAll('section[aria-labelledby] > h2')].map((one) => one.innerText)"
+    open_scene(tab, server, "idle/")
+    assert tab.ask(titles) == ["Recent events", "VM pauses", "Agent"]
+    open_scene(tab, server, "fresh/")
+    assert tab.ask(titles) == ["Agent"]
+
+
+def test_a_past_event_that_an_operator_resolved_is_no_failure(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, "resolved/")
+    chips = "[...document.querySelectorAll('[aria-labelledby=recent] .chip')]"
+    assert tab.ask(f"{chips}.map((one) => one.innerText)") == [
+        "! completed, a recover hook failed",
+        "completed, resolved by an operator",
+    ]
+    assert tab.ask(f"{chips}.map((one) => one.className.trim())") == ["chip busy", "chip"]
+
+
 def test_an_event_that_may_start_now_has_no_countdown(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     open_scene(tab, server, "many/")
@@ -610,7 +681,7 @@ def test_a_page_without_its_agent_shows_an_error(tab: Tab, tmp_path: Path, troub
         agent.start()
         tab.look(PHONE)
         tab.open(f"http://{listen}/")
-        tab.wait("document.title === '✓ vm-1' && document.getElementById('pauses') && true")
+        tab.wait("document.title === '✓ vm-1' && " + IS_WHOLE)
         assert tab.ask(GOOD) > 0
         began = tab.ask("performance.now()")
         agent.process.send_signal(trouble)
@@ -691,7 +762,7 @@ def test_an_unreadable_history_keeps_the_status_on_the_page(tab: Tab) -> None:
     tab.open(f"http://127.0.0.1:{server.port}/")
     tab.wait(f"{FACTS}.History === 'cannot be shown: the state file is <locked>\\n'.trim()")
     assert tab.ask("document.querySelectorAll('article').length") == 1
-    assert tab.ask("document.getElementById('pauses')") is None
+    assert tab.ask("document.getElementById('recent')") is None
     server.close()
 
 

@@ -91,7 +91,7 @@ def test_a_resolved_recovery_is_over_and_the_journal_names_the_operator() -> Non
     assert agent.workflows == {}
     assert agent.journal[-2:] == [
         "operator: resolved by kim",
-        "closed: is over: unknown, its recovery was done manually",
+        "closed: is over: unknown, resolved by an operator",
     ]
 
 

@@ -154,6 +154,10 @@ def test_every_wait_reason_has_a_message(kind: WaitKind) -> None:
 def test_a_running_hook_is_shown_with_its_time_so_far() -> None:
     hook = RunningHook(workflow_id="1", stage="prepare", hook="drain", since=NOW - timedelta(seconds=72))
     waits = replace(hook, state="queued")
+    limited = replace(hook, limit_seconds=120.0)
+    assert activity(a_workflow(), [limited], NOW) == "runs the prepare hook drain, 1m 12s of at most 2m"
+    cut = replace(hook, limit_seconds=73.4)
+    assert activity(a_workflow(), [cut], NOW) == "runs the prepare hook drain, 1m 12s of at most 1m 13s"
     assert activity(a_workflow(phase="preparing"), [hook], NOW) == "runs the prepare hook drain, 1m 12s so far"
     assert activity(a_workflow(phase="preparing"), [waits], NOW) == "waits for another run of hook drain"
 

@@ -267,7 +267,7 @@ def test_details_of_a_reason_beyond_the_title_are_kept() -> None:
         f"The Reboot of vm-1 is held ({held}; Azure starts it at 12:15:00 UTC)",
         "The Reboot of vm-1 has started (not approved by us, held)",
         "vm-1 has not recovered from a Reboot: an operator must act (hook resume: exit code 1)",
-        "The Reboot of vm-1 is over: completed (its recovery was done manually)",
+        "The Reboot of vm-1 is over: completed (resolved by an operator)",
     ]
 
 

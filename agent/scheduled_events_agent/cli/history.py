@@ -194,9 +194,10 @@ def _record_rows(record: JournalRecord, began: datetime) -> Iterator[tuple[Cell,
     yield tuple([Cell(text, style) for text in texts])
     for line in more:
         yield Cell(""), Cell(""), Cell(""), Cell(line, style)
+    has_failed = _HOOK_STYLES.get(record.outcome) == "red"
     # The detail of a start is the id of the boot.
     for line in record.detail.splitlines() if record.kind != "agent_started" else ():
-        yield Cell(""), Cell(""), Cell(""), Cell(f"| {line}", "dim", indent=2)
+        yield Cell(""), Cell(""), Cell(""), Cell(f"| {line}", "" if has_failed else "dim", indent=2)
 
 
 def _since(text: str) -> datetime:

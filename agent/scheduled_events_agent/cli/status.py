@@ -52,6 +52,7 @@ from scheduled_events_agent.status.messages import (
     duration_text,
     format_clock,
     format_elapsed,
+    hook_time,
     is_for_this_vm,
     time_left,
     to_view,
@@ -322,7 +323,7 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
     for line in one.detail.splitlines():
         yield from terminal.line(f"{_INDENT}{line}", "dim", indent=len(_INDENT) + 2)
     for line in lines:
-        yield from terminal.line(f"{_INDENT}| {line}", "dim", indent=len(_INDENT) + 2)
+        yield from terminal.line(f"{_INDENT}| {line}", indent=len(_INDENT) + 2)
     rows = [(Cell(as_typed(each.command), "bold"), Cell(each.effect, "bold")) for each in one.commands]
     table = [*terminal.table(rows, indent=len(_INDENT))]
     if len(table) == len(rows):
@@ -367,7 +368,7 @@ def _rows(status: Status) -> Iterator[Row]:
         if held.event_id not in present:
             yield Row("held", f"{held.event_id}, by {held.user or 'an operator'}; not in the document", "yellow")
     for hook in status.running_for(""):
-        yield Row("runs", f"the on_clear hook {hook.hook}, {format_elapsed(hook.since, now)} so far", "cyan")
+        yield Row("runs", f"the on_clear hook {hook.hook}, {hook_time(hook, now)}", "cyan")
 
 
 def _state_rows(status: Status) -> Iterator[Row]:
@@ -418,7 +419,7 @@ def _format_event(workflow: WorkflowView, status: Status, output: Sequence[str],
     if failures := [stage.failure for stage in workflow.stages if stage.failure]:
         yield Row("failed", "; ".join(failures), "yellow")
         for line in output:
-            yield Row("", f"| {line}", "dim")
+            yield Row("", f"| {line}")
     if workflow.operator_action:
         yield Row("operator", f"an operator has {ACTION_TEXTS[workflow.operator_action]} it")
     yield from event_rows(workflow.event, decision.affects)

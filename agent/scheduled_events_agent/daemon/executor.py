@@ -118,6 +118,7 @@ class ThreadExecutor:
                     hook=effect.hook,
                     state="queued" if run.is_queued else "running",
                     since=run.since,
+                    limit_seconds=None if run.is_queued else run.limit_seconds,
                 )
                 for run, effect in list(self._runs.values())
             ]

@@ -188,6 +188,7 @@ class HookRun:
         """Whether the hook waits for another run of it to end; for any thread."""
         self.since = datetime.now(UTC)
         """Since when the hook waits, or runs; for any thread."""
+        self._since = time.monotonic()
         self._hook = hook
         self._environment = environment
         self._made_at = time.monotonic()
@@ -196,6 +197,7 @@ class HookRun:
         self._stdin = stdin
         self._deadline = inf if deadline is None else deadline
         self._longest_grace_seconds = inf
+        self._canceled_until = inf
         self._on_line = on_line
         self._instance = instance
         self._load_current = load_current
@@ -223,10 +225,18 @@ class HookRun:
                 with self._changed:
                     self._changed.wait(max(0.0, min(self._seconds_left(), _QUEUE_CHECK_SECONDS)))
             self.since = datetime.now(UTC)
+            self._since = time.monotonic()
             self.is_queued = False
             return self._run_attempts(time.monotonic())
         finally:
             queue.leave(self)
+
+    @property
+    def limit_seconds(self) -> float:
+        """How many seconds after ``since`` the run ends at the latest, with all its attempts; for any thread."""
+        timeout_at = self._since + self._hook.limit_seconds
+        seconds = min(timeout_at, self._deadline, self._canceled_until) - self._since
+        return round(max(0.0, seconds), 3)
 
     def cancel(self, *, is_urgent: bool = False) -> None:
         """End the run now. ``is_urgent``: it is killed one second after SIGTERM, not five; may follow a call."""
@@ -234,6 +244,8 @@ class HookRun:
             self._is_canceled = True
             if is_urgent:
                 self._longest_grace_seconds = _URGENT_GRACE_SECONDS
+            grace_seconds = min(_GRACE_SECONDS, self._longest_grace_seconds)
+            self._canceled_until = min(self._canceled_until, time.monotonic() + grace_seconds)
             self._changed.notify_all()
 
     def set_deadline(self, deadline: float | None) -> None:

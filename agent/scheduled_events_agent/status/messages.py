@@ -4,8 +4,9 @@ The terminal, the status page, the log and the service manager use them. Pure: r
 Invariant: a text states only what the workflow or the journal states, and nothing that is only expected.
 """
 
+import re
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -288,7 +289,16 @@ def activity(workflow: WorkflowView, running: Iterable[RunningHook], now: dateti
 def _hook_activity(hook: RunningHook, now: datetime) -> str:
     if hook.state == "queued":
         return f"waits for another run of hook {hook.hook}"
-    return f"runs the {hook.stage} hook {hook.hook}, {format_elapsed(hook.since, now)} so far"
+    return f"runs the {hook.stage} hook {hook.hook}, {hook_time(hook, now)}"
+
+
+def hook_time(hook: RunningHook, now: datetime) -> str:
+    """How long the hook has run, and how long it may."""
+    so_far = format_elapsed(hook.since, now)
+    if hook.limit_seconds is None:
+        return f"{so_far} so far"
+    limit = format_elapsed(hook.since, hook.since + timedelta(seconds=hook.limit_seconds))
+    return f"{so_far} of at most {re.sub(' 0[smh]$', '', limit)}"
 
 
 def _phase_message(workflow: Workflow) -> str:

@@ -103,6 +103,8 @@ class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["queued", "running"] = "running"
     """queued: it waits for another run of the same hook."""
     since: datetime
+    limit_seconds: float | None = None  # with all its attempts; shorter if an eviction or NotBefore cuts it
+    """How long after ``since`` it is ended at the latest. None while it waits."""
 
 
 class TargetFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@
   const REFRESH_MS = 2000, HIDDEN_REFRESH_MS = 10000, TIMEOUT_MS = 4000, TICK_MS = 250, COPIED_MS = 2000;
   const LOST_MS = 6000, HIDDEN_LOST_MS = 20000;
   const CLOCK_ANSWERS = 10;
-  const MOST = {events: 50, resources: 12, names: 40, records: 40, characters: 600, inName: 80, ofOutput: 2000};
+  const MOST = {events: 50, resources: 12, names: 40, records: 40, characters: 600, inName: 80, ofOutput: 2000, lines: 3};
   const LEVELS = {act: "bad", fix: "busy"};
   const BUSY_PHASES = ["preparing", "started", "recovering"];
   const STARTS_AT_DEADLINE = ["prepare_failed", "approval_needed", "approval_failing", "restart_unsafe"];
@@ -80,6 +80,9 @@
     return minutes ? `${minutes}m ${seconds % 60}s` : `${seconds}s`;
   };
   const now = () => Date.now() - ahead;
+  // As messages.hook_time.
+  const hookTime = ({since: at, limit_seconds: limit}) =>
+    [since(at), limit === null ? " so far" : ` of at most ${span(limit * 1000).replace(/ 0[smh]$/, "")}`];
   const iso = (at) => `${at.slice(0, 19)}Z`;
   const stamp = (at) => `${at.slice(0, 10)} ${at.slice(11, 19)} UTC`;
   const clock = (at) => (iso(at).slice(0, 10) === new Date(now()).toISOString().slice(0, 10) ? stamp(at).slice(11) : stamp(at));
@@ -157,6 +160,17 @@
     return el("p", {class: "deadline"}, el("b", {}, until(at)), " left, until ", time(at, clock(at)));
   };
 
+  // The last lines that the failed hook of this event wrote, where the policy shows output.
+  const failedOutput = ({kind, workflow_id: id}) => {
+    const stage = {prepare_failed: "prepare", recovery_failed: "recover"}[kind];
+    if (!stage) return "";
+    const {failed_hook: hook} = status.pending.find((one) => one.id === id)[stage];
+    const written = status.hook_output.findLast((one) => one.workflow_id === id && one.hook === hook);
+    if (!written) return "";
+    const lines = written.detail.split("\n").filter((line) => line.trim());
+    return el("pre", {class: "output"}, words(lines.slice(-MOST.lines).join("\n"), MOST.ofOutput));
+  };
+
   const attention = () => {
     const shown = status.attention.slice(0, MOST.events);
     const isLike = (one, other) => one.kind === other.kind && one.workflow_id === other.workflow_id;
@@ -164,7 +178,7 @@
       shown.map((one, i) => {
         const number = shown.slice(0, i).filter((other) => isLike(one, other)).length;
         return block(`a-${key(`${one.kind} ${one.workflow_id} ${number}`)}`, one.severity, signOf(one), words(one.message),
-          one.consequence && el("p", {}, words(one.consequence)), deadline(one),
+          failedOutput(one), one.consequence && el("p", {}, words(one.consequence)), deadline(one),
           commands(one.commands, status.command_prefix),
           el("p", {}, el("a", {href: one.runbook}, `Runbook: ${one.kind}`)));
       }),
@@ -185,7 +199,7 @@
   const runningAlone = () => {
     const hooks = status.running.filter((hook) => hook.stage === "on_clear").map((hook) =>
       el("li", {}, chip("running", "busy"), " the on_clear hook ", el("b", {}, words(hook.hook, MOST.inName)), ", ",
-        since(hook.since), " so far"));
+        hookTime(hook)));
     return hooks.length ? el("ul", {class: "alone"}, hooks) : "";
   };
 
@@ -364,6 +378,11 @@
     ];
   };
 
+  const outcome = ({outcome: word, phase, recover: {state, failure}}) => {
+    if (state === "resolved") return chip(`${word}, resolved by an operator`, "");
+    return failure ? chip(`${word || phase}, a recover hook failed`, "busy", "!") : chip(word || phase, "");
+  };
+
   const past = () => {
     if (!histories) return "";
     const open = new Set(status.pending.map((workflow) => workflow.id));
@@ -373,14 +392,13 @@
       const took = records.length ? `, ${span(Date.parse(records.at(-1).at) - Date.parse(first))} long` : "";
       return el("details", {id: `t-${key(workflow.id)}`, open: !status.pending.length && !i && "open"},
         el("summary", {}, el("b", {}, words(workflow.event.type) || "event"), " ",
-          chip(workflow.outcome || workflow.phase, workflow.recover.failure ? "bad" : ""), " ",
+          outcome(workflow), " ",
           el("span", {}, moment(first), took)),
         el("p", {}, words(workflow.decision.reason)),
         el("p", {class: "quiet"}, code(workflow.event.id), " ", words(workflow.event.description)),
         el("p", {class: "quiet"}, "Timeline (UTC)"), timeline(history));
     });
-    const none = el("p", {class: "none"}, "No past events.");
-    return section("recent", "Recent events", items.length ? items : none);
+    return items.length ? section("recent", "Recent events", items) : "";
   };
 
   const pauses = () => {
@@ -388,8 +406,7 @@
     const notes = histories.filter((history) => !history.workflow).flatMap((history) => history.records)
       .filter((one) => one.kind === "machine_paused").reverse().slice(0, MOST.records);
     const lines = notes.map((one) => el("li", {}, moment(one.at), el("div", {}, words(one.text))));
-    return section("pauses", "VM pauses", lines.length
-      ? el("ol", {class: "timeline wide"}, lines) : el("p", {class: "none"}, "None was measured."));
+    return lines.length ? section("pauses", "VM pauses", el("ol", {class: "timeline wide"}, lines)) : "";
   };
 
   const footer = () => {
@@ -436,7 +453,8 @@
     const fresh = status ? [top(), lost(), headline(), attention(), ...parts()] : ["", lost()];
     // The first two parts show the present, the others the last answer.
     const isStale = (i) => isLost && i > 1;
-    const page = el("main", {id: "main"}, fresh.map((part, i) =>
+    const isBusy = status && !histories && !unread;
+    const page = el("main", {id: "main", "aria-busy": isBusy && "true"}, fresh.map((part, i) =>
       el("div", {id: `part-${i}`, class: isStale(i) && "stale"}, part)));
     for (const node of page.querySelectorAll(".stale .good")) node.classList.remove("good");
     sync(main, page);

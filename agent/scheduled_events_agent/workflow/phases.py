@@ -391,7 +391,7 @@ def _dependents(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
 
 
 def _close(workflow: Workflow) -> Transition:
-    repaired = "its recovery was done manually" if workflow.recover.state == "resolved" else ""
+    repaired = "resolved by an operator" if workflow.recover.state == "resolved" else ""
     text = ", ".join(filter(None, [f"is over: {workflow.outcome}", repaired]))
     record = Record(kind="closed", text=text, addition=repaired)
     return _enter(replace(workflow, wait_reason=None), "closed", record)
