@@ -8,14 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduled_events_agent import __version__
+from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.cli.doctor import check_running_agent
 from scheduled_events_agent.cli.doctor_checks import (
     Finding,
     check_clock,
+    check_denied_here,
     check_disk,
     check_document,
+    check_guest_proxy,
     check_no_proxy,
     check_notifications,
     check_other_agents,
@@ -30,6 +32,7 @@ from scheduled_events_agent.cli.doctor_checks import (
 from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.host.conflicts import ActingAgent, Approver, ApproverState
 from scheduled_events_agent.imds.client import ImdsError, RawResponse
+from scheduled_events_agent.imds.guest_proxy import Caller
 from scheduled_events_agent.policy.load import BUILT_IN_NAME
 from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.status import (
@@ -146,6 +149,54 @@ def test_a_proxy_for_imds_is_a_failure(found: RawResponse, sign: str) -> None:
 
 def test_responses_without_a_sign_of_a_proxy_are_direct() -> None:
     assert check_no_proxy([instance("vm"), answer()]) == ok("proxy", "no sign of a proxy")
+
+
+OF_ROOT = Caller("root", "/usr/bin/python3.11")
+OF_STRICT = Caller("scheduled-events-agent", "/usr/bin/python3.11")
+PATHS = ("/metadata/scheduledevents", "/metadata/instance")
+RULE = (
+    "a rule names this agent as user {}, executable /usr/bin/python3.11, process python3.11, for the paths "
+    "/metadata/scheduledevents, /metadata/instance"
+)
+SHARED = "; every Python of root has this name, only the strict set-up has a user of its own"
+
+
+def test_the_check_proxy_names_the_agent_as_a_rule_of_azures_proxy_needs_it() -> None:
+    assert check_guest_proxy(OF_ROOT, PATHS, is_there=True, is_denied=True) == ok(
+        "proxy", f"Azure's Guest Proxy Agent is in front of the service: {RULE.format('root')}{SHARED}"
+    )
+    assert check_guest_proxy(OF_STRICT, PATHS, is_there=False, is_denied=False) == ok(
+        "proxy",
+        f"no sign of a proxy; if Azure's Guest Proxy Agent comes: {RULE.format('scheduled-events-agent')}",
+    )
+    assert check_guest_proxy(OF_STRICT, PATHS, is_there=False, is_denied=True) == warning(
+        "proxy",
+        "a proxy denies requests, as Azure's Guest Proxy Agent does: " + RULE.format("scheduled-events-agent"),
+        "see docs/metadata-proxy.md",
+    )
+
+
+def test_what_only_this_command_is_denied_is_no_error() -> None:
+    found = check_denied_here("root", OF_STRICT)
+    assert found.severity == "warning"
+    assert found.message.endswith("the agent asks as scheduled-events-agent, and its polls succeed")
+    assert "run this as scheduled-events-agent, or allow root too" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "hint"),
+    [
+        ("denied", 403, "docs/metadata-proxy.md has the rule for each set-up"),
+        ("denied", 401, f"run this again; if it stays: {host.guest_proxy_command()}"),
+        ("unexpected_status", 421, f"run this again; if it stays: {host.guest_proxy_command()}"),
+        ("server_error", 503, f"run this again; if it stays: {host.guest_proxy_command()}"),
+        ("refused", None, f"run this again; if it stays: {host.guest_proxy_command()}; in a container, use"),
+    ],
+)
+def test_a_failure_that_azures_proxy_explains_has_its_own_hint(kind: Any, status: int | None, hint: str) -> None:
+    error = ImdsError("GET: no", kind=kind, status=status)
+    error.is_of_guest_proxy = True
+    assert check_unreachable("endpoint", error).hint.startswith(hint)
 
 
 @pytest.mark.parametrize(

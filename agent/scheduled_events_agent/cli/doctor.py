@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import msgspec
 from msgspec.structs import replace
 
@@ -43,6 +44,7 @@ from scheduled_events_agent.host.conflicts import ActingAgent, OwnService
 from scheduled_events_agent.imds.api_version import candidate_versions, fetch_with_fallback
 from scheduled_events_agent.imds.client import ImdsError, RawResponse, connect, parse_identity, resolve_endpoint
 from scheduled_events_agent.imds.document import ApiVersion
+from scheduled_events_agent.imds.guest_proxy import Caller, GuestProxy, caller
 from scheduled_events_agent.policy import Hook, names_recommendations
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
@@ -152,7 +154,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         service_error = str(error)
     account = service.account if service is not None and service.account != host.account_name() else None
 
-    yield from _check_imds(settings)
+    yield from _check_imds(settings, agent.status, _caller_of(agent, service))
     options = agent.options(options_in_force(state_option, path, state_dir))
     if policy_error is not None:
         yield from _policy_failures(policy_error)
@@ -209,9 +211,34 @@ def _as_the_agent_uses(settings: Settings, status: Status, *, has_policy: bool) 
     return replace(settings, vm=vm, agent=replace(settings.agent, mode=status.mode))
 
 
-def _check_imds(settings: Settings) -> Iterator[Finding]:
+def _caller_of(agent: _Agent, service: OwnService | None) -> Caller:
+    """The agent, as a rule of Azure's Guest Proxy Agent names it: the one that runs, or else will run."""
+    if agent.pid and agent.pid.isdecimal():
+        return caller(int(agent.pid))
+    own = caller()
+    if service is None:
+        return own
+    account = service.account.rpartition("\\")[2]
+    return own._replace(user="SYSTEM" if account.casefold() == "localsystem" else account)
+
+
+def _paths_asked(settings: Settings) -> list[str]:
+    """The paths of the metadata service that the agent needs."""
+    paths = ["/metadata/scheduledevents", "/metadata/instance"]
+    fleet = settings.fleet
+    if fleet is not None and fleet.table is not None:
+        credential = fleet.credential
+        if credential == "managed-identity" or credential.sas_file is None:
+            paths.append("/metadata/identity")
+    return paths
+
+
+def _check_imds(settings: Settings, status: Status | str, agent: Caller) -> Iterator[Finding]:
+    """``status``: of the agent that runs, if it answers. ``agent``: its process."""
     endpoint = resolve_endpoint(settings.imds.endpoint)
     imds = settings.imds
+    is_polling = isinstance(status, Status) and status.last_poll_at is not None and not status.poll_failure
+    guest_proxy = GuestProxy(has_answered=isinstance(status, Status) and status.guest_proxy)
     versions = candidate_versions(imds.api_version, has_recommendations=names_recommendations(settings.rules))
 
     def fetch(version: ApiVersion, longest: float) -> RawResponse:
@@ -222,23 +249,44 @@ def _check_imds(settings: Settings) -> Iterator[Finding]:
             request_timeout=imds.request_timeout,
             first_request_timeout=imds.first_request_timeout,
             longest=longest,
+            guest_proxy=guest_proxy,
         )
         answer = client.probe("document")
         if answer.error is not None and version != versions[-1]:
             raise answer.error
         return answer
 
+    def check_proxy(*answers: RawResponse) -> Finding:
+        other = doctor_checks.check_no_proxy(answers)
+        if other.severity != "ok":
+            return other
+        is_there = guest_proxy.is_in_front_of(httpx.URL(endpoint))
+        is_denied = any(answer.error is not None and answer.error.is_of_guest_proxy for answer in answers)
+        return doctor_checks.check_guest_proxy(
+            agent, _paths_asked(settings), is_there=is_there, is_denied=is_denied
+        )
+
     asked_at = datetime.now(UTC)
     try:
-        instance = connect(endpoint, request_timeout=imds.request_timeout).probe("instance")
+        client = connect(endpoint, request_timeout=imds.request_timeout, guest_proxy=guest_proxy)
+        instance = client.probe("instance")
     except ImdsError as error:
         yield doctor_checks.check_unreachable("endpoint", error)
-        yield from waiting(("proxy", *_NEED_AN_ANSWER), "endpoint")
+        if error.is_of_guest_proxy:
+            yield check_proxy()
+            yield from waiting(_NEED_AN_ANSWER, "endpoint")
+        else:
+            yield from waiting(("proxy", *_NEED_AN_ANSWER), "endpoint")
         return
     answered_at = datetime.now(UTC)
-    direct = doctor_checks.check_no_proxy([instance])
-    if instance.error is not None and direct.severity == "ok":  # there is no point in asking for more
-        yield doctor_checks.check_unreachable("endpoint", instance.error)
+    direct = check_proxy(instance)
+    is_of_service = direct.severity != "error"
+    if instance.error is not None and is_of_service:  # there is no point in asking for more
+        is_denied = instance.error.kind == "denied"
+        if is_denied and is_polling and agent.user != host.account_name():
+            yield doctor_checks.check_denied_here(host.account_name(), agent)
+        else:
+            yield doctor_checks.check_unreachable("endpoint", instance.error)
         yield direct
         yield from waiting(_NEED_AN_ANSWER, "endpoint")
         return
@@ -259,7 +307,7 @@ def _check_imds(settings: Settings) -> Iterator[Finding]:
     else:
         document = best.content
         version = doctor_checks.check_version(best)
-        direct = doctor_checks.check_no_proxy([instance, document])
+        direct = check_proxy(instance, document)
         events = doctor_checks.check_document(document, names, socket.gethostname())
     yield direct
     yield doctor_checks.check_vm_name(settings.vm, reported)

@@ -19,6 +19,7 @@ from scheduled_events_agent.http.errors import HttpErrorKind, parse_date
 from scheduled_events_agent.imds.api_version import FallbackResult, not_available, reason_of
 from scheduled_events_agent.imds.client import ImdsError, RawResponse
 from scheduled_events_agent.imds.document import normalized_name, parse_document
+from scheduled_events_agent.imds.guest_proxy import PAGE, Caller
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.settings import VmSettings
@@ -122,7 +123,27 @@ def format_findings(findings: Iterable[Finding], terminal: Terminal) -> Iterator
 
 def check_unreachable(check: str, error: ImdsError) -> Finding:
     """The findings of a request that failed."""
-    return failure(check, str(error), _ADVICE.get(error.kind, _SOMETHING_ELSE))
+    hint = _advice_of_guest_proxy(error) if error.is_of_guest_proxy else ""
+    return failure(check, str(error), hint or _ADVICE.get(error.kind, _SOMETHING_ELSE))
+
+
+def _advice_of_guest_proxy(error: ImdsError) -> str:
+    if error.kind == "denied" and error.status != 401:
+        return f"{PAGE} has the rule for each set-up: try it in audit mode first"
+    advice = f"run this again; if it stays: {host.guest_proxy_command()}"
+    if error.kind == "refused":
+        advice += "; in a container, use the host's network namespace"
+    return advice
+
+
+def check_denied_here(account: str, agent: Caller) -> Finding:
+    """This command is denied what the agent, which runs as another account, may ask."""
+    return warning(
+        "endpoint",
+        f"a proxy denies it to {account}, as which this command runs; the agent asks as {agent.user}, and its "
+        "polls succeed",
+        f"to have the rest checked, run this as {agent.user}, or allow {account} too ({PAGE})",
+    )
 
 
 def is_html(answer: RawResponse) -> bool:
@@ -145,6 +166,24 @@ def check_no_proxy(answers: Iterable[RawResponse]) -> Finding:
                 "exempt the endpoint from every proxy, also transparent ones",
             )
     return ok("proxy", "no sign of a proxy")
+
+
+def check_guest_proxy(agent: Caller, paths: Sequence[str], *, is_there: bool, is_denied: bool) -> Finding:
+    """Whether Azure's Guest Proxy Agent is in front of the service, and the agent as its rules name it.
+
+    ``is_denied``: whether a proxy has denied a request.
+    """
+    name = f"user {agent.user}, executable {agent.program}, process {agent.process_name}"
+    rule = f"a rule names this agent as {name}, for the paths {', '.join(paths)}"
+    if agent.user == "root":
+        rule += "; every Python of root has this name, only the strict set-up has a user of its own"
+    if is_there:
+        return ok("proxy", f"Azure's Guest Proxy Agent is in front of the service: {rule}")
+    if is_denied:
+        return warning(
+            "proxy", f"a proxy denies requests, as Azure's Guest Proxy Agent does: {rule}", f"see {PAGE}"
+        )
+    return ok("proxy", f"no sign of a proxy; if Azure's Guest Proxy Agent comes: {rule}")
 
 
 def check_version(best: FallbackResult[RawResponse]) -> Finding:

@@ -67,6 +67,8 @@ class ImdsError(AgentError):
         super().__init__(message, kind=kind)
         self.retry_after = retry_after
         self.status = status
+        self.is_of_guest_proxy = False
+        """Whether Azure's Guest Proxy Agent may be the reason."""
 
 
 class EndpointError(AgentError):
@@ -311,4 +313,6 @@ def _error(request: httpx.Request, what: str, kind: HttpErrorKind, of_proxy: str
     hint = "" if is_about_event else _HINTS.get(kind, "")
     if of_proxy:
         hint = f"; {of_proxy}"
-    return ImdsError(f"{request.method} {request.url}: {what}{hint}", kind=kind)
+    error = ImdsError(f"{request.method} {request.url}: {what}{hint}", kind=kind)
+    error.is_of_guest_proxy = bool(of_proxy)
+    return error

@@ -6,6 +6,7 @@ Invariant: it changes what is said about a request that failed, and nothing that
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,14 +35,15 @@ class Caller(NamedTuple):
 
 
 def caller(pid: int | None = None) -> Caller:
-    """The process of this pid, by default this one; this one too if that one cannot be read."""
+    """The process of this pid, by default this one. What cannot be read of it is taken from this one."""
     import psutil  # noqa: PLC0415 - takes long to load, and only a hint needs it
 
-    try:
+    user, program = host.account_name(), sys.executable
+    with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        return Caller(process.username().rpartition("\\")[2], os.path.realpath(process.exe()))
-    except (psutil.Error, OSError):
-        return Caller(host.account_name(), os.path.realpath(sys.executable))
+        user = process.username().rpartition("\\")[2]
+        program = process.exe()
+    return Caller(user, os.path.realpath(program))
 
 
 class GuestProxy:
