@@ -6,9 +6,11 @@ import socket
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.simulator.faults import Fault, FaultKind
 
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 INSTANCE = "/metadata/instance?api-version=2021-12-13"
@@ -202,6 +204,77 @@ def test_an_answer_can_come_a_byte_at_a_time(simulator: Simulator) -> None:
 
     assert ask(simulator) == EMPTY_DOCUMENT
     assert time.monotonic() - began > 0.1
+
+
+@pytest.mark.parametrize(("kind", "status"), [("denied", 403), ("misdirected", 421), ("no_rules", 500)])
+def test_azures_proxy_answers_without_a_body_and_closes(
+    simulator: Simulator, kind: FaultKind, status: int
+) -> None:
+    simulator.fault("vm-1", kind, count=1)
+    answer = httpx.get(f"{simulator.endpoint()}{EVENTS}", headers=METADATA, trust_env=False)
+
+    assert (answer.status_code, answer.content, answer.headers["Connection"]) == (status, b"", "close")
+    assert ask(simulator) == EMPTY_DOCUMENT
+
+
+def test_a_rule_of_azures_proxy_is_about_a_path(simulator: Simulator) -> None:
+    event_id = simulator.schedule("Reboot")
+    simulator.fault("vm-1", "denied", on="events")
+    answers = [ask(simulator)[0], ask(simulator, method="POST", body=approval_of(event_id))[0]]
+    assert (answers, ask(simulator, INSTANCE)[0]) == ([403, 403], 200)
+    assert simulator.event(event_id).approved_at is None
+
+    simulator.clear_faults()
+    simulator.fault("vm-1", "denied", on="instance")
+    assert (ask(simulator)[0], ask(simulator, INSTANCE)[0]) == (200, 403)
+
+
+def test_an_answer_can_have_the_header_of_azures_proxy(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "proxied", count=1)
+    url = f"{simulator.endpoint()}{EVENTS}"
+    first, second = [httpx.get(url, headers=METADATA, trust_env=False) for _ in range(2)]
+
+    assert first.content == second.content == EMPTY_DOCUMENT[1]
+    assert "x-ms-azure-host-authorization" in first.headers
+    assert "x-ms-azure-host-authorization" not in second.headers
+    assert simulator.polls() == 2
+
+
+def test_a_port_can_refuse_connections_and_accept_them_again(simulator: Simulator) -> None:
+    for _ in range(2):
+        simulator.fault("vm-1", "refused")
+        with pytest.raises(ConnectionRefusedError):
+            ask(simulator)
+        assert ask(simulator, vm="vm-2") == EMPTY_DOCUMENT
+        simulator.clear_faults()
+        assert ask(simulator) == EMPTY_DOCUMENT
+
+
+def test_a_port_that_refuses_accepts_again_when_its_time_is_over(simulator: Simulator) -> None:
+    began = time.monotonic()
+    simulator.fault("vm-1", "refused", seconds=0.3)
+    while True:
+        assert time.monotonic() - began < 60
+        try:
+            ask(simulator)
+        except ConnectionRefusedError:
+            continue
+        break
+    assert time.monotonic() - began >= 0.3
+
+
+def test_a_port_can_refuse_from_the_start_and_be_closed_so() -> None:
+    simulator = Simulator()
+    simulator.fault(None, "refused")
+    with simulator, pytest.raises(ConnectionRefusedError):
+        ask(simulator)
+    with pytest.raises(ConnectionRefusedError):
+        ask(simulator)
+
+
+def test_a_refused_connection_brings_no_request_to_choose() -> None:
+    with pytest.raises(ValueError, match="refused has no on, api_version or count"):
+        Fault(kind="refused", on="poll")
 
 
 def test_more_than_five_requests_a_second_to_one_vm_are_throttled() -> None:

@@ -25,8 +25,14 @@ FaultKind = Literal[
     "truncated",  # the connection ends in the middle of the body
     "endless",  # a body without a length that does not end
     "drip",  # the right answer, a byte at a time
+    # of Azure's Guest Proxy Agent
+    "proxied",  # the right answer, with the header that it adds
+    "denied",  # 403 without a body: its rules deny the request
+    "misdirected",  # 421 without a body: it has no record of the connection
+    "no_rules",  # 500 without a body: its rules are not there yet
+    "refused",  # it does not run: the port refuses connections
 ]
-FaultScope = Literal["any", "poll", "approve", "instance"]
+FaultScope = Literal["any", "events", "poll", "approve", "instance"]
 
 # The service answers five requests a second to the whole VM.
 RATE_LIMIT = 5
@@ -46,7 +52,7 @@ class Fault(
     vms: Names = ()
     """The VMs whose ports it hits; by default all."""
     on: FaultScope = "any"
-    """Which requests it hits: for documents, approvals, instance data, or any."""
+    """Which requests it hits: for documents, approvals, both of them (events), instance data, or any."""
     api_version: str | None = None
     """Only requests in this api-version."""
     seconds: Duration | None = None
@@ -59,6 +65,17 @@ class Fault(
     """For ``slow``: how late; for ``drip``: between two bytes."""
     request_is_processed: bool = False
     """Whether the request is carried out although its answer is wrong: an approval that is not confirmed."""
+
+    def __post_init__(self) -> None:
+        is_narrowed = self.on != "any" or self.api_version is not None or self.count is not None
+        if self.kind == "refused" and is_narrowed:
+            raise ValueError("refused has no on, api_version or count: no connection brings a request")
+
+    def is_about(self, purpose: Purpose, version: str) -> bool:
+        """Whether it hits a request of this purpose and api-version."""
+        if self.kind == "refused" or self.api_version not in (None, version):
+            return False
+        return self.on in ("any", purpose) or (self.on == "events" and purpose in ("poll", "approve"))
 
 
 class ActiveFault(NamedTuple):
@@ -94,11 +111,14 @@ class FaultQueue:
         """The faults that may still hit a request."""
         return tuple(one for one in self._faults if one.until is None or now < one.until)
 
+    def refuses(self, now: float) -> bool:
+        """Whether the port refuses connections."""
+        return any(one.fault.kind == "refused" for one in self.active(now))
+
     def next_fault(self, now: float, purpose: Purpose, version: str) -> Fault | None:
         """The fault that hits a request of this purpose and api-version that comes now."""
         for index, (fault, until, left) in enumerate(self._faults):
-            is_meant = fault.on in ("any", purpose) and fault.api_version in (None, version)
-            if is_meant and (until is None or now < until):
+            if fault.is_about(purpose, version) and (until is None or now < until):
                 if left is not None:
                     self._faults[index : index + 1] = [ActiveFault(fault, until, left - 1)] if left > 1 else []
                 return fault
@@ -121,6 +141,12 @@ def faulty_response(fault: Fault, endpoint: str, right: Answer | None) -> Answer
             return make_answer(200)
         case "status":
             return make_error(fault.status)
+        case "denied":
+            return _answer_of_guest_proxy(403)
+        case "misdirected":
+            return _answer_of_guest_proxy(421)
+        case "no_rules":
+            return _answer_of_guest_proxy(500)
         case "redirect":
             return make_answer(302, headers=(("Location", f"{endpoint}/redirected"),))
         case "html":
@@ -133,3 +159,7 @@ def faulty_response(fault: Fault, endpoint: str, right: Answer | None) -> Answer
         case "endless":  # the server sends the body
             return Answer(status=200, wire=b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
     return Answer(status=0, wire=b"")  # reset and stall send nothing
+
+
+def _answer_of_guest_proxy(status: int) -> Answer:
+    return make_answer(status, headers=(("Connection", "close"),))

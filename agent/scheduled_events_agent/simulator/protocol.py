@@ -128,6 +128,13 @@ def make_answer(
     return Answer(status=status, body=body, wire=head.encode("latin-1") + body)
 
 
+def proxied(answer: Answer) -> Answer:
+    """The answer with the header that Azure's Guest Proxy Agent adds."""
+    status_line, _, rest = answer.wire.partition(b"\r\n")
+    wire = b"%b\r\nx-ms-azure-host-authorization: simulated\r\n%b" % (status_line, rest)
+    return msgspec.structs.replace(answer, wire=wire)
+
+
 def make_error(status: int, message: str = "", **more: Any) -> Answer:
     """An error as the service words it: a JSON object with ``error``."""
     return make_answer(status, _encode({"error": message or responses.get(status, "Unknown"), **more}))

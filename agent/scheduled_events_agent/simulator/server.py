@@ -8,13 +8,14 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from itertools import count
 from typing import Any, cast
 
+from scheduled_events_agent import host
 from scheduled_events_agent.simulator.azure import SimulatorError
 from scheduled_events_agent.simulator.faults import Fault
 from scheduled_events_agent.simulator.protocol import Answer, Request, make_answer
@@ -23,6 +24,7 @@ LOOPBACK = "127.0.0.1"
 _MAX_LINE = 65536
 _MAX_BODY = 1024 * 1024
 _BLANKS = b" " * 65536
+_BACKLOG = 128
 _TIMEOUT_SECONDS = 0.2  # far more than a thread takes that was woken
 # Lingering for no time makes close() send a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -130,15 +132,19 @@ class Server:
         if address.is_unspecified:
             self._host = LOOPBACK if address.version == 4 else "::1"
         self.ports: dict[str, int] = {}
-        self._listeners: list[socket.socket] = []
-        self._acceptors: list[threading.Thread] = []
+        self._address = str(address)
+        self._listeners: dict[str, socket.socket] = {}
+        self._acceptors: dict[str, threading.Thread] = {}
+        self._refused: frozenset[str] = frozenset()
+        self._is_started = False
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._numbers = count(1)
         try:
             for index, name in enumerate(names):
-                listener = _listen(name, str(address), first_port + index if first_port else 0)
-                self._listeners.append(listener)
+                listener = _bind(name, self._address, first_port + index if first_port else 0)
+                self._listeners[name] = listener
+                listener.listen(_BACKLOG)
                 self.ports[name] = listener.getsockname()[1]
         except SimulatorError:
             self.close()
@@ -151,19 +157,29 @@ class Server:
 
     def start(self) -> None:
         """Begin to accept; does not block."""
-        for name, listener in zip(self.ports, self._listeners, strict=True):
-            thread = threading.Thread(target=self._accept, args=(name, listener), daemon=True)
-            thread.start()
-            self._acceptors.append(thread)
+        self._is_started = True
+        for name in self.ports.keys() - self._refused:
+            self._start_to_accept(name)
+
+    def refuse(self, names: Collection[str]) -> None:
+        """Refuse new connections to the ports of these VMs, and to no others. For one thread at a time."""
+        before, self._refused = self._refused, frozenset(names)
+        for name in self._refused - before:
+            self._stop_to_accept(name)
+            self._listeners[name].close()
+            # A socket that does not listen keeps the port, and its connections are refused.
+            self._listeners[name] = _bind(name, self._address, self.ports[name])
+        for name in before - self._refused:
+            self._listeners[name].listen(_BACKLOG)
+            if self._is_started:
+                self._start_to_accept(name)
 
     def close(self) -> None:
         """End every connection and wait for the threads."""
         self.closing.set()
-        for acceptor, port in zip(self._acceptors, self.ports.values(), strict=False):
-            with contextlib.suppress(OSError):  # wakes the thread that waits in accept()
-                socket.create_connection((self._host, port), _TIMEOUT_SECONDS).close()
-            acceptor.join()
-        for listener in self._listeners:
+        for name in list(self._acceptors):
+            self._stop_to_accept(name)
+        for listener in self._listeners.values():
             listener.close()
         with self._lock:
             open_connections = dict(self._connections)
@@ -177,13 +193,26 @@ class Server:
                     socket.close(connection.detach())
                 thread.join()
 
+    def _start_to_accept(self, name: str) -> None:
+        thread = threading.Thread(target=self._accept, args=(name, self._listeners[name]), daemon=True)
+        thread.start()
+        self._acceptors[name] = thread
+
+    def _stop_to_accept(self, name: str) -> None:
+        """Wait for the end of the thread that accepts, if there is one: ``close`` or ``refuse`` wants it."""
+        acceptor = self._acceptors.pop(name, None)
+        if acceptor is not None:
+            with contextlib.suppress(OSError):  # wakes the thread that waits in accept()
+                socket.create_connection((self._host, self.ports[name]), _TIMEOUT_SECONDS).close()
+            acceptor.join()
+
     def _accept(self, name: str, listener: socket.socket) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
             except OSError:  # the client has gone again
                 continue
-            if self.closing.is_set():
+            if self.closing.is_set() or name in self._refused:
                 connection.close()
                 return
             thread = threading.Thread(
@@ -202,15 +231,21 @@ class Server:
                     self._connections.pop(connection, None)
 
 
-def _listen(name: str, bind: str, port: int) -> socket.socket:
+def _bind(name: str, bind: str, port: int) -> socket.socket:
+    """A socket at this address that does not listen yet."""
+    bound = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET)
     try:
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        return socket.create_server((bind, port), family=family, backlog=128)
+        host.claim_port(bound)
+        if bound.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((bind, port))
     except (OSError, OverflowError) as error:
+        bound.close()
         raise SimulatorError(
             f"cannot listen on {bind}:{port} for {name}: {error}; choose another port, or 0 for a free one",
             kind="usage",
         ) from error
+    return bound
 
 
 def _size(text: str | bytes, base: int) -> int:

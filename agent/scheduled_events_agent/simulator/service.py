@@ -23,6 +23,7 @@ from scheduled_events_agent.simulator.protocol import (
     Request,
     VirtualMachine,
     make_error,
+    proxied,
     purpose_of,
     version_of,
 )
@@ -140,7 +141,7 @@ class Service:
         is_too_soon = self.faults[vm].is_over_limit(now)
         if fault is None and is_too_soon:
             return make_error(429, "Too many requests")
-        if fault is not None and fault.kind not in ("slow", "drip"):
+        if fault is not None and fault.kind not in ("slow", "drip", "proxied"):
             needs_right = fault.request_is_processed or fault.kind == "truncated"
             right = self._imds.answer(now, vm, request) if needs_right else None
             wrong = faulty_response(fault, f"http://{request.headers.get('host', '')}", right)
@@ -150,7 +151,7 @@ class Service:
         answer = self._imds.answer(now, vm, request)
         if answer.status == 200 and purpose_of(request) == "poll":
             self.polls[vm] += 1
-        return answer
+        return proxied(answer) if fault is not None and fault.kind == "proxied" else answer
 
     # Actions
 
@@ -190,6 +191,16 @@ class Service:
         for name in vms:
             self.faults[name].clear()
             self.azure.log("behaved", now, vm=name)
+
+    def refused(self, now: float) -> set[str]:
+        """The VMs whose ports refuse connections."""
+        return {vm for vm, faults in self.faults.items() if faults.refuses(now)}
+
+    def refused_until(self, now: float) -> float:
+        """When next a port accepts connections again by itself; infinite if none does."""
+        active = [one for faults in self.faults.values() for one in faults.active(now)]
+        ends = [one.until for one in active if one.fault.kind == "refused" and one.until is not None]
+        return min(ends, default=math.inf)
 
     def find(self, event_id: str) -> SimulatedEvent | None:
         """The event of this id or name, or None while it is only planned."""

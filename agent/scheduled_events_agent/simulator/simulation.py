@@ -353,15 +353,22 @@ class Simulator:
             sent = len(history)
             has_ended = self.is_finished
             self._service.advance(self._clock())
+            self._refuse()
             if len(history) > sent or self.is_finished != has_ended:
                 self._changed.notify_all()
             yield self._service
+
+    def _refuse(self) -> None:
+        """Have the ports refuse connections, or accept them, as the faults say now."""
+        if not self._is_closed:
+            self._server.refuse(self._service.refused(self._clock()))
 
     def _do(self, action: Callable[[float], T]) -> T:
         """Change something, and let every waiting thread know."""
         with self._at_present() as service:
             result = action(self._clock())
             service.advance(self._clock())
+            self._refuse()
             self._agenda_changed.notify()
             self._changed.notify_all()
             return result
@@ -370,7 +377,7 @@ class Simulator:
         with self._changed:
             while not self._is_closed:
                 with self._at_present() as service:
-                    due = service.next_due()
+                    due = min(service.next_due(), service.refused_until(self._clock()))
                 # At least hourly: systems limit how long one may wait, and clocks get set.
                 self._agenda_changed.wait(min(max(0.0, due - self._clock()), 3600.0))
 
