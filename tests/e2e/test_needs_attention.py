@@ -8,6 +8,8 @@ import pytest
 from harness import Agent, Simulator
 from receiver import Receiver
 
+from scheduled_events_agent.status.messages import clock_effect
+
 KIND = "attention"
 DEADLINE = "attention_deadline_timestamp_seconds"
 MANUAL = {"name": "by-hand", "approve": "manual"}
@@ -119,6 +121,34 @@ def test_an_event_stays_prepared_if_the_agent_stops_acting(agent: Agent, sim: Si
     agent.reload()
     wait_none(agent, "not_acting")
     assert agent.ran() == ["drain", "resume"]
+
+
+def test_a_clock_that_is_behind_and_then_right(agent: Agent, sim: Simulator) -> None:
+    agent.write_policy()
+    sim.fault(None, "clock_ahead", clock_seconds=100.0)
+    agent.start()
+    sim.wait_polls(15)
+    assert kinds(agent.status()) == []
+    sim.clear_faults()
+    sim.fault(None, "clock_ahead", clock_seconds=600.0)
+    found = wait_kind(agent, "clock_wrong")
+    assert (found["severity"], found["message"]) == ("fix", "The clock of this VM is 10 minutes behind Azure's.")
+    assert agent.get("/healthz") == (200, "ok\n")
+    assert agent.is_ready()
+    line = agent.wait_log(f"the clock of this VM is 10 minutes behind Azure's: {clock_effect(-600.0)}")
+    assert (line["level"], line["seconds_ahead"]) in (("warning", -600), ("warning", -599))
+    sim.clear_faults()
+    sim.fault(None, "undated")
+    sim.wait_polls(15)
+    assert kinds(agent.status()) == ["clock_wrong"]
+    assert agent.status()["attention"] == [found]
+    sim.clear_faults()
+    sim.fault(None, "clock_behind", clock_seconds=3.0 * 3600.0)
+    told = "The clock of this VM is 3 hours ahead of Azure's."
+    agent.wait_until(lambda: agent.status()["headline"] == told, "it says how the clock is wrong now")
+    sim.clear_faults()
+    wait_none(agent, "clock_wrong")
+    agent.wait_log("the clock of this VM is right again")
 
 
 def test_an_agent_that_ends_by_itself_again_and_again_says_so(agent: Agent) -> None:

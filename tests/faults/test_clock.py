@@ -57,6 +57,23 @@ def test_a_clock_step_of_an_hour_disturbs_no_running_hook_and_no_wait(
     assert kinds.index("preparing") < kinds.index("approved") < kinds.index("closed")
 
 
+def test_a_clock_that_is_set_wrong_is_reported_until_it_is_set_right(
+    sim: Simulator, agent: Agent, clock: Clock
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    sim.wait_polls(12)
+    assert agent.status()["attention"] == []
+    clock.set(600)
+    ahead = "The clock of this VM is 10 minutes ahead of Azure's."
+    agent.wait_until(lambda: agent.status()["headline"] == ahead, "it is ahead")
+    clock.set(-HOUR)
+    behind = "The clock of this VM is 60 minutes behind Azure's."
+    agent.wait_until(lambda: agent.status()["headline"] == behind, "it is behind")
+    clock.set(0)
+    agent.wait_until(lambda: agent.status()["attention"] == [], "the clock is right again")
+
+
 def test_a_clock_step_changes_the_decision_on_an_event_once(sim: Simulator, agent: Agent, clock: Clock) -> None:
     agent.write_policy(rules=[{**DRAIN, "lead": "15m"}], hooks=agent.hooks("drain", "resume"))
     clock.set(-HOUR)

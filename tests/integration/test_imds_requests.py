@@ -1,5 +1,6 @@
 """Requests to the metadata service, and how each status and body is understood; no socket is opened."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -47,6 +48,38 @@ def error_of(call: Any, *arguments: Any) -> ImdsError:
     with pytest.raises(ImdsError) as caught:
         call(*arguments)
     return caught.value
+
+
+def skew_after(service: respx.MockRouter, status: int = 200, **headers: str) -> float | None:
+    """What a client knows of its clock after an answer about nothing of it, and then this one."""
+    route = service.get(DOCUMENTS)
+    client = client_of()
+    route.respond(content=DOCUMENT, headers={"Date": format_datetime(datetime.now(UTC), usegmt=True)})
+    client.fetch()
+    assert client.clock_skew_seconds == pytest.approx(0.0, abs=60.0)
+    route.respond(status, content=DOCUMENT, headers=headers)
+    with contextlib.suppress(ImdsError):
+        client.fetch()
+    return client.clock_skew_seconds
+
+
+@pytest.mark.parametrize("minutes", [-20, 20])
+def test_the_date_of_a_document_shows_how_wrong_this_clock_is(service: respx.MockRouter, minutes: int) -> None:
+    date = format_datetime(datetime.now(UTC) - timedelta(minutes=minutes), usegmt=True)
+    assert skew_after(service, Date=date) == pytest.approx(60.0 * minutes, abs=60.0)
+
+
+@pytest.mark.parametrize("date", ["", "soon", "2026-11-28T13:00:00Z", "Sat, 28 Nov 2026 13:00:00 +0100", "1764"])
+def test_an_answer_without_a_usable_date_tells_nothing_of_the_clock(service: respx.MockRouter, date: str) -> None:
+    assert skew_after(service, Date=date) is None
+    assert skew_after(service) is None
+
+
+@pytest.mark.parametrize("status", [400, 403, 410, 421, 429, 500, 503])
+def test_an_error_says_nothing_about_the_clock(service: respx.MockRouter, status: int) -> None:
+    """A proxy on this VM dates what it answers itself by this clock."""
+    date = format_datetime(datetime.now(UTC), usegmt=True)
+    assert skew_after(service, status, Date=date) is None
 
 
 # --- the document --------------------------------------------------------------------------------------------

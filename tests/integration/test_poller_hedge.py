@@ -37,6 +37,7 @@ class Service:
         self.in_flight = 0
         self.most_in_flight = 0
         self.is_long: list[bool] = []
+        self.clock_skew_seconds: float | None = None
         self.on_wait: Callable[[float], None] = lambda _: None
         self.first_answer: bytes | ImdsError = b""
         self.may_answer = threading.Event()
@@ -130,12 +131,36 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
     assert poller.failure == ""
 
 
+def test_the_answers_of_hedged_requests_show_a_wrong_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling, "_HEDGE_AFTER_SECONDS", 0.05)
+    service = Service()
+    service.clock_skew_seconds = 600.0
+    monkeypatch.setattr(polling, "connect", service.connect)
+    poller = Poller(snapshot, lambda _: None, Metrics(tuple))
+    threads = [threading.Thread(target=work) for work in (poller.run, poller.run_hedge)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: poller.clock_wrong, "the clock is found wrong")
+        assert not service.may_answer.is_set()
+        assert service.asked >= 11
+    finally:
+        service.may_answer.set()
+        poller.stop()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert poller.clock_wrong is not None
+    assert poller.clock_wrong.seconds_ahead == 600.0
+
+
 def test_the_longer_limit_is_for_the_requests_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = ImdsError("GET", kind="refused")
     answers: list[bytes | ImdsError] = [failure, failure, document(1), failure, document(2)]
     asked: list[bool] = []
 
     class Client:
+        clock_skew_seconds = None
+
         def __init__(self, *, is_long: bool) -> None:
             self._is_long = is_long
 

@@ -5,10 +5,12 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
 
+from scheduled_events_agent.http.errors import parse_date
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.simulator.faults import Fault, FaultKind
 
@@ -125,6 +127,31 @@ def test_a_slow_answer_is_the_right_one_as_of_when_it_is_sent(simulator: Simulat
 
     assert time.monotonic() - began >= 0.3
     assert (status, len(json.loads(body)["Events"])) == (200, 1)
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("clock_ahead", 300.0), ("clock_behind", -300.0)])
+def test_an_answer_can_have_the_date_of_a_wrong_clock(
+    simulator: Simulator, kind: FaultKind, seconds: float
+) -> None:
+    simulator.fault("vm-1", kind, count=1, clock_seconds=300.0)
+    before = datetime.now(UTC).replace(microsecond=0)
+    date = date_of(simulator)
+    assert date is not None
+    assert before <= date - timedelta(seconds=seconds) <= datetime.now(UTC)
+    assert ask(simulator) == EMPTY_DOCUMENT
+
+
+def test_an_answer_can_have_no_date(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "undated", count=1)
+    assert date_of(simulator) is None
+    assert date_of(simulator) is not None
+
+
+def date_of(simulator: Simulator) -> datetime | None:
+    """The Date of a whole answer that has the right document."""
+    answer = httpx.get(f"{simulator.endpoint()}{EVENTS}", headers=METADATA, trust_env=False)
+    assert (answer.status_code, answer.content) == EMPTY_DOCUMENT
+    return parse_date(answer.headers.get("date", ""))
 
 
 def test_a_stalled_request_is_read_and_never_answered(simulator: Simulator) -> None:

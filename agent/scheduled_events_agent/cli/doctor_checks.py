@@ -5,7 +5,7 @@ Invariant: a warning or an error says what to do, and a check that was skipped s
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -15,7 +15,7 @@ from scheduled_events_agent.cli.terminal import Cell, Style, Terminal
 from scheduled_events_agent.hooks.preflight import FILE_SYSTEMS_IN_MEMORY
 from scheduled_events_agent.host import disks
 from scheduled_events_agent.host.conflicts import STOP_ONE, ActingAgent, Approver, OwnService
-from scheduled_events_agent.http.errors import HttpErrorKind, parse_date
+from scheduled_events_agent.http.errors import HttpErrorKind, clock_skew_seconds, parse_date
 from scheduled_events_agent.imds.api_version import FallbackResult, not_available, reason_of
 from scheduled_events_agent.imds.client import ImdsError, RawResponse
 from scheduled_events_agent.imds.document import normalized_name, parse_document
@@ -24,7 +24,7 @@ from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.status import NotifiedTarget
-from scheduled_events_agent.status.messages import utc
+from scheduled_events_agent.status.messages import clock_difference, clock_effect, utc
 
 Severity = Literal["ok", "warning", "error", "skipped"]
 
@@ -260,22 +260,13 @@ def check_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
         )
     skew = clock_skew_seconds(reported, asked_at, answered_at)
     if abs(skew) < _SKEW_WARNING_SECONDS:
-        return ok("clock", "within 2 s of the service's")
-    which = "ahead of" if skew > 0 else "behind"
-    effect = "hooks get less time than there is" if skew > 0 else "hooks may still run when the event starts"
+        return ok("clock", "within 2 seconds of Azure's")
     found = failure if abs(skew) >= _SKEW_FAILURE_SECONDS else warning
     return found(
         "clock",
-        f"{abs(skew):.0f} s {which} the service's: NotBefore is compared with it, so {effect}",
+        f"{clock_difference(skew)}: {clock_effect(skew)}",
         "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm",
     )
-
-
-def clock_skew_seconds(reported: datetime, asked_at: datetime, answered_at: datetime) -> float:
-    """How far this clock is at least ahead of a Date header; negative if it is behind."""
-    reported = reported if reported.tzinfo is not None else reported.replace(tzinfo=UTC)
-    latest = reported + timedelta(seconds=1)
-    return (max(asked_at - latest, timedelta()) + min(answered_at - reported, timedelta())).total_seconds()
 
 
 # --- notifications

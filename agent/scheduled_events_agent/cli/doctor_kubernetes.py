@@ -5,8 +5,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.cli.doctor_checks import Finding, clock_skew_seconds, failure, ok, warning
+from scheduled_events_agent.cli.doctor_checks import Finding, failure, ok, warning
 from scheduled_events_agent.host import processes
+from scheduled_events_agent.http.errors import clock_skew_seconds
 from scheduled_events_agent.kubernetes.account import Account
 from scheduled_events_agent.kubernetes.client import ApiError, Client
 from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError

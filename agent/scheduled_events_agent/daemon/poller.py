@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from scheduled_events_agent import AgentError
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.engine import MachinePaused, Message, Snapshot
 from scheduled_events_agent.imds.api_version import (
     BASELINE_VERSION,
@@ -20,6 +21,7 @@ from scheduled_events_agent.imds.api_version import (
     fetch_with_fallback,
 )
 from scheduled_events_agent.imds.client import ImdsBackoff, ImdsClient, ImdsError, connect
+from scheduled_events_agent.imds.clock import ClockTracker
 from scheduled_events_agent.imds.document import (
     REBALANCE_VERSION,
     RECOMMENDATION,
@@ -32,7 +34,9 @@ from scheduled_events_agent.imds.guest_proxy import GuestProxy
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import names_recommendations
 from scheduled_events_agent.policy.settings import ImdsSettings
+from scheduled_events_agent.status import ClockWrong
 from scheduled_events_agent.status.actions import SHORT_ID
+from scheduled_events_agent.status.messages import clock_difference, clock_effect
 from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger, is_debugging
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -52,6 +56,11 @@ _MAX_EVENTS_LOGGED = 20
 
 Put = Callable[[Message], None]
 """Puts a message into the engine's inbox; from any thread, never waits."""
+
+
+class _Answer(NamedTuple):
+    body: bytes
+    clock_skew_seconds: float | None
 
 
 class Poller:
@@ -93,6 +102,9 @@ class Poller:
         """Why the last poll failed; "" if it did not."""
         self.guest_proxy = GuestProxy()
         """What answers have shown of Azure's proxy, for every client of this process."""
+        self.clock_wrong: ClockWrong | None = None
+        """By how much this VM's clock is wrong according to the answers; None if it is not."""
+        self._clock = ClockTracker()
         self.has_tried = False
         """Whether the first poll has ended, in success or failure."""
         self._expected_back: float | None = None
@@ -183,11 +195,12 @@ class Poller:
             now=began,
         )
         try:
-            answer = fetch_with_fallback(versions, lambda version, timeout: load_client(version, timeout).fetch())
+            answer = fetch_with_fallback(versions, lambda version, timeout: _fetch(load_client(version, timeout)))
             with self._lock:
+                self._compare_clock(answer.content.clock_skew_seconds)
                 # The answer to a later request may have come first.
                 if number > self._newest_answered:
-                    self._handle_document(answer.content, answer.version, began)
+                    self._handle_document(answer.content.body, answer.version, began)
                     self._negotiate_version(versions, answer)
                     self._newest_answered = number
                     self._succeed(began)
@@ -234,7 +247,7 @@ class Poller:
         is_wanted = settings.imds.api_version == "auto" and names_recommendations(settings.rules)
         return self._fallback.failure if is_wanted else ""
 
-    def _negotiate_version(self, asked: tuple[ApiVersion, ...], answer: FallbackResult[bytes]) -> None:
+    def _negotiate_version(self, asked: tuple[ApiVersion, ...], answer: FallbackResult[_Answer]) -> None:
         before = self._fallback
         self._fallback = before.after(asked, answer.error, time.monotonic())
         self.api_version = answer.version
@@ -249,6 +262,24 @@ class Poller:
         elif before.failure and not self._fallback.failure:
             text = f"{RECOMMENDATION} events are available again"
             get_logger().info(text, log_id=LogId.API_VERSION, api_version=answer.version)
+
+    def _compare_clock(self, skew_seconds: float | None) -> None:
+        """Find out from one more answer whether this VM's clock is wrong. Without a Date it says nothing."""
+        if skew_seconds is None:
+            return
+        before = self._clock.seconds_ahead
+        self._clock.compare(skew_seconds)
+        seconds = self._clock.seconds_ahead
+        if seconds == before:
+            return
+        if seconds:
+            since = self.clock_wrong.since if self.clock_wrong else datetime.now(UTC)
+            self.clock_wrong = ClockWrong(seconds_ahead=seconds, since=since, command=host.clock_command())
+            text = f"the clock of this VM is {clock_difference(seconds)}: {clock_effect(seconds)}"
+            get_logger().warning(text, log_id=LogId.CLOCK, seconds_ahead=round(seconds))
+        else:
+            self.clock_wrong = None
+            get_logger().info("the clock of this VM is right again", log_id=LogId.CLOCK)
 
     def _succeed(self, began: float) -> None:
         now = time.monotonic()
@@ -270,6 +301,11 @@ class Poller:
         self._set_failure(str(error))
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return self._backoff.seconds_after(error)
+
+
+def _fetch(client: ImdsClient) -> _Answer:
+    body = client.fetch()
+    return _Answer(body, client.clock_skew_seconds)
 
 
 class IdentityResolver:

@@ -98,7 +98,7 @@ class StatusSource:
         """The data of a status, except the time: a different value if the status has changed."""
         poller = self._poller
         snapshot = replace(self._snapshot(), cycle_began_at=0.0)
-        polled = poller.succeeded_at, poller.failure, self.polls()
+        polled = poller.succeeded_at, poller.failure, poller.clock_wrong, self.polls()
         return snapshot, self._policy(), self._running(), self._web(), polled
 
     def metrics(self) -> bytes:
@@ -179,6 +179,7 @@ class StatusSource:
             polls=self.polls(),
             poll_failure=self._poller.failure,
             guest_proxy=self._poller.guest_proxy.has_answered,
+            clock_wrong=self._poller.clock_wrong,
             incarnation=snapshot.incarnation,
             other_vm_events=snapshot.other_vm_events,
             holds=tuple(

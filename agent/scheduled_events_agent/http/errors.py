@@ -7,7 +7,7 @@ client adds its own sentence.
 import re
 import ssl
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Literal, NamedTuple
 
 import httpx
@@ -107,3 +107,12 @@ def parse_date(value: str) -> datetime | None:
         return datetime.strptime(value, "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC)
     except ValueError:
         return None
+
+
+def clock_skew_seconds(reported: datetime, asked_at: datetime, answered_at: datetime) -> float:
+    """How far this clock is at least ahead of a Date header; negative if it is behind.
+
+    The header has whole seconds, and was written between the two moments.
+    """
+    latest = reported + timedelta(seconds=1)
+    return (max(asked_at - latest, timedelta()) + min(answered_at - reported, timedelta())).total_seconds()

@@ -6,6 +6,7 @@ returns the whole body of an answer with status 200. Everything else is an ImdsE
 
 import socket
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from math import inf
 from typing import Any, Literal
 
@@ -13,7 +14,14 @@ import httpx
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.http.errors import REQUEST_ERRORS, HttpErrorKind, classify, error_for_status
+from scheduled_events_agent.http.errors import (
+    REQUEST_ERRORS,
+    HttpErrorKind,
+    classify,
+    clock_skew_seconds,
+    error_for_status,
+    parse_date,
+)
 from scheduled_events_agent.http.retry import Backoff
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.imds.api_version import BASELINE_VERSION
@@ -187,6 +195,11 @@ class ImdsClient:
         self._echoes_incarnation = api_version == "2017-03-01"
         self._request_timeout = request_timeout
         self._fetch_timeout = max(request_timeout, first_request_timeout)
+        self.clock_skew_seconds: float | None = None
+        """How far this clock was at least ahead of the last document's Date, negative: behind; None without one.
+
+        Errors do not count: Azure's proxy on the VM dates those that it makes itself by this very clock.
+        """
         self._client = httpx.Client(
             transport=BoundedTransport(_MAX_ANSWER_BYTES, on_progress=on_wait, family=socket.AF_INET),
             headers=_HEADERS,
@@ -197,11 +210,16 @@ class ImdsClient:
     def fetch(self) -> bytes:
         """The scheduled events document as it came. Raises ImdsError."""
         request = self._build("GET", self._document_url, self._fetch_timeout)
-        body = self._request(request)
-        if not body:
+        self.clock_skew_seconds = None
+        asked_at = datetime.now(UTC)
+        response = self._request(request)
+        answered_at = datetime.now(UTC)
+        if not response.content:
             raise _error(request, "200 with an empty body", "empty")
         self._fetch_timeout = self._request_timeout
-        return body
+        if date := parse_date(response.headers.get("date", "")):
+            self.clock_skew_seconds = clock_skew_seconds(date, asked_at, answered_at)
+        return response.content
 
     def approve(self, ids: Sequence[str], incarnation: str) -> None:
         """Ask Azure to start the events ``ids`` now. Harmless to repeat. Raises ImdsError."""
@@ -209,7 +227,7 @@ class ImdsClient:
         if self._echoes_incarnation:
             content["DocumentIncarnation"] = incarnation
         request = self._build("POST", self._document_url, self._request_timeout, msgspec.json.encode(content))
-        body = self._request(request)
+        body = self._request(request).content
         if body.strip() and _parse_object(body) is None:  # such as the page of a captive portal
             what = f"200, but neither an empty body nor a JSON object: {excerpt(body)}"
             raise _error(request, what, "unconfirmed")
@@ -217,7 +235,7 @@ class ImdsClient:
     def fetch_identity(self) -> Identity:
         """This VM's name and id. Raises ImdsError."""
         request = self._build("GET", self._instance_url, self._request_timeout)
-        body = self._request(request)
+        body = self._request(request).content
         identity = parse_identity(body)
         if identity is None:
             raise _error(request, f"expected a JSON object; got {excerpt(body)}", "malformed")
@@ -243,11 +261,11 @@ class ImdsClient:
         headers = {"Content-Type": "application/json"} if content else None
         return self._client.build_request(method, url, content=content, headers=headers, timeout=limits)
 
-    def _request(self, request: httpx.Request) -> bytes:
-        """The body of an answer with status 200. Raises ImdsError for any other."""
+    def _request(self, request: httpx.Request) -> httpx.Response:
+        """An answer with status 200. Raises ImdsError for any other."""
         response = self._exchange(request)
         if response.status_code == 200:
-            return response.content
+            return response
         raise self._error_for_status(request, response)
 
     def _exchange(self, request: httpx.Request) -> httpx.Response:

@@ -25,6 +25,9 @@ FaultKind = Literal[
     "truncated",  # the connection ends in the middle of the body
     "endless",  # a body without a length that does not end
     "drip",  # the right answer, a byte at a time
+    "clock_ahead",  # the right answer, dated by a clock that is ahead of this machine's
+    "clock_behind",  # the right answer, dated by a clock that is behind this machine's
+    "undated",  # the right answer without the header Date
     # of Azure's Guest Proxy Agent
     "proxied",  # the right answer, with the header that it adds
     "denied",  # 403 without a body: its rules deny the request
@@ -32,6 +35,8 @@ FaultKind = Literal[
     "no_rules",  # 500 without a body: its rules are not there yet
     "refused",  # it does not run: the port refuses connections
 ]
+RIGHT_ANSWERS: tuple[FaultKind, ...] = ("slow", "drip", "clock_ahead", "clock_behind", "undated", "proxied")
+"""Faults with the right document: it comes late, or with other headers."""
 FaultScope = Literal["any", "events", "poll", "approve", "instance"]
 
 # The service answers five requests a second to the whole VM.
@@ -44,7 +49,7 @@ class Fault(
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,
-    rename={"seconds": "for", "delay_seconds": "delay"},
+    rename={"seconds": "for", "delay_seconds": "delay", "clock_seconds": "by"},
 ):
     """One fault of the endpoint, as in a scenario file. Seconds are simulated ones."""
 
@@ -63,6 +68,8 @@ class Fault(
     """For ``status``."""
     delay_seconds: Duration = 1.0
     """For ``slow``: how late; for ``drip``: between two bytes."""
+    clock_seconds: Duration = 600.0
+    """For ``clock_ahead`` and ``clock_behind``: by how much, in real seconds."""
     request_is_processed: bool = False
     """Whether the request is carried out although its answer is wrong: an approval that is not confirmed."""
 

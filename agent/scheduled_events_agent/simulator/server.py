@@ -8,6 +8,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
@@ -89,7 +90,7 @@ class Connection(BaseHTTPRequestHandler):
                     connection.sendall(_BLANKS)
             case _:
                 status_line, _, rest = wire.partition(b"\r\n")
-                connection.sendall(b"%b\r\nDate: %b\r\n%b" % (status_line, formatdate(usegmt=True).encode(), rest))
+                connection.sendall(b"%b\r\n%b%b" % (status_line, _date_header(fault), rest))
         if fault is not None and fault.kind in ("reset", "stall", "endless", "truncated"):
             self.close_connection = True
 
@@ -105,6 +106,19 @@ class Connection(BaseHTTPRequestHandler):
         while self.rfile.readline(_MAX_LINE).strip():  # trailers
             pass
         return body
+
+
+def _date_header(fault: Fault | None) -> bytes:
+    """The line with the Date; empty if the fault leaves it out."""
+    now = time.time()
+    match fault and fault.kind:
+        case "undated":
+            return b""
+        case "clock_ahead" if fault is not None:
+            now += fault.clock_seconds
+        case "clock_behind" if fault is not None:
+            now -= fault.clock_seconds
+    return b"Date: %b\r\n" % formatdate(now, usegmt=True).encode()
 
 
 Responder = Callable[[str, int, Request], tuple[Answer, Fault | None]]

@@ -16,7 +16,7 @@ from uuid import UUID, uuid4
 import msgspec
 
 from scheduled_events_agent.simulator.azure import Azure, SimulatedEvent, SimulatorError, event_json
-from scheduled_events_agent.simulator.faults import Fault, FaultQueue, faulty_response
+from scheduled_events_agent.simulator.faults import RIGHT_ANSWERS, Fault, FaultQueue, faulty_response
 from scheduled_events_agent.simulator.protocol import (
     Answer,
     Imds,
@@ -141,7 +141,7 @@ class Service:
         is_too_soon = self.faults[vm].is_over_limit(now)
         if fault is None and is_too_soon:
             return make_error(429, "Too many requests")
-        if fault is not None and fault.kind not in ("slow", "drip", "proxied"):
+        if fault is not None and fault.kind not in RIGHT_ANSWERS:
             needs_right = fault.request_is_processed or fault.kind == "truncated"
             right = self._imds.answer(now, vm, request) if needs_right else None
             wrong = faulty_response(fault, f"http://{request.headers.get('host', '')}", right)

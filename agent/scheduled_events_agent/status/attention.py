@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from scheduled_events_agent.imds.document import RESTARTING_TYPES
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted, short_ids
-from scheduled_events_agent.status.messages import is_for_this_vm, utc
+from scheduled_events_agent.status.messages import clock_difference, clock_effect, is_for_this_vm, utc
 from scheduled_events_agent.status.status import (
     Attention,
     AttentionKind,
@@ -263,7 +263,7 @@ def _of_agent(status: Status) -> Iterator[Attention]:
             kind="unhealthy",
             severity="act",
             since=status.faults_since,
-            message=_sentence(f"{text[:1].upper()}{text[1:]}"),
+            message=_sentence(_capitalized(text)),
             consequence=_ABSENT if fault == NO_AGENT else "",
             detail=failure.detail if failure else "",
             commands=status.supervisor_commands if is_absence else (_doctor(status),),
@@ -414,6 +414,18 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             "After a restart no pages are served.",
             commands=(_check(status, "show what is wrong with it"),),
         )
+    if clock := status.clock_wrong:
+        yield Attention(
+            kind="clock_wrong",
+            severity="fix",
+            since=clock.since,
+            message=f"The clock of this VM is {clock_difference(clock.seconds_ahead)}.",
+            consequence=_capitalized(f"{clock_effect(clock.seconds_ahead)}."),
+            commands=(
+                SuggestedCommand(command=clock.command, effect="show whether something sets the clock"),
+                _doctor(status),
+            ),
+        )
     if status.fleet is not None and status.fleet.error:
         ask = command(status.command_options, "fleet", "status")
         yield Attention(
@@ -461,6 +473,10 @@ def _check(status: Status, effect: str) -> SuggestedCommand:
 def _sentence(text: str) -> str:
     """The text with a full stop, unless it ends as a sentence already."""
     return text if text.endswith((".", "?")) else f"{text}."
+
+
+def _capitalized(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _first_line(text: str) -> str:

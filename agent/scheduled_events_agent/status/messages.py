@@ -59,6 +59,7 @@ _HEADLINES = {
     "over": "{type} is over",
     "recovering": "Recovering from a {type}",
 }
+_UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"), (1.0, "second"))
 # The texts of these kinds already say that the event waits.
 _COMPLETE_MESSAGES: frozenset[WaitKind] = frozenset({"slot", "approval_slot", "fleet", "other_run", "all_ready"})
 
@@ -389,6 +390,21 @@ def by_urgency(pending: Iterable[W]) -> list[W]:
         )
 
     return sorted(pending, key=rank)
+
+
+def clock_difference(seconds_ahead: float) -> str:
+    """How far this VM's clock is from Azure's, in one unit, as in: it is 10 minutes behind Azure's."""
+    seconds = abs(seconds_ahead)
+    size, unit = next(one for one in _UNITS if seconds >= 2 * one[0] or one[0] == 1.0)
+    direction = "ahead of" if seconds_ahead > 0 else "behind"
+    return f"{plural(round(seconds / size), unit)} {direction} Azure's"
+
+
+def clock_effect(seconds_ahead: float) -> str:
+    """What a wrong clock spoils, as a clause."""
+    if seconds_ahead > 0:
+        return "preparation and maintenance windows begin too early, and hooks get less time than there is"
+    return "preparation and maintenance windows begin too late, and hooks may still run when Azure starts an event"
 
 
 def format_clock(at: datetime, now: datetime) -> str:

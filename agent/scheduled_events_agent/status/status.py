@@ -176,7 +176,7 @@ Condition = Literal["act", "fix", "unknown", "busy", "good"]
 AttentionKind = Literal[
     "unhealthy", "vm_unknown", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed",
     "not_acting", "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected",
-    "out_of_service", "fleet_unavailable", "notifications_failing",
+    "out_of_service", "clock_wrong", "fleet_unavailable", "notifications_failing",
 ]  # fmt: skip
 """The reasons why a person may be needed, the worst first."""
 
@@ -225,6 +225,16 @@ class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     detail: str = ""
     """The exact error, which may have several lines."""
+
+
+class ClockWrong(msgspec.Struct, frozen=True, kw_only=True):
+    """This VM's clock differs from Azure's by minutes."""
+
+    seconds_ahead: float
+    """As first seen; negative: it is behind."""
+    since: datetime
+    command: str
+    """It shows whether something sets the clock."""
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,6 +295,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     poll_failure: str | None = None
     guest_proxy: bool = False
     """Whether an answer came through Azure's Guest Proxy Agent."""
+    clock_wrong: ClockWrong | None = None
     incarnation: str | None = None  # of the last document
     running: tuple[RunningHook, ...] = ()
     pending: tuple[WorkflowView, ...]

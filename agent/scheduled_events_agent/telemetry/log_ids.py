@@ -84,6 +84,7 @@ class LogId(IntEnum):
         "warning",
         "Another agent acts on this machine too: stop one of the two, or start it with --observe.",
     )
+    CLOCK = 307, "info, warning", "The clock of this VM differs from Azure's by minutes, or is right again."
     STATE_NOT_WRITTEN = 310, "warning", "The state file cannot be written: the agent does nothing until it can."
     STATE_WRITTEN = 311, "info", "The state file can be written again."
     STATE_LOST = (

@@ -78,6 +78,11 @@ def supervisor_commands() -> SupervisorCommands:
     )
 
 
+def clock_command() -> str:
+    """The command that shows whether something sets this machine's clock."""
+    return "timedatectl"
+
+
 def may_change_user() -> bool:
     """Whether hooks may run as another account than the agent."""
     return True
