@@ -295,6 +295,42 @@ def test_a_vm_out_of_service_says_until_when_and_how_to_end_that() -> None:
     assert unknown.consequence == "It stays prepared for the Reboot of web-1, which Azure starts at any moment."
 
 
+NO_STORE = FleetState(group="web", error="no route", unavailable_since=NOW, not_ready=("web-2",))
+ALL_READY: dict[str, Any] = {"event": {"resources": ("web-1", "web-2")}, "phase": "prepared", "prepare": UNDONE}
+FOR_ALL = {"shared": "all-ready", "affects": "shared", "can_approve_for_all": True}
+
+
+@pytest.mark.parametrize("waits_for", ["all_ready", "missing"])
+def test_a_store_that_keeps_an_approval_from_an_event_is_shown_with_this_event_only(waits_for: Any) -> None:
+    reason = WaitReason(kind=waits_for)
+    workflow = a_workflow(**ALL_READY, decision=FOR_ALL, wait_reason=reason, approval_needed_since=NOW)
+    found = one_of(of_event(workflow, fleet=NO_STORE))
+    assert (found.kind, found.severity, found.deadline) == ("approval_needed", "act", workflow.event.not_before)
+    why = "The store of the fleet cannot be used: no route"
+    assert found.message == f"The Reboot of web-1 needs an operator's approval: {why}."
+    assert [one.command.split()[1] for one in found.commands] == ["approve", "hold", "fleet"]
+    assert exit_code(with_summaries(of_event(workflow, fleet=NO_STORE))) == 3
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [
+        a_workflow(**ALL_READY, decision=FOR_ALL, wait_reason=WaitReason(kind="all_ready")),
+        a_workflow(phase="waiting", wait_reason=WaitReason(kind="slot", at=NOW)),
+    ],
+)
+def test_a_store_that_keeps_no_approval_from_an_event_is_to_be_repaired(workflow: WorkflowView) -> None:
+    found = one_of(of_event(workflow, fleet=NO_STORE))
+    assert (found.kind, found.severity) == ("fleet_unavailable", "fix")
+
+
+def test_an_approval_that_the_rule_leaves_to_an_operator_does_not_hide_that_the_store_fails() -> None:
+    decision = {**FOR_ALL, "approve": "manual"}
+    workflow = a_workflow(**ALL_READY, decision=decision, approval_needed_since=NOW)
+    kinds = [one.kind for one in attention(of_event(workflow, fleet=NO_STORE))]
+    assert kinds == ["approval_needed", "fleet_unavailable"]
+
+
 def test_an_agent_that_only_observes_needs_no_attention_before_an_event() -> None:
     for workflow in (MANUAL, held(), a_workflow(), EARLY):
         assert attention(of_event(workflow, mode="observe")) == ()

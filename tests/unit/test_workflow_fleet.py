@@ -677,6 +677,56 @@ def test_while_the_store_is_unavailable_what_began_late_waits_for_azure() -> Non
     )
 
 
+def needs_operator(life: Life) -> bool:
+    return life.workflow.approval_needed_since is not None
+
+
+def test_an_event_that_lacks_only_the_fleets_store_needs_an_operator_after_a_minute() -> None:
+    life = Life(READY)
+    life.finish()
+    life.status(not_ready=("vm_2",))
+    assert not needs_operator(life)
+    life.tell(error="no route", unavailable_seconds=0.0)
+    assert not needs_operator(life)
+    assert next_wake_at(life.workflows, life.context) == life.context.now + timedelta(minutes=1)
+    life.tell(timedelta(minutes=1), unavailable_seconds=60.0)
+    assert needs_operator(life)
+    (record,) = (note for step in life.transitions for note in step.records)
+    assert (record.kind, record.text) == ("approval_needed", "the fleet's store cannot be used (no route)")
+    life.take(Missing("a"))
+    assert needs_operator(life), "a single answer without the event changes nothing"
+    life.take(Seen(an_event(resources=NAMES)))
+    life.tell(error="", unavailable_seconds=None)
+    assert not needs_operator(life)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"shared": "any"}, {"shared": "hold"}, {"approve": "never"}, {"prepare": ("drain", "checkpoint")}]
+)
+def test_an_event_that_the_fleets_store_does_not_keep_from_its_approval_needs_no_operator(rule: Any) -> None:
+    life = Life(READY, **rule)
+    life.finish()
+    life.tell(timedelta(minutes=2), error="no route", unavailable_seconds=120.0)
+    assert not needs_operator(life)
+
+
+def test_an_event_whose_vms_are_ready_needs_no_operator_when_the_store_fails() -> None:
+    life = Life(READY)
+    life.finish()
+    life.status(is_all_ready=True)
+    life.tell(timedelta(minutes=2), error="no route", unavailable_seconds=120.0)
+    assert not needs_operator(life)
+
+
+def test_an_operator_approves_what_waits_for_the_fleets_store() -> None:
+    life = Life(replace(READY, error="no route", unavailable_seconds=90.0))
+    life.finish()
+    assert needs_operator(life)
+    life.take(OperatorCommand(workflow_id=life.workflow.id, action="approve", user="ann"))
+    assert life.effects(Approve)
+    assert not needs_operator(life)
+
+
 def test_on_unavailable_begin_what_began_late_is_approved_after_a_minute() -> None:
     life = prepared_late(replace(LIMITED, on_unavailable="begin"))
     life.tell(error="no route", unavailable_seconds=0.0, statuses={})

@@ -47,7 +47,7 @@ def available_actions(workflow: Workflow) -> tuple[OperatorAction, ...]:
     approves_itself = decision.approve not in ("manual", "never")
     if workflow.phase != "held" and decision.rule and (starts_next or approves_itself):
         actions.append("hold")
-    if workflow.phase in ("waiting", "held") or not approves_itself:
+    if workflow.phase in ("waiting", "held") or not approves_itself or workflow.approval_needed_since:
         actions.append("approve")
     return tuple(actions)
 

@@ -22,7 +22,7 @@ from scheduled_events_agent.status.status import (
     SuggestedCommand,
     WorkflowView,
 )
-from scheduled_events_agent.workflow.model import WaitKind
+from scheduled_events_agent.workflow import WaitKind, needs_all
 
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 """The kinds of attention, the worst first."""
@@ -50,7 +50,7 @@ _MESSAGES: dict[AttentionKind, str] = {
     "recovery_failed": "Recovery from {the_event} failed: {why}.",
     "hook_missing": "Recovery from {the_event} waits for hook {hook}, which is not in the policy.",
     "prepare_failed": "{The_event} is held: {why}.",
-    "approval_needed": "{The_event} needs an operator's approval.",
+    "approval_needed": "{The_event} needs an operator's approval{store_failure}.",
     "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
     "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries failed{last_error}.",
     "out_of_service": "{vm} is out of service{until}.",
@@ -206,6 +206,18 @@ def _is_out_of_service(status: Status, workflow: WorkflowView) -> bool:
     return status.at - since >= _OUT_OF_SERVICE_WITHIN
 
 
+def _waits_for_store(status: Status, workflow: WorkflowView) -> bool:
+    """Whether an operator must approve the event because the fleet's store cannot be used."""
+    is_known = not (workflow.is_history_unknown or workflow.event.is_ambiguous)
+    is_automatic = workflow.decision.approve != "manual" and is_known
+    is_needed = workflow.approval_needed_since is not None and needs_all(workflow) and is_automatic
+    return is_needed and status.fleet is not None and bool(status.fleet.error)
+
+
+def _store_failure(status: Status) -> str:
+    return f"The store of the fleet cannot be used: {status.fleet.error}" if status.fleet else ""
+
+
 def _since(kind: AttentionKind, workflow: WorkflowView) -> datetime:
     if kind == "approval_needed" and workflow.approval_needed_since:
         return workflow.approval_needed_since
@@ -228,6 +240,7 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
         "the_event": f"the {name}",
         "The_event": f"The {name}",
         "why": stage_status.failure or f"it was {stage_status.state}",
+        "store_failure": f": {_store_failure(status)}" if _waits_for_store(status, workflow) else "",
         "hook": workflow.wait_reason.detail if workflow.wait_reason else "",
         "failures": str(workflow.approval.failures),
         "last_error": f", the last one: {workflow.approval.failure}" if workflow.approval.failure else "",
@@ -252,6 +265,8 @@ def _event_commands(
     for action in offered_actions(status, workflow):
         line = command(status.command_options, action, quoted(short_id))
         yield SuggestedCommand(command=line, effect=effect_of(action, workflow))
+    if _waits_for_store(status, workflow):
+        yield _ask_store(status)
 
 
 def _of_agent(status: Status) -> Iterator[Attention]:
@@ -426,14 +441,14 @@ def _of_setup(status: Status) -> Iterator[Attention]:
                 _doctor(status),
             ),
         )
-    if status.fleet is not None and status.fleet.error:
-        ask = command(status.command_options, "fleet", "status")
+    is_of_event = any(_waits_for_store(status, workflow) for workflow in status.pending)
+    if status.fleet is not None and status.fleet.error and not is_of_event:
         yield Attention(
             kind="fleet_unavailable",
             severity="fix",
             since=status.fleet.unavailable_since,
-            message=_sentence(f"The store of the fleet cannot be used: {status.fleet.error}"),
-            commands=(SuggestedCommand(command=ask, effect="ask the store"),),
+            message=_sentence(_store_failure(status)),
+            commands=(_ask_store(status),),
         )
     for target in status.notify:
         if found := _of_target(status, target):
@@ -464,6 +479,11 @@ def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
 
 def _doctor(status: Status) -> SuggestedCommand:
     return SuggestedCommand(command=command(status.command_options, "doctor"), effect="find the problem")
+
+
+def _ask_store(status: Status) -> SuggestedCommand:
+    line = command(status.command_options, "fleet", "status")
+    return SuggestedCommand(command=line, effect="ask the store")
 
 
 def _check(status: Status, effect: str) -> SuggestedCommand:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.workflow.approval import why_approval_needed
-from scheduled_events_agent.workflow.fleet import begins_alone_at, counts_for_slots, latest_begin
+from scheduled_events_agent.workflow.fleet import counts_for_slots, latest_begin, unavailable_at
 from scheduled_events_agent.workflow.model import (
     ALLOWED_TRANSITIONS,
     ApprovalAnswered,
@@ -246,8 +246,8 @@ def is_ready(workflows: Workflows) -> bool:
 def next_wake_at(workflows: Workflows, context: Context) -> datetime | None:
     """The next time at which a workflow may move without a signal."""
     times = []
-    if workflows and (alone_at := begins_alone_at(context)):
-        times.append(alone_at)
+    if workflows and (lost_at := unavailable_at(context)):
+        times.append(lost_at)
     for workflow in workflows.values():
         prepare = workflow.prepare
         approval = workflow.approval

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.workflow.fleet import has_slot
+from scheduled_events_agent.workflow.fleet import has_slot, why_only_operator
 from scheduled_events_agent.workflow.gates import LOCAL_APPROVAL_GATES, evaluate_gates
 from scheduled_events_agent.workflow.model import (
     Approval,
@@ -68,7 +68,7 @@ def why_approval_needed(workflow: Workflow, context: Context) -> str:
         return "the document lists it more than once, with different contents"
     if workflow.is_history_unknown and decision.approve != "never" and decision.can_approve_for_all:
         return "the state file was lost, and what was done before is not known"
-    return ""
+    return why_only_operator(workflow, context)
 
 
 def _would_approve(rule_name: str, context: Context) -> bool:

@@ -6,6 +6,7 @@ from math import inf
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from scheduled_events_agent.imds.document import normalized_name, normalized_names
 from scheduled_events_agent.policy import matches_glob
@@ -26,7 +27,7 @@ Exemption = Literal["", "urgent", "operator", "late", "unavailable"]
 
 # Azure starts the event anyway: from then on it is prepared for without a slot, also if its hooks need less.
 _MIN_LATEST_BEGIN_SECONDS = 300.0
-# ``on_unavailable: begin`` counts from then on: a lost answer is not yet an outage.
+# The store counts as unavailable from then on: a lost answer is not yet an outage.
 _UNAVAILABLE_SECONDS = 60.0
 _URGENT_TYPES = ("Preempt", "Terminate")
 _MAX_NAMED = 3
@@ -271,7 +272,13 @@ def begins_alone_at(context: Context) -> datetime | None:
     None if the store is available, or if events wait for it.
     """
     fleet = context.fleet
-    if fleet is None or fleet.on_unavailable == "wait" or fleet.unavailable_seconds is None:
+    return None if fleet is None or fleet.on_unavailable == "wait" else unavailable_at(context)
+
+
+def unavailable_at(context: Context) -> datetime | None:
+    """Given a context, return from when on the store counts as unavailable; None if it can be used."""
+    fleet = context.fleet
+    if fleet is None or fleet.unavailable_seconds is None:
         return None
     return context.now + timedelta(seconds=_UNAVAILABLE_SECONDS - fleet.unavailable_seconds)
 
@@ -352,6 +359,21 @@ def fleet_gate(workflow: Workflow, context: Context) -> GateResult:
     if workflow.operator_action == "approve" or not needs_all(workflow) or is_all_ready:
         return ALLOW
     return GateResult("wait", _why_not_all_ready(workflow, context))
+
+
+def why_only_operator(workflow: Workflow, context: Context) -> str:
+    """Given a workflow, return why only an operator can have it approved, as a clause; "" if the fleet may.
+
+    So it is if nothing but the fleet's gate is in the way, and the store cannot be used to ask the fleet.
+    """
+    since = unavailable_at(context)
+    if context.fleet is None or since is None or since > context.now:
+        return ""
+    present = replace(workflow, missing_since=None)  # one answer that lacks the event does not end the need
+    if fleet_gate(workflow, context).verdict == "allow":
+        return ""
+    is_ready = evaluate_gates(present, context, LOCAL_APPROVAL_GATES).verdict == "allow"
+    return f"the fleet's store cannot be used ({context.fleet.error})" if is_ready else ""
 
 
 def _why_not_all_ready(workflow: Workflow, context: Context) -> WaitReason:
