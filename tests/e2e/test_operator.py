@@ -489,7 +489,26 @@ def test_explain_shows_what_is_over_and_not_recovered(sim: Simulator, agent: Age
     agent.wait_phase(event, "recovery_failed")
     _, *shown = ask(agent, "explain").stdout.splitlines()
     doing = "recovery failed, an operator must retry or resolve it: hook resume: exit code 1"
-    assert shown == ["The document lists no event.", f"Reboot {event} is over; the agent: {doing}"]
+    assert shown[:2] == ["The document lists no event.", f"Reboot {event} is over; the agent: {doing}"]
+    options = f"{event} --state-dir {agent.state_dir}"
+    done = "only when you have done manually what resume does"
+    assert shown[2:] == [
+        f"  retry    run resume again, then the rest: scheduled-events-agent retry {options}",
+        f"  resolve  {done}: scheduled-events-agent resolve {options}",
+    ]
+
+
+def test_explain_of_a_held_event_offers_what_status_offers(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", exit_code=1)})
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=7200)
+    agent.wait_phase(event, "held")
+    shown = ask(agent, "explain").stdout
+    options = f"{event} --state-dir {agent.state_dir}\n"
+    assert f"  retry    run drain again, then the rest: scheduled-events-agent retry {options}" in shown
+    assert f"  approve  let Azure start it as it is: scheduled-events-agent approve {options}" in shown
+    agent.kill()
+    assert "  retry  " not in ask(agent, "explain").stdout
 
 
 def test_explain_does_not_guess_the_name_that_its_agent_does_not_know(sim: Simulator, agent: Agent) -> None:

@@ -25,6 +25,7 @@ from scheduled_events_agent.status import (
     WebConfigRejected,
     WorkflowView,
 )
+from scheduled_events_agent.status.actions import with_prefix
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE, attention, exit_code
 from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -420,7 +421,7 @@ def test_the_commands_say_what_they_do() -> None:
         ("resolve", "only when you have done manually what resume does"),
     ]
     assert effects(of_event(recovering(**LOST_HOOK))) == [
-        ("check", "when hook resume is in the policy again; then reload, and recovery goes on by itself"),
+        ("check", "edit policy.yaml: hook resume again, then reload; recovery goes on by itself"),
         ("resolve", "only when you have done manually what resume does"),
     ]
     event = {"resources": ("web-1", "web-2", "web-3")}
@@ -431,6 +432,37 @@ def test_the_commands_say_what_they_do() -> None:
         ("approve", "let Azure start it when it is prepared, on all 3 VMs that it names"),
         ("hold", "do not approve it"),
     ]
+
+
+RELOAD = "sudo systemctl reload scheduled-events-agent"
+
+
+def test_what_ends_with_a_change_of_the_policy_names_its_file_and_the_reload() -> None:
+    told = {"policy": POLICY, "reload_command": RELOAD}
+    expected = {
+        "not_acting": "edit /etc/policy.yaml: mode: act, then reload, or restart it without --observe",
+        "hook_missing": "edit /etc/policy.yaml: hook resume again, then reload; recovery goes on by itself",
+        "vm_unknown": "edit /etc/policy.yaml: vm.name: this VM's name in Azure, then reload",
+    }
+    for kind, effect in expected.items():
+        commands = one_of(replace(NEEDED[kind][0], **told)).commands
+        assert SuggestedCommand(command=RELOAD, effect=effect) in commands, kind
+        assert "check" not in [one.command.split()[1] for one in commands], kind
+
+
+def test_an_approval_that_azure_does_not_accept_can_be_given_from_outside_the_vm() -> None:
+    event = {"id": "602D9444-1B2C-4A5D-9E8F-0123456789AB"}
+    status = of_event(a_workflow(event=event, phase="prepared", approval=FAILING), command_prefix="sudo ")
+    (line,) = [one for one in one_of(status).commands if one.command.startswith("az ")]
+    assert line.command == (
+        "az maintenance scheduledevents acknowledge --resource-group GROUP --resource-type virtualMachines "
+        "--resource-name web-1 --scheduled-events-id 602D9444-1B2C-4A5D-9E8F-0123456789AB"
+    )
+    assert "from outside the VM" in line.effect
+    assert with_prefix(line.command, "sudo ") == line.command
+    assert with_prefix("scheduled-events-agent status", "sudo ") == "sudo scheduled-events-agent status"
+    nameless = of_event(a_workflow(event={"id": ""}, phase="prepared", approval=FAILING))
+    assert not [one for one in one_of(nameless).commands if one.command.startswith("az ")]
 
 
 def test_a_reason_that_ends_as_a_sentence_gets_no_second_stop() -> None:
@@ -466,7 +498,7 @@ def test_each_command_that_is_shown_is_about_the_same_agent(kind: str) -> None:
     lines = [one.command for found in status.attention for one in found.commands]
     lines += [line for summary in status.summaries for line in summary.commands]
     for line in lines:
-        if line in (LOG.command, "timedatectl"):
+        if not line.startswith("scheduled-events-agent "):
             continue
         arguments = build_parser().parse_args(shlex.split(line)[1:])
         has_state_option = hasattr(arguments, "state_dir")

@@ -138,5 +138,5 @@ def test_an_unknown_name_beside_an_event_says_until_when_and_what_to_type() -> N
     assert found.consequence == "Azure starts it at 22:12:30 UTC, prepared or not."
     assert [(one.command, one.effect) for one in found.commands] == [
         ("scheduled-events-agent doctor", "find the problem"),
-        ("scheduled-events-agent check", "when the policy has this VM's name as vm.name; then reload"),
+        ("scheduled-events-agent check", "edit policy.yaml: vm.name: this VM's name in Azure, then reload"),
     ]

@@ -42,7 +42,7 @@ from scheduled_events_agent.policy.durations import format_duration, parse_time
 from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
-from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted
 from scheduled_events_agent.status.attention import NO_AGENT
 from scheduled_events_agent.status.messages import activity, format_clock, wait_message
 from scheduled_events_agent.store import Store, StoreError
@@ -585,8 +585,8 @@ def _show(
     for line in (*found.lines, *_headings(found, assumed, mode)):
         print(*terminal.line(line), sep="\n")
     if status is not None and found.source == "endpoint":
-        for line in _past_events(status, found.at):
-            print(*terminal.line(line, indent=2), sep="\n")
+        for line in _past_events(status, found.at, terminal):
+            print(line)
     for explanation in explanations:
         event = explanation.event
         is_over = explanation.workflow is not None and explanation.workflow.is_over
@@ -667,12 +667,14 @@ def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
         yield "The document lists no event."
 
 
-def _past_events(status: Status, now: datetime) -> Iterator[str]:
+def _past_events(status: Status, now: datetime, terminal: Terminal) -> Iterator[str]:
     """The agent's work on events that are over, which the document does not list."""
     for workflow in status.pending:
         if workflow.is_over:
             doing = activity(workflow, status.running_for(workflow.id), now)
-            yield f"{title(workflow.event, workflow.event.id)} is over; the agent: {doing}"
+            text = f"{title(workflow.event, workflow.event.id)} is over; the agent: {doing}"
+            yield from terminal.line(text, indent=2)
+            yield from terminal.rows(_offers(workflow, status))
 
 
 def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
@@ -708,6 +710,16 @@ def _rows(explanation: Explanation, status: Status | None, assumed: _Assumed) ->
     if status is not None:
         yield _agent_row(explanation, status, now)
     yield from plan_rows(_plan_of(explanation, now))
+    if status is not None and explanation.workflow is not None:
+        yield from _offers(explanation.workflow, status)
+
+
+def _offers(workflow: WorkflowView, status: Status) -> Iterator[Row]:
+    """The commands by which an operator decides about an event that waits for one, or for its start."""
+    if workflow.phase in ("held", "recovery_failed"):
+        for action in offered_actions(status, workflow):
+            line = as_typed(command(status.command_options, action, quoted(workflow.event.id)))
+            yield Row(action, f"{effect_of(action, workflow)}: {line}")
 
 
 def _plan_of(explanation: Explanation, now: datetime) -> Plan:

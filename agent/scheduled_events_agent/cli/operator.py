@@ -18,7 +18,7 @@ from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_error, print_json, printable
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import CommandOptions, OperatorResult
-from scheduled_events_agent.status.actions import command, quoted, unsettled_message
+from scheduled_events_agent.status.actions import command, quoted, unsettled_message, with_prefix
 from scheduled_events_agent.status.messages import format_clock
 from scheduled_events_agent.store import (
     LOCK_NAME,
@@ -148,7 +148,7 @@ def user_name() -> str:
 def as_typed(line: str) -> str:
     """The command line as its reader has to type it: with sudo again, if this process was started with it."""
     prefix = host.supervisor_commands().prefix if os.environ.get("SUDO_USER") else ""
-    return line if line.startswith(prefix) else f"{prefix}{line}"
+    return with_prefix(line, prefix)
 
 
 def _find(prefix: str, action: OperatorAction, workflows: Sequence[Workflow]) -> Workflow:

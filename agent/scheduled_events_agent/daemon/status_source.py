@@ -192,6 +192,7 @@ class StatusSource:
             pending=self._pending(snapshot.workflows),
             command_options=self._command_options,
             command_prefix=supervisor.prefix,
+            reload_command=supervisor.reload if self._command_options == NO_OPTIONS else "",
             supervisor_commands=(
                 SuggestedCommand(command=supervisor.status, effect="show whether it runs"),
                 SuggestedCommand(command=supervisor.log, effect="show the end of its log"),

@@ -12,6 +12,7 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import MatchContext, why_conditions_fail
 from scheduled_events_agent.policy.settings import NotificationKind, NotifyTarget
 from scheduled_events_agent.status import Attention, Status, SuggestedCommand
+from scheduled_events_agent.status.actions import with_prefix
 from scheduled_events_agent.status.attention import of_events
 from scheduled_events_agent.workflow import RecordKind, Transition
 
@@ -104,7 +105,7 @@ def notifications_of(
 
 def _commands(need: Attention, prefix: str) -> Iterator[SuggestedCommand]:
     for one in need.commands[:_MAX_COMMANDS]:
-        yield replace(one, command=f"{prefix}{one.command}")
+        yield replace(one, command=with_prefix(one.command, prefix))
 
 
 def matches(

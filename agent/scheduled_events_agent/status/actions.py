@@ -114,6 +114,11 @@ def command(options: CommandOptions, name: str, *arguments: str) -> str:
     return " ".join(filter(None, ("scheduled-events-agent", name, *arguments, state, policy)))
 
 
+def with_prefix(line: str, prefix: str) -> str:
+    """Given a command line and sudo, or "", return it as it is typed; what is not of this program is complete."""
+    return f"{prefix}{line}" if line.startswith("scheduled-events-agent ") else line
+
+
 def quoted(argument: str) -> str:
     """Given an argument, return it as a shell reads it as one word; a path of Windows stays as it is."""
     return argument if re.fullmatch(r"[\w@%+=:,./\\-]+", argument) else shlex.quote(argument)

@@ -253,15 +253,16 @@ def _event_commands(
     kind: AttentionKind, status: Status, workflow: WorkflowView, short_id: str
 ) -> Iterator[SuggestedCommand]:
     if kind == "hook_missing" and workflow.wait_reason:
-        back = f"when hook {workflow.wait_reason.detail} is in the policy again"
-        yield _check(status, f"{back}; then reload, and recovery goes on by itself")
+        yield _edit(status, f"hook {workflow.wait_reason.detail} again", "; recovery goes on by itself")
     if kind == "not_acting":
-        yield _check(status, "when agent.mode is act; then reload, or restart it without --observe")
+        yield _edit(status, "mode: act", ", or restart it without --observe")
     if kind == "approval_failing" and status.poll_failure:
         yield _doctor(status)
     elif kind == "approval_failing":
         line = command(status.command_options, "history", "--event", quoted(short_id))
         yield SuggestedCommand(command=line, effect="show each try and its error")
+    if kind == "approval_failing":
+        yield from _approval_from_outside(status, workflow)
     for action in offered_actions(status, workflow):
         line = command(status.command_options, action, quoted(short_id))
         yield SuggestedCommand(command=line, effect=effect_of(action, workflow))
@@ -311,11 +312,7 @@ def _of_identity(status: Status) -> Iterator[Attention]:
     if started_at is None or (status.vm.names and status.vm_confirmed):
         return
     why = f": {status.vm_failure}" if status.vm_failure else ""
-    name = command(status.command_options, "check")
-    commands = (
-        _doctor(status),
-        SuggestedCommand(command=name, effect="when the policy has this VM's name as vm.name; then reload"),
-    )
+    commands = (_doctor(status), _edit(status, "vm.name: this VM's name in Azure"))
     pending = _of_unknown_vm(status.pending) if status.mode == "act" else []
     uptime = status.at - started_at
     if not status.vm.names and pending:
@@ -484,6 +481,24 @@ def _doctor(status: Status) -> SuggestedCommand:
 def _ask_store(status: Status) -> SuggestedCommand:
     line = command(status.command_options, "fleet", "status")
     return SuggestedCommand(command=line, effect="ask the store")
+
+
+def _edit(status: Status, change: str, then: str = "") -> SuggestedCommand:
+    """The command that has the agent read the policy again, for when a person has changed it."""
+    file = status.policy.file if status.policy else "the policy file"
+    effect = f"edit {file}: {change}, then reload{then}"
+    if not status.reload_command:
+        return _check(status, effect)
+    return SuggestedCommand(command=status.reload_command, effect=effect)
+
+
+def _approval_from_outside(status: Status, workflow: WorkflowView) -> Iterator[SuggestedCommand]:
+    """The approval that needs no metadata service. Its options were read in the reference, and tried nowhere."""
+    name = next(iter(status.vm.names), "")
+    if name and workflow.event.id:
+        line = "az maintenance scheduledevents acknowledge --resource-group GROUP --resource-type virtualMachines"
+        line += f" --resource-name {quoted(name)} --scheduled-events-id {quoted(workflow.event.id)}"
+        yield SuggestedCommand(command=line, effect="approve it from outside the VM; more in docs/azure.md")
 
 
 def _check(status: Status, effect: str) -> SuggestedCommand:

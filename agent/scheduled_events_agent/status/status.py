@@ -311,6 +311,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """What a command line needs to reach this agent."""
     command_prefix: str = ""
     """sudo, for an account without privileges."""
+    reload_command: str = ""  # complete, with its prefix
+    """It has the agent read its policy again."""
     supervisor_commands: tuple[SuggestedCommand, ...] = ()  # complete, with their prefix
     """They show why the agent does not answer."""
     notify: tuple[NotifiedTarget, ...] = ()

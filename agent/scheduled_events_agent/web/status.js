@@ -137,7 +137,7 @@
   };
 
   const commands = (all, prefix) => el("ul", {class: "commands", "aria-live": "off"}, all.map(({command, effect}) => {
-    const line = command.startsWith(prefix) ? command : `${prefix}${command}`;
+    const line = command.startsWith("scheduled-events-agent ") ? `${prefix}${command}` : command;
     return el("li", {}, el("pre", {}, words(line, MOST.ofOutput)), el("p", {}, words(effect)),
       el("button", {type: "button", "data-copy": line}, copied === line ? "Copied" : "Copy"));
   }));

@@ -74,7 +74,7 @@ def supervisor_commands() -> SupervisorCommands:
         status=f"systemctl status {unit}",
         start=f"sudo systemctl start {unit}",
         reload=f"sudo systemctl reload {unit}",
-        log=f"journalctl -u {unit} -n 50",
+        log=f"sudo journalctl -u {unit} -n 50",
     )
 
 
