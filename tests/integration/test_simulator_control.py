@@ -282,6 +282,7 @@ def test_the_page_has_a_field_for_every_key_of_an_event_and_a_fault(port: int) -
     assert fields["schedule"] == set(Plan.__struct_encode_fields__)
     assert fields["fault"] == set(Fault.__struct_encode_fields__) - {
         "api_version",
+        "by",
         "delay",
         "request_is_processed",
     }
