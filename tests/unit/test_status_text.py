@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from status_samples import a_status, a_workflow
 
 import scheduled_events_agent
 from scheduled_events_agent.imds.compare import Seen
@@ -87,7 +88,7 @@ def test_a_summary_shows_the_phase_the_progress_and_the_operator_actions() -> No
     (summary,) = found.summaries
     assert summary.workflow_id == one.id
     assert summary.activity == "runs the prepare hook checkpoint, 1m 12s so far"
-    assert summary.approval == "wanted when prepared"
+    assert summary.approval == "by itself, when prepared"
     assert [(step.stage, step.hook, step.state) for step in summary.hooks] == [
         ("prepare", "drain", "done"),
         ("prepare", "checkpoint", "running"),
@@ -196,12 +197,38 @@ def test_a_hook_whose_time_has_passed_is_not_listed_as_next(changes: dict[str, A
         ({"approval": Approval(state="requested")}, "Azure is being asked"),
         ({"approval": Approval(state="requested", failures=1)}, "Azure is being asked; 1 failed so far"),
         ({"approval": Approval(failures=2)}, "2 failed so far; the agent tries again"),
-        ({"operator_action": "hold"}, "wanted when prepared; an operator holds it"),
         ({"was_started": True}, "none was given by this VM"),
+        ({"operator_action": "hold"}, "not by itself: Azure starts it at 22:26:12 UTC; an operator holds it"),
+        ({"operator_action": "approve"}, "when prepared; an operator has approved it"),
+        ({"phase": "held"}, "not by itself: Azure starts it at 22:26:12 UTC"),
+        ({}, "by itself, when prepared"),
+        ({"decision": {"approve": "immediately"}}, "by itself, at once"),
+        ({"decision": {"approve": "manual"}}, "by an operator"),
+        ({"phase": "held", "approval_needed_since": NOW}, "by an operator"),
+        ({"decision": {"approve": "never"}}, "never: Azure starts it at 22:26:12 UTC"),
+        (
+            {"decision": {"approve": "never"}, "event": {"not_before": NOW}},
+            "never: Azure may start it at any moment",
+        ),
+        ({"decision": {"affects": "others"}}, "not by this VM, which it does not name"),
+        ({"decision": {"affects": "unknown"}}, "not before it is known whether it names this VM"),
     ],
 )
 def test_the_state_of_the_approval_is_shown(changes: dict[str, Any], approval: str) -> None:
-    assert with_summaries(status(workflow(**changes))).summaries[0].approval == approval
+    assert with_summaries(a_status(pending=(a_workflow(**changes),))).summaries[0].approval == approval
+
+
+@pytest.mark.parametrize(
+    ("approve", "approval"),
+    [
+        ("when-prepared", "none: the agent only observes; it would be by itself, when prepared"),
+        ("manual", "none: the agent only observes; it would be by an operator"),
+        ("never", "never: Azure starts it at 22:26:12 UTC"),
+    ],
+)
+def test_an_agent_that_only_observes_shows_what_the_approval_would_be(approve: str, approval: str) -> None:
+    observing = a_status(mode="observe", pending=(a_workflow(decision={"approve": approve}),))
+    assert with_summaries(observing).summaries[0].approval == approval
 
 
 def test_two_events_whose_ids_begin_alike_are_named_whole() -> None:

@@ -6,13 +6,12 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.status.actions import command, offered_actions, quoted, short_ids
 from scheduled_events_agent.status.attention import attention, condition, health
-from scheduled_events_agent.status.messages import activity, by_urgency, headline
+from scheduled_events_agent.status.messages import activity, by_urgency, headline, utc
 from scheduled_events_agent.status.status import EventSummary, HookStep, Status
 from scheduled_events_agent.workflow import Stage, StageStatus, Workflow
 
 _APPROVALS = {
-    "immediately": "wanted at once", "when-prepared": "wanted when prepared",
-    "manual": "wanted when an operator approves it", "never": "not by this VM",
+    "immediately": "by itself, at once", "when-prepared": "by itself, when prepared", "manual": "by an operator",
 }  # fmt: skip
 _OPERATORS = {"": "", "approve": "; an operator has approved it", "hold": "; an operator holds it"}
 
@@ -27,7 +26,7 @@ def with_summaries(status: Status) -> Status:
         EventSummary(
             workflow_id=workflow.id,
             activity=activity(workflow, status.running_for(workflow.id), status.at),
-            approval=_approval(workflow),
+            approval=_approval(status, workflow),
             hooks=tuple(_hooks(status, workflow)),
             commands=tuple(
                 command(status.command_options, action, quoted(short[workflow.event.id]))
@@ -45,7 +44,7 @@ def with_summaries(status: Status) -> Status:
     )
 
 
-def _approval(workflow: Workflow) -> str:
+def _approval(status: Status, workflow: Workflow) -> str:
     """The state of the approval, as a phrase."""
     approval = workflow.approval
     decision = workflow.decision
@@ -63,8 +62,31 @@ def _approval(workflow: Workflow) -> str:
     elif not decision.rule:
         text = "none: the event is only observed"
     else:
-        text = _APPROVALS[decision.approve]
+        text = _expected_approval(status, workflow)
     return f"{text}{_OPERATORS[workflow.operator_action]}"
+
+
+def _expected_approval(status: Status, workflow: Workflow) -> str:
+    """What is to come of an event that a rule matches, as a phrase."""
+    decision = workflow.decision
+    if decision.affects == "others":
+        return "not by this VM, which it does not name"
+    if decision.affects == "unknown":
+        return "not before it is known whether it names this VM"
+    if workflow.operator_action == "approve":
+        return "when prepared" if decision.has_preparation else "at once"
+    not_before = workflow.event.not_before
+    start = "Azure may start it at any moment"
+    if not_before is not None and not_before > status.at:
+        start = f"Azure starts it at {utc(not_before, status.at)}"
+    if decision.approve == "never":
+        return f"never: {start}"
+    if workflow.approval_needed_since:
+        return _APPROVALS["manual"]
+    if workflow.operator_action == "hold" or workflow.phase == "held":
+        return f"not by itself: {start}"
+    text = _APPROVALS[decision.approve]
+    return f"none: the agent only observes; it would be {text}" if status.mode == "observe" else text
 
 
 def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
