@@ -177,18 +177,18 @@ def wait_reloaded(agent: Agent) -> None:
 
 @contextlib.contextmanager
 def living(
-    directory: Path, kind: type[Agent] = Agent, *, is_awaited: bool = True, **sections: Any
+    directory: Path, kind: type[Agent] = Agent, *, fails: str = "", **sections: Any
 ) -> Iterator[tuple[Simulator, Agent]]:
-    """A simulator and an agent that has polled."""
+    """A simulator and an agent that has polled. ``fails``: the requests that get an error instead of an answer."""
     with Simulator(vms=("vm-1",), others=("vm-2",), rate_limit=None) as sim:
         agent = kind(directory, sim.endpoint())
         try:
-            if not is_awaited:
-                sim.fault(None, "status", on="poll")
+            if fails:
+                sim.fault(None, "status", on=fails)
             sections.setdefault("rules", [AT_ONCE, DRAIN])
             sections.setdefault("hooks", agent.hooks("drain", "resume"))
             agent.write_policy(**sections)
-            agent.start(is_awaited=is_awaited)
+            agent.start(is_awaited=fails != "poll")
             agent.wait_log("agent started")
             yield sim, agent
         except BaseException:
@@ -453,13 +453,51 @@ def live_unheard(directory: Path) -> list[Timeline]:
     polls_fail.hold(unheard, 4.5, is_polling=False)
     polls_fail.hold(unheard, 2, "PollingStale", is_polling=False)
     polls_fail.hold(heard, 1)
-    with living(directory / "never", is_awaited=False) as (_, agent):
+    with living(directory / "never", fails="poll") as (_, agent):
         wait_count(agent, 1, "polls_total", outcome="server_error")
         never = expose(agent)
     from_start = Timeline("polls that never succeeded")
     from_start.hold(never, 2, is_polling=False)
     from_start.hold(never, 2, "PollingStale", is_polling=False)
     return [approvals, polls_fail, from_start]
+
+
+def live_begun_early(directory: Path) -> list[Timeline]:
+    """An operator approves an event days ahead, and takes that back while a hook prepares for it."""
+    rule = {**DRAIN, "lead": "15m"}
+    with living(directory, rules=[rule]) as (sim, agent):
+        agent.write_policy(
+            rules=[rule], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}
+        )
+        agent.reload()
+        wait_reloaded(agent)
+        idle = expose(agent)
+        event = sim.schedule("Reboot", notice_seconds=3 * 86400, lasts_seconds=None)
+        agent.wait_phase(event, "waiting")
+        agent.say("approve", event)
+        agent.wait_hook("drain", "start")
+        agent.say("release", event)
+        agent.let_go("drained")
+        wait_attention(agent, "out_of_service")
+        early = expose(agent)
+    timeline = Timeline("a VM that is prepared days ahead")
+    timeline.hold(idle, 10)
+    timeline.hold(early, 4.5, "EventPending")
+    timeline.hold(early, 60, "EventPending", "OutOfService")
+    return [timeline]
+
+
+def live_nameless(directory: Path) -> list[Timeline]:
+    """The service does not say which VM this is, and an event is pending."""
+    with living(directory, fails="instance") as (sim, agent):
+        sim.schedule("Reboot", notice_seconds=3600, lasts_seconds=None)
+        wait_attention(agent, "vm_unknown")
+        nameless = expose(agent)
+    timeline = Timeline("a VM whose name is not known")
+    timeline.hold(nameless, 4.5, "EventPending")
+    timeline.hold(nameless, 40, "EventPending", "VmUnknown")
+    timeline.hold(nameless, 5, "EventPending", "OperatorNeeded")
+    return [timeline]
 
 
 def live_unnotified(directory: Path) -> list[Timeline]:
@@ -623,6 +661,8 @@ LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_watching,
     live_observing,
     live_unheard,
+    live_begun_early,
+    live_nameless,
     live_unnotified,
     live_without_table,
     live_refused,
@@ -725,7 +765,7 @@ def test_promtool_accepts_the_files_named_in_the_readme(programs: Path) -> None:
     commands = re.findall(r"^\$ promtool (.+)$", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     said = [promtool(programs, *command.split()) for command in commands]
     assert [command.split()[0] for command in commands] == ["check", "test", "check"]
-    assert "SUCCESS: 21 rules found" in said[0]
+    assert f"SUCCESS: {len(rules_of(PACKAGE))} rules found" in said[0]
 
 
 def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(

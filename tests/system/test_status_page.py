@@ -25,7 +25,7 @@ from ports import free_port
 
 from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.policy import Decision, Rule
 from scheduled_events_agent.status import (
     RUNBOOK_URL,
     ActivePolicy,
@@ -194,6 +194,15 @@ MANUAL = workflow(
     wait_message="an operator must approve it",
     id="Manual",
 )
+UNMATCHED = workflow(
+    event(6, type="Preempt", resources=("vm_7",), not_before=NOW + timedelta(seconds=30)),
+    rule=None,
+    decision=Decision(
+        rule=None, reason="this VM's name is not known: observe", affects="unknown", approve="never"
+    ),
+    wait_message="nothing says whether it names this VM",
+    id="Unmatched",
+)
 MANY = (
     workflow(event(0, type="Freeze"), "approved", approval=Approval(state="confirmed"), id="many 0"),
     workflow(event(1, type="Preempt", status="Started"), "started", was_started=True, id="many 1"),
@@ -241,7 +250,17 @@ Scene = tuple[Status, list[History], list[JournalRecord]]
 SCENES: dict[str, Scene] = {
     "idle": (status(), past(4), PAUSES),
     "fresh": (
-        status(started_at=NOW, last_poll_at=None, vm=Vm(names=(), vm_id=""), incarnation=""),
+        status(started_at=NOW, last_poll_at=None, polls="late", vm=Vm(names=(), vm_id=""), incarnation=""),
+        [],
+        [],
+    ),
+    "late": (
+        status(polls="late", poll_failure="timed out after 1s", last_poll_at=NOW - timedelta(seconds=12)),
+        past(1),
+        [],
+    ),
+    "nameless": (
+        status(UNMATCHED, vm=Vm(names=(), vm_id=""), vm_failure="/metadata/instance: 403 Forbidden"),
         [],
         [],
     ),
@@ -473,7 +492,7 @@ def test_a_harmless_failure_is_shown_without_a_warning(tab: Tab, server: WebServ
     assert facts["Needs a restart"] == "agent.listen_names"
     assert facts["Last successful poll"].endswith(" ago; since then: timed out")
     ops, pager = facts["Notifications"].split("\n")
-    assert ops == "ops: ok"
+    assert ops == "ops: nothing waits"
     since = f"{NOW:%H:%M:%S} UTC"
     assert pager == f"pager: fails since {since}: it answers 401; 2 waiting; 3 lost since {since}: too old"
     open_scene(tab, server, "idle/")
@@ -492,8 +511,8 @@ def test_the_page_starts_with_what_an_operator_must_do(tab: Tab, server: WebServ
     tab.look(DESKTOP)
     open_scene(tab, server, "held/")
     header, block = tab.ask(TOP)
-    name, chip, clock = header
-    assert (name, chip) == ("web_3", "✕ prepare failed")
+    name, chip, ready, clock = header
+    assert (name, chip, ready) == ("web_3", "✕ prepare failed", "not ready")
     assert re.fullmatch(r"\d\d:\d\d:\d\d UTC", clock)
     message, consequence, deadline, *commands = block
     assert message == "✕ The Redeploy of web_3 is held: hook checkpoint failed: exit code 3."
@@ -516,7 +535,7 @@ def test_the_page_starts_with_what_an_operator_must_do(tab: Tab, server: WebServ
     # A problem that can be repaired by day is shown, but not like an alarm.
     open_scene(tab, server, "refused/")
     header, _ = tab.ask(TOP)
-    assert header[:3] == ["web_3", "! policy rejected", "○ only observes"]
+    assert header[:3] == ["web_3", "! policy rejected", "ready"]
     assert tab.ask("document.querySelector('.attention.fix').getAttribute('role')") == "status"
 
 
@@ -574,6 +593,8 @@ def test_tabs_differ_by_sign_and_shape(tab: Tab, server: WebServer) -> None:
         "preparing": "▸ web_3: preparing",
         "manual": "! web_3: approval needed",
         "failed": "✕ web_3: recovery failed",
+        "late": "? web_3",
+        "nameless": "✕ this VM: VM unknown",
         "failing": "✕ web_3: unhealthy",
         "refused": "! web_3: policy rejected",
     }
@@ -583,10 +604,12 @@ def test_tabs_differ_by_sign_and_shape(tab: Tab, server: WebServer) -> None:
         assert tab.ask("document.title") == title
         icon = tab.ask("decodeURIComponent(document.querySelector('link[rel=icon]').href)")
         shapes.add((title[0], re.sub("#[0-9a-f]+", "", icon)))
-        assert tab.ask("[...document.querySelectorAll('header .chip')][0].innerText[0]") == title[0]
-    assert len(shapes) == 4
-    assert len({sign for sign, _ in shapes}) == 4
-    assert len({shape for _, shape in shapes}) == 4
+        chips = tab.ask("[...document.querySelectorAll('header .chip')].map((chip) => chip.innerText)")
+        assert chips[-1] in ("ready", "not ready", "○ only observes")
+        assert [chip[0] for chip in chips[:1] if ": " in title] == [title[0]] * (": " in title)
+    assert len(shapes) == 5
+    assert len({sign for sign, _ in shapes}) == 5
+    assert len({shape for _, shape in shapes}) == 5
 
 
 def test_a_command_is_copied_by_its_button(tab: Tab, server: WebServer) -> None:
@@ -650,7 +673,7 @@ def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> 
     status_now, recent, pauses = SCENES["held"]
     scene[0] = (replace(status_now, incarnation="43", faults=("a disk is full",)), recent, pauses)
     tab.wait("document.querySelectorAll('.attention').length === 2")
-    assert tab.ask("document.title") == "✕ web_3: unhealthy"
+    assert tab.ask("document.title") == "✕ web_3: prepare failed"
     assert tab.ask("document.querySelector('article details').open") is False
     assert tab.ask("document.querySelector('section > details').open") is True
     assert tab.ask("document.activeElement.tagName") == "SUMMARY"

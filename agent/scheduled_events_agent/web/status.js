@@ -10,11 +10,12 @@
   const LEVELS = {act: "bad", fix: "busy"};
   const BUSY_PHASES = ["preparing", "started", "recovering"];
   const STARTS_AT_DEADLINE = ["prepare_failed", "approval_needed", "approval_failing", "restart_unsafe"];
-  const SIGNS = {good: "✓", busy: "▸", bad: "✕"};
-  const COLORS = {good: "#15803d", busy: "#b45309", bad: "#b91c1c"};
+  const SIGNS = {good: "✓", busy: "▸", bad: "✕", unknown: "?"};
+  const COLORS = {good: "#15803d", busy: "#b45309", bad: "#b91c1c", unknown: "#4b5563"};
   const ICONS = {
     "✓": "<circle cx='8' cy='8' r='8'/><path d='M4 8.5l3 3 5-7'",
     "▸": "<circle cx='8' cy='8' r='8'/><path d='M6 4l5 4-5 4'",
+    "?": "<circle cx='8' cy='8' r='8'/><path d='M5.7 6.3a2.3 2.3 0 1 1 3.4 2c-.8.5-1.1.9-1.1 1.6m0 1.5v1'",
     "!": "<path d='M8 0l8 16H0z'/><path d='M8 5v5.5m0 1.5v2'",
     "✕": "<rect width='16' height='16' rx='2'/><path d='M4 4l8 8m0-8l-8 8'",
   };
@@ -111,27 +112,24 @@
   const signOf = ({severity, kind}) => (severity === "act" && kind !== "approval_needed" ? "✕" : "!");
   const phaseOf = ({phase}) => (phase === "waiting" ? "pending" : phase.replaceAll("_", " "));
 
-  // Without anything that needs a person: busy while an event of this VM is pending.
-  const levelOf = () => (status.pending.some(({decision}) => ["self", "shared"].includes(decision.affects)) ? "busy" : "good");
-
   // The state of the agent, for the title, the icon and the first chip.
   const state = () => {
-    const {attention: [first], summaries: [summary]} = status;
-    const level = levelOf();
+    const {condition, attention: [first], summaries: [summary]} = status;
+    const level = LEVELS[condition] || condition;
+    let sign = SIGNS[level], word = "";
     if (first) {
-      const word = first.kind.replaceAll("_", " ").replace("vm ", "VM ");
-      return {sign: signOf(first), level: LEVELS[first.severity], word, title: `: ${word}`};
+      sign = signOf(first);
+      word = first.kind.replaceAll("_", " ").replace("vm ", "VM ");
+    } else if (condition === "busy") {
+      word = phaseOf(status.pending.find(({id}) => id === summary.workflow_id));
     }
-    if (summary && level !== "good") {
-      const word = phaseOf(status.pending.find(({id}) => id === summary.workflow_id));
-      return {sign: SIGNS[level], level, word, title: `: ${word}`};
-    }
-    return {sign: SIGNS[level], level, word: status.ready ? "ready" : "not ready", title: ""};
+    return {sign, level, word};
   };
 
   const top = () => {
     const {sign, level, word} = state();
-    const chips = isLost ? [] : [chip(word, level, sign), status.mode === "observe" ? chip("only observes", "", "○") : ""];
+    const chips = isLost ? [] : [word && chip(word, level, sign), chip(status.ready ? "ready" : "not ready", "", ""),
+      status.mode === "observe" ? chip("only observes", "", "○") : ""];
     return el("header", {}, el("h1", {}, words(vmName())), el("p", {class: "chips"}, chips),
       el("p", {class: "now"}, time(timeNow(), stamp(timeNow()).slice(11), {"data-now": "yes", role: "timer"})));
   };
@@ -154,8 +152,9 @@
       status && commands(status.supervisor_commands, ""));
   };
 
-  const deadline = ({severity, kind, deadline: at}) => {
-    if (severity !== "act" || !(at || STARTS_AT_DEADLINE.includes(kind))) return "";
+  const deadline = ({severity, kind, event_id, deadline: at}) => {
+    const startsAtAnyMoment = STARTS_AT_DEADLINE.includes(kind) || (kind === "vm_unknown" && event_id);
+    if (severity !== "act" || !(at || startsAtAnyMoment)) return "";
     if (!at || Date.parse(at) <= now()) return el("p", {class: "deadline"}, "It may start ", el("b", {}, "at any moment"));
     return el("p", {class: "deadline"}, el("b", {}, until(at)), " left, until ", time(at, clock(at)));
   };
@@ -189,8 +188,9 @@
   const headline = () => {
     if (isLost || status.attention.length) return "";
     const polled = status.last_poll_at ? ["Last successful poll ", since(status.last_poll_at), " ago"] : "No successful poll yet";
-    return el("div", {class: `headline ${levelOf()}`},
-      el("p", {role: "status"}, mark(SIGNS[levelOf()]), words(status.headline)),
+    const {sign, level} = state();
+    return el("div", {class: `headline ${level}`},
+      el("p", {role: "status"}, mark(sign), words(status.headline)),
       el("p", {class: "polled"}, status.ready ? "" : "/readyz answers 503. ", polled));
   };
 
@@ -210,13 +210,15 @@
         waiting ? `${waiting} waiting` : "",
         count ? [`${count} lost since `, time(lost_at, clock(lost_at)), ": ", words(lost_reason)] : "",
       ].filter((part) => part !== "");
-      return el("div", {}, words(name, MOST.inName), ": ", parts.length ? parts.flatMap((part, i) => (i ? ["; ", part] : part)) : "ok");
+      return el("div", {}, words(name, MOST.inName), ": ", parts.length ? parts.flatMap((part, i) => (i ? ["; ", part] : part)) : "nothing waits");
     });
     return lines.length ? [lines, more(status.notify.length - MOST.names, "targets")] : "";
   };
 
   const agent = () => {
     const {policy, vm, rules, fleet} = status;
+    const health = status.health !== "ok" ? "not healthy, see above"
+      : status.condition === "unknown" ? "not known yet, see above" : "ok";
     const acts = status.mode === "act" ? "acts" : "only observes: runs no hooks, approves nothing";
     const hash = policy.hash ? [", SHA-256 ", el("code", {}, policy.hash.slice(0, 12))] : "";
     const changed = policy.changed_at
@@ -229,7 +231,7 @@
       ? ["; ", words(status.recommendations_failure)] : "";
     const listed = (names) => separated(names.slice(0, MOST.names).map((name) => words(name, MOST.inName)));
     return el("section", {class: "card", "aria-labelledby": "agent"}, el("h2", {id: "agent"}, "Agent"), list([
-      ["Health", status.health === "ok" ? "ok" : "not healthy, see above"],
+      ["Health", health],
       ["Ready", status.ready ? "yes" : "no: /readyz answers 503"],
       ["Last successful poll", [status.last_poll_at ? [since(status.last_poll_at), " ago"] : "never yet", failure]],
       ["Endpoint", code(status.endpoint)],
@@ -458,9 +460,9 @@
       el("div", {id: `part-${i}`, class: isStale(i) && "stale"}, part)));
     for (const node of page.querySelectorAll(".stale .good")) node.classList.remove("good");
     sync(main, page);
-    const {sign, level, title} = isLost ? {sign: "✕", level: "bad"} : state();
+    const {sign, level, word} = isLost ? {sign: "✕", level: "bad"} : state();
     const name = status ? vmName() : location.hostname;
-    document.title = cut(isLost ? `✕ no answer: ${name}` : `${sign} ${name}${title}`, 120);
+    document.title = cut(isLost ? `✕ no answer: ${name}` : `${sign} ${name}${word && `: ${word}`}`, 120);
     const picture = `<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16' fill='${COLORS[level]}'>`
       + `${ICONS[sign]} fill='none' stroke='#fff' stroke-width='2'/></svg>`;
     const icon = document.querySelector("link[rel=icon]"), href = `data:image/svg+xml,${encodeURIComponent(picture)}`;
