@@ -27,9 +27,11 @@ from scheduled_events_agent.cli import doctor, doctor_checks, operator, terminal
 from scheduled_events_agent.hooks import command
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.host.conflicts import STOP_ONE, OwnService, ServiceFailure
+from scheduled_events_agent.imds.guest_proxy import Caller
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
+from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, Settings
 from scheduled_events_agent.simulator import Simulator
-from scheduled_events_agent.status import NO_OPTIONS
+from scheduled_events_agent.status import NO_OPTIONS, Status, Vm
 from scheduled_events_agent.store import Store
 
 needs_modes = pytest.mark.skipif(sys.platform == "win32", reason="modes and accounts are Linux's")
@@ -271,6 +273,60 @@ def test_a_proxy_that_passes_on_what_the_service_says_is_a_failure_too(
     assert report.one("vm-name") == Check("ok", "this VM is vm-1", "")
 
 
+def test_a_denial_without_a_sign_of_the_proxy_is_no_clean_bill_for_it(
+    examine: Examine, simulator: Simulator
+) -> None:
+    simulator.fault("vm-1", "denied")
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.states("endpoint", "proxy") == ["error", "warning"]
+    assert "perhaps the VM's Guest Proxy Agent" in report.one("endpoint").message
+    assert report.one("proxy").message.startswith("a proxy denies requests, as Azure's Guest Proxy Agent does: ")
+
+
+@pytest.mark.parametrize(
+    ("fleet", "added"),
+    [
+        (None, []),
+        (FleetSettings(table="https://a.example/t"), ["/metadata/identity"]),
+        (
+            FleetSettings(table="https://a.example/t", credential=FleetCredential(client_id="c")),
+            ["/metadata/identity"],
+        ),
+        (FleetSettings(table="https://a.example/t", credential=FleetCredential(sas_file="/s")), []),
+        (FleetSettings(leases="web"), []),
+    ],
+)
+def test_a_rule_for_azures_proxy_needs_the_path_of_the_identity_for_a_table(
+    fleet: FleetSettings | None, added: list[str]
+) -> None:
+    paths = doctor._paths_asked(Settings(fleet=fleet))
+    assert paths == ["/metadata/scheduledevents", "/metadata/instance", *added]
+
+
+@pytest.mark.parametrize("failure", ["", "timed out"])
+def test_what_azures_proxy_denies_to_this_user_alone_is_a_warning(
+    examine: Examine, simulator: Simulator, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    now = datetime.now(UTC)
+    status = Status(
+        at=now,
+        vm=Vm(names=("vm-1",), vm_id="1"),
+        health="ok",
+        pending=(),
+        endpoint=simulator.endpoint("vm-1"),
+        last_poll_at=now,
+        poll_failure=failure,
+        guest_proxy=True,
+    )
+    monkeypatch.setattr(doctor, "_find_agent", lambda _: doctor._Agent(pid="17", status=status))
+    monkeypatch.setattr(doctor, "caller", lambda pid: Caller("agents-user", f"/usr/bin/python-of-{pid}"))
+    simulator.fault("vm-1", "denied")
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.one("endpoint").severity == ("error" if failure else "warning")
+    assert ("the agent asks as agents-user" in report.one("endpoint").message) == (not failure)
+    assert "user agents-user, executable /usr/bin/python-of-17," in report.one("proxy").message
+
+
 @pytest.mark.parametrize(
     ("ahead", "state"), [(-10.0, "warning"), (10.0, "warning"), (-45.0, "error"), (45.0, "error")]
 )
@@ -279,7 +335,7 @@ def test_a_wrong_clock_is_reported(examine: Examine, endpoint: Endpoint, ahead: 
     report = examine(endpoint.url)
     found = report.one("clock")
     assert found.severity == state
-    assert ("behind the service's" if ahead > 0 else "ahead of the service's") in found.message
+    assert ("behind Azure's" if ahead > 0 else "ahead of Azure's") in found.message
 
 
 @pytest.mark.parametrize(

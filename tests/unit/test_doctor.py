@@ -158,18 +158,18 @@ RULE = (
     "a rule names this agent as user {}, executable /usr/bin/python3.11, process python3.11, for the paths "
     "/metadata/scheduledevents, /metadata/instance"
 )
-SHARED = "; every Python of root has this name, only the strict set-up has a user of its own"
+SHARED = "; that is every Python of root: only the strict set-up has a user of its own"
 
 
 def test_the_check_proxy_names_the_agent_as_a_rule_of_azures_proxy_needs_it() -> None:
-    assert check_guest_proxy(OF_ROOT, PATHS, is_there=True, is_denied=True) == ok(
-        "proxy", f"Azure's Guest Proxy Agent is in front of the service: {RULE.format('root')}{SHARED}"
+    assert check_guest_proxy(OF_ROOT, PATHS, "it is installed", is_denied=True) == ok(
+        "proxy", f"Azure's Guest Proxy Agent is there (it is installed): {RULE.format('root')}{SHARED}"
     )
-    assert check_guest_proxy(OF_STRICT, PATHS, is_there=False, is_denied=False) == ok(
+    assert check_guest_proxy(OF_STRICT, PATHS, "", is_denied=False) == ok(
         "proxy",
         f"no sign of a proxy; if Azure's Guest Proxy Agent comes: {RULE.format('scheduled-events-agent')}",
     )
-    assert check_guest_proxy(OF_STRICT, PATHS, is_there=False, is_denied=True) == warning(
+    assert check_guest_proxy(OF_STRICT, PATHS, "", is_denied=True) == warning(
         "proxy",
         "a proxy denies requests, as Azure's Guest Proxy Agent does: " + RULE.format("scheduled-events-agent"),
         "see docs/metadata-proxy.md",

@@ -260,11 +260,9 @@ def _check_imds(settings: Settings, status: Status | str, agent: Caller) -> Iter
         other = doctor_checks.check_no_proxy(answers)
         if other.severity != "ok":
             return other
-        is_there = guest_proxy.is_in_front_of(httpx.URL(endpoint))
+        evidence = guest_proxy.evidence(httpx.URL(endpoint))
         is_denied = any(answer.error is not None and answer.error.is_of_guest_proxy for answer in answers)
-        return doctor_checks.check_guest_proxy(
-            agent, _paths_asked(settings), is_there=is_there, is_denied=is_denied
-        )
+        return doctor_checks.check_guest_proxy(agent, _paths_asked(settings), evidence, is_denied=is_denied)
 
     asked_at = datetime.now(UTC)
     try:

@@ -168,17 +168,17 @@ def check_no_proxy(answers: Iterable[RawResponse]) -> Finding:
     return ok("proxy", "no sign of a proxy")
 
 
-def check_guest_proxy(agent: Caller, paths: Sequence[str], *, is_there: bool, is_denied: bool) -> Finding:
+def check_guest_proxy(agent: Caller, paths: Sequence[str], evidence: str, *, is_denied: bool) -> Finding:
     """Whether Azure's Guest Proxy Agent is in front of the service, and the agent as its rules name it.
 
-    ``is_denied``: whether a proxy has denied a request.
+    ``evidence``: what shows that it is. ``is_denied``: whether a proxy has denied a request.
     """
     name = f"user {agent.user}, executable {agent.program}, process {agent.process_name}"
     rule = f"a rule names this agent as {name}, for the paths {', '.join(paths)}"
     if agent.user == "root":
-        rule += "; every Python of root has this name, only the strict set-up has a user of its own"
-    if is_there:
-        return ok("proxy", f"Azure's Guest Proxy Agent is in front of the service: {rule}")
+        rule += "; that is every Python of root: only the strict set-up has a user of its own"
+    if evidence:
+        return ok("proxy", f"Azure's Guest Proxy Agent is there ({evidence}): {rule}")
     if is_denied:
         return warning(
             "proxy", f"a proxy denies requests, as Azure's Guest Proxy Agent does: {rule}", f"see {PAGE}"

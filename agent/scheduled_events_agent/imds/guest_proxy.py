@@ -58,9 +58,11 @@ class GuestProxy:
         if _HEADER in headers:
             self.has_answered = True
 
-    def is_in_front_of(self, url: httpx.URL) -> bool:
-        """Whether requests to this address go through it."""
-        return self.has_answered or (url.host == _REDIRECTED_HOST and host.has_guest_proxy())
+    def evidence(self, url: httpx.URL) -> str:
+        """What shows that requests to this address go through it; "" if nothing does."""
+        if self.has_answered:
+            return "an answer had its header"
+        return "it is installed" if url.host == _REDIRECTED_HOST and host.has_guest_proxy() else ""
 
     def hint(self, url: httpx.URL, kind: HttpErrorKind, status: int | None = None) -> str:
         """What to do about a request that failed; "" if this proxy is not the reason.
@@ -70,7 +72,7 @@ class GuestProxy:
         ask = host.guest_proxy_command()
         if status == 421:
             return f"the VM's Guest Proxy Agent has lost the record of this connection; if it stays: {ask}"
-        is_there = self.is_in_front_of(url)
+        is_there = bool(self.evidence(url))
         if kind == "denied" and not is_there:
             return f"a proxy denies it, perhaps the VM's Guest Proxy Agent ({PAGE})"
         if status == 401:
