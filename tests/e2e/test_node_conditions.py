@@ -288,8 +288,10 @@ def test_without_a_cluster_to_tell_an_event_takes_no_longer(
     cluster.api.stop()
     agent.wait_log("started", event_id=event)
     assert agent.metric("kubernetes_unavailable") == 1
+    assert agent.status()["kubernetes_failure"]["reason"].startswith("the API server: ")
     cluster.api.start()
     wait_until(lambda: cluster.now("ScheduledEvent") == STARTED, "the state is right afterwards")
+    wait_until(lambda: agent.status()["kubernetes_failure"] is None, "it works again")
     sim.end(event)
     agent.wait_log("closed", event_id=event)
     wait_until(lambda: cluster.now("ScheduledEvent") == FALSE, "it is over")

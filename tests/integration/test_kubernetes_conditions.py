@@ -444,9 +444,15 @@ def test_while_the_api_server_is_away_there_is_one_line_and_the_newest_state_is_
             agent.publish(workflows, "current")
             time.sleep(0.3)
         assert agent.unavailable()
+        failure = agent.thread.failure
+        assert failure is not None
+        assert failure.reason == agent.reasons()[0]
+        wait_until(lambda: agent.thread.failure is not failure, "it has failed once more")
+        assert agent.thread.failure == failure, "it fails since the first time"
         cluster.api.start()
         wait_until(lambda: cluster.told() == PLANNED, "the newest state is told")
         wait_until(lambda: not agent.unavailable(), "it works")
+        assert agent.thread.failure is None
         assert cluster.conditions()["ScheduledEvent"]["message"].startswith("Reboot B ")
     assert agent.logged() == [FAILS, WORKS]
 

@@ -17,6 +17,7 @@ from scheduled_events_agent.status import (
     ClockWrong,
     CommandOptions,
     FleetState,
+    KubernetesFailure,
     NotifiedTarget,
     Status,
     SuggestedCommand,
@@ -163,6 +164,12 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "fix",
         "The store of the fleet cannot be used: no route.",
         "scheduled-events-agent fleet status",
+    ),
+    "kubernetes_unavailable": (
+        a_status(kubernetes_failure=KubernetesFailure(since=NOW - timedelta(minutes=5), reason="forbidden")),
+        "fix",
+        "The conditions of the Kubernetes node cannot be updated: forbidden.",
+        "scheduled-events-agent doctor",
     ),
     "notifications_failing": (
         a_status(notify=(target(lost=3, lost_at=NOW, lost_reason="it answers 400"),)),
@@ -330,6 +337,28 @@ def test_an_approval_that_the_rule_leaves_to_an_operator_does_not_hide_that_the_
     workflow = a_workflow(**ALL_READY, decision=decision, approval_needed_since=NOW)
     kinds = [one.kind for one in attention(of_event(workflow, fleet=NO_STORE))]
     assert kinds == ["approval_needed", "fleet_unavailable"]
+
+
+REFUSED = "the API server: connection refused"
+API_AWAY = KubernetesFailure(since=NOW - timedelta(minutes=5), reason=REFUSED)
+
+
+def test_an_api_server_that_was_away_for_less_than_five_minutes_needs_no_attention() -> None:
+    soon = replace(API_AWAY, since=NOW - timedelta(minutes=4, seconds=59))
+    assert attention(a_status(kubernetes_failure=soon)) == ()
+
+
+def test_an_api_server_that_is_away_is_reported_once() -> None:
+    target_failure = TargetFailure(since=API_AWAY.since, reason=REFUSED)
+    events = target(name="kubernetes", failure=target_failure)
+    found = one_of(a_status(kubernetes_failure=API_AWAY, notify=(events,)))
+    assert found.kind == "kubernetes_unavailable"
+    leases = replace(NO_STORE, error=REFUSED)
+    assert one_of(a_status(kubernetes_failure=API_AWAY, fleet=leases)).kind == "fleet_unavailable"
+    denied = replace(events, failure=replace(target_failure, reason="events is forbidden"))
+    status = a_status(kubernetes_failure=API_AWAY, notify=(denied,), fleet=NO_STORE)
+    kinds = [one.kind for one in attention(status)]
+    assert kinds == ["fleet_unavailable", "kubernetes_unavailable", "notifications_failing"]
 
 
 def test_an_agent_that_only_observes_needs_no_attention_before_an_event() -> None:

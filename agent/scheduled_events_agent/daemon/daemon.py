@@ -136,6 +136,7 @@ class Daemon:
             running=self._executor.running,
             target_failures=self._notifier.failures,
             vm_failure=lambda: self._identifier.failure,
+            kubernetes_failure=lambda: self._node.failure if self._node else None,
             web=lambda: self._endpoints.state(),  # noqa: PLW0108 - there are no pages yet
             state_dir=store.path.parent,
             state_since=store.created_at(),

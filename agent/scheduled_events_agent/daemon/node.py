@@ -30,6 +30,7 @@ from scheduled_events_agent.kubernetes.conditions import (
 from scheduled_events_agent.kubernetes.node_status import NodeStatus, OtherMachineError
 from scheduled_events_agent.kubernetes.own_node import find_own_node
 from scheduled_events_agent.policy.settings import KubernetesSettings
+from scheduled_events_agent.status import KubernetesFailure
 from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -74,6 +75,8 @@ class NodeThread:
         """Those of the node, as far as it is known; None if it has to be read."""
         self._check_at = 0.0
         self._failing_since: float | None = None
+        self.failure: KubernetesFailure | None = None
+        """Why nothing can be written now. For any thread."""
         self._not_before = 0.0
         """Until then the API server wants to be left alone."""
         metrics.add_kubernetes()
@@ -125,7 +128,7 @@ class NodeThread:
             self._not_before = 0.0
             self._backoff.reset()
         if settings is None:
-            self._metrics.kubernetes_unavailable.set(0)
+            self._set_failure("")
             return None
         if (pause := self._not_before - time.monotonic()) > 0:
             return pause
@@ -141,7 +144,7 @@ class NodeThread:
         self._backoff.reset()
         self._failing_since = None
         self._log.succeeded(time.monotonic())
-        self._metrics.kubernetes_unavailable.set(0)
+        self._set_failure("")
         if not _has_any(settings):
             self._reported = None
             return None
@@ -195,12 +198,18 @@ class NodeThread:
         is_late_kubelet = isinstance(error, OtherMachineError)
         if not (is_late_kubelet and now - self._failing_since < _LATE_KUBELET_SECONDS):
             self._log.failed(error.kind, str(error), now)
-            self._metrics.kubernetes_unavailable.set(1)
+            self._set_failure(str(error))
         retry_after = error.retry_after if isinstance(error, ApiError) else None
         pause = self._backoff.next_delay(retry_after)
         if retry_after:
             self._not_before = now + pause
         return pause
+
+    def _set_failure(self, reason: str) -> None:
+        """Publish why nothing can be written; "" if it can."""
+        since = self.failure.since if self.failure else datetime.now(UTC)
+        self.failure = KubernetesFailure(since=since, reason=reason) if reason else None
+        self._metrics.kubernetes_unavailable.set(bool(reason))
 
 
 def _has_any(settings: KubernetesSettings) -> bool:

@@ -18,6 +18,7 @@ from scheduled_events_agent.status import (
     CommandOptions,
     FleetState,
     HeldEvent,
+    KubernetesFailure,
     NotifiedTarget,
     Polls,
     RunningHook,
@@ -56,6 +57,7 @@ class StatusSource:
         running: Callable[[], tuple[RunningHook, ...]],
         target_failures: Callable[[], dict[str, TargetFailure]],
         vm_failure: Callable[[], str],
+        kubernetes_failure: Callable[[], KubernetesFailure | None],
         web: Callable[[], WebState],
         state_dir: Path,
         state_since: datetime | None = None,
@@ -63,7 +65,7 @@ class StatusSource:
     ) -> None:
         """``target_failures``: why targets accept no notifications.
 
-        ``vm_failure``, ``command_options``: those of ``Status``.
+        ``vm_failure``, ``kubernetes_failure``, ``command_options``: those of ``Status``.
         """
         self._snapshot = snapshot
         self._poller = poller
@@ -72,6 +74,7 @@ class StatusSource:
         self._running = running
         self._target_failures = target_failures
         self._vm_failure = vm_failure
+        self._kubernetes_failure = kubernetes_failure
         self._web = web
         self._state_dir = state_dir
         self._state_since = state_since
@@ -99,7 +102,7 @@ class StatusSource:
         poller = self._poller
         snapshot = replace(self._snapshot(), cycle_began_at=0.0)
         polled = poller.succeeded_at, poller.failure, poller.clock_wrong, self.polls()
-        return snapshot, self._policy(), self._running(), self._web(), polled
+        return snapshot, self._policy(), self._running(), self._web(), polled, self._kubernetes_failure()
 
     def metrics(self) -> bytes:
         """The metrics, including those that are computed only on request."""
@@ -199,6 +202,7 @@ class StatusSource:
             ),
             notify=tuple(self._notified(snapshot)),
             fleet=_fleet(snapshot),
+            kubernetes_failure=self._kubernetes_failure(),
         )
 
     def _notified(self, snapshot: Snapshot) -> Iterator[NotifiedTarget]:

@@ -42,6 +42,7 @@ _NAMED_WITHIN = timedelta(minutes=5)
 _CONFIRMED_WITHIN = timedelta(minutes=3)
 _CONFIRMED_WITHIN_IF_PENDING = timedelta(seconds=10)
 _NOTIFIED_WITHIN = timedelta(minutes=5)
+_KUBERNETES_WITHIN = timedelta(minutes=5)
 _OUT_OF_SERVICE_WITHIN = timedelta(minutes=5)
 _ENDING_WAITS: tuple[WaitKind, ...] = ("missing", "stale", "fleet", "approval_slot", "staggered")
 """What an approval waits for, and what comes by itself before NotBefore."""
@@ -447,9 +448,27 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             message=_sentence(_store_failure(status)),
             commands=(_ask_store(status),),
         )
+    yield from _of_kubernetes(status)
     for target in status.notify:
         if found := _of_target(status, target):
             yield found
+
+
+def _of_kubernetes(status: Status) -> Iterator[Attention]:
+    """What the node's requests say of the API server. If it is also the fleet's store, that entry is enough."""
+    failure = status.kubernetes_failure
+    if failure is None or status.at - failure.since < _KUBERNETES_WITHIN:
+        return
+    if status.fleet is not None and status.fleet.error == failure.reason:
+        return
+    yield Attention(
+        kind="kubernetes_unavailable",
+        severity="fix",
+        since=failure.since,
+        message=_sentence(f"The conditions of the Kubernetes node cannot be updated: {failure.reason}"),
+        consequence="The cluster does not see what happens to this node; events are handled all the same.",
+        commands=(_doctor(status),),
+    )
 
 
 def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
@@ -460,6 +479,8 @@ def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
         message = f"{what} to {target.name} {are} lost: {target.lost_reason}"
         since = target.lost_at
     elif failure is not None and status.at - failure.since >= _NOTIFIED_WITHIN:
+        if status.kubernetes_failure is not None and failure.reason == status.kubernetes_failure.reason:
+            return None  # the same API server, for the same reason
         message = f"Notifications to {target.name} fail: {failure.reason}"
         since = failure.since
     else:

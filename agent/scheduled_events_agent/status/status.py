@@ -141,6 +141,13 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()  # ``members`` does not match this VM, or another VM has its name
 
 
+class KubernetesFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the conditions of this Kubernetes node cannot be updated."""
+
+    since: datetime
+    reason: str
+
+
 class HookStep(msgspec.Struct, frozen=True, kw_only=True):
     """A hook of an event, and how far it is."""
 
@@ -176,7 +183,7 @@ Condition = Literal["act", "fix", "unknown", "busy", "good"]
 AttentionKind = Literal[
     "unhealthy", "vm_unknown", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed",
     "not_acting", "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected",
-    "out_of_service", "clock_wrong", "fleet_unavailable", "notifications_failing",
+    "out_of_service", "clock_wrong", "fleet_unavailable", "kubernetes_unavailable", "notifications_failing",
 ]  # fmt: skip
 """The reasons why a person may be needed, the worst first."""
 
@@ -317,6 +324,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """They show why the agent does not answer."""
     notify: tuple[NotifiedTarget, ...] = ()
     fleet: FleetState | None = None
+    kubernetes_failure: KubernetesFailure | None = None
     attention: tuple[Attention, ...] = ()
     """The nearest deadline first, then the worst."""
     headline: str = ""
