@@ -265,7 +265,7 @@ def test_details_of_a_reason_beyond_the_title_are_kept() -> None:
     held = "hook drain: exit code 1"
     assert agent.summaries[2:] == [
         f"The Reboot of vm-1 is held ({held}; Azure starts it at 12:15:00 UTC)",
-        "The Reboot of vm-1 has started (not approved by us, held)",
+        "The Reboot of vm-1 has started (not approved by us, held; unprepared: hook drain: exit code 1)",
         "vm-1 has not recovered from a Reboot: an operator must act (hook resume: exit code 1)",
         "The Reboot of vm-1 is over: completed (resolved by an operator)",
     ]

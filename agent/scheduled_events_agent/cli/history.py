@@ -28,6 +28,8 @@ _STYLES: dict[str, Style] = {
     "hook_missing": "red",
     "approval_needed": "yellow",
     "without_slot": "yellow",
+    "unprepared": "yellow",
+    "vm_unknown": "red",
     "recovery_failed": "red",
     "approval_failed": "yellow",
     "approved": "green",

@@ -38,6 +38,7 @@ _REASONS: dict[NotificationKind | Literal["test"], str] = {
     "held": "ScheduledEventHeld",
     "hook_missing": "ScheduledEventHookMissing",
     "recovery_failed": "ScheduledEventRecoveryFailed",
+    "vm_unknown": "ScheduledEventVmUnknown",
     "test": "AgentTest",
 }
 """Reason of an event, by the kind of the notification."""

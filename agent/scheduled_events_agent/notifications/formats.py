@@ -21,7 +21,8 @@ _JSON = "application/json"
 _MAX_SUMMARY = 1024
 _MAX_KEY = 255
 _SEVERITIES = {
-    "recovery_failed": "critical", "hook_missing": "critical", "approval_needed": "warning", "held": "warning",
+    "recovery_failed": "critical", "hook_missing": "critical", "vm_unknown": "critical",
+    "approval_needed": "warning", "held": "warning",
 }  # fmt: skip
 # Ends the key, the id of the event's appearance, once Azure has started the event. So a failed recovery calls
 # again, also if what came before the start was acknowledged.

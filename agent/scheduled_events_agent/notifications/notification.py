@@ -9,17 +9,18 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy import MatchContext, why_conditions_fail
+from scheduled_events_agent.policy import MatchContext, why_conditions_fail, why_event_fails
 from scheduled_events_agent.policy.settings import NotificationKind, NotifyTarget
 from scheduled_events_agent.status import Attention, Status, SuggestedCommand
-from scheduled_events_agent.status.actions import with_prefix
+from scheduled_events_agent.status.actions import command, with_prefix
 from scheduled_events_agent.status.attention import of_events
-from scheduled_events_agent.workflow import RecordKind, Transition
+from scheduled_events_agent.status.messages import unprepared_message
+from scheduled_events_agent.workflow import RecordKind, Transition, Workflow
 
 _KINDS: dict[RecordKind, NotificationKind] = {
     "seen": "seen", "named": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held",
     "approved": "approved", "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
-    "approval_needed": "approval_needed", "hook_missing": "hook_missing",
+    "approval_needed": "approval_needed", "hook_missing": "hook_missing", "vm_unknown": "vm_unknown",
 }  # fmt: skip
 # These notifications say what an operator can do.
 _ASKING: tuple[NotificationKind, ...] = ("approval_needed", "held", "hook_missing", "recovery_failed")
@@ -76,6 +77,11 @@ def notifications_of(
             if (kind := _KINDS.get(record.kind)) is None:
                 continue
             need = needs.get(workflow.id) if kind in _ASKING else None
+            if kind == "vm_unknown" and status.mode == "act":
+                need = _need_of_unknown_vm(workflow, status)
+            addition = record.text if record.addition is None else record.addition
+            says_start = record.kind in ("started", "named") or (kind == "recovered" and not workflow.was_started)
+            unprepared = unprepared_message(workflow) if says_start else ""
             yield (
                 transition,
                 Notification(
@@ -87,8 +93,8 @@ def notifications_of(
                     vm_id=status.vm.vm_id,
                     mode="act" if status.mode == "act" else "observe",
                     rule=workflow.decision.rule,
-                    reason=record.text,
-                    addition=record.text if record.addition is None else record.addition,
+                    reason="; ".join(filter(None, [record.text, unprepared])),
+                    addition="; ".join(filter(None, [addition, unprepared])),
                     seconds_left=int((event.not_before - at).total_seconds())
                     if is_ahead and event.not_before
                     else None,
@@ -101,6 +107,18 @@ def notifications_of(
                     event=event,
                 ),
             )
+
+
+def _need_of_unknown_vm(workflow: Workflow, status: Status) -> Attention:
+    doctor = command(status.command_options, "doctor")
+    return Attention(
+        kind="vm_unknown",
+        severity="act",
+        since=workflow.vm_unknown_since,
+        message="",
+        deadline=None if workflow.event.is_started else workflow.event.not_before,
+        commands=(SuggestedCommand(command=doctor, effect="find out why the name is not known"),),
+    )
 
 
 def _commands(need: Attention, prefix: str) -> Iterator[SuggestedCommand]:
@@ -117,12 +135,15 @@ def matches(
             # These end incidents. The event may have changed since an incident began, or the policy. PagerDuty
             # ignores one about an incident that was never opened.
             return True
-        if notification.kind == "held" and not notification.severity:
-            return False  # the rule or an operator holds the event on purpose
+        if notification.kind in ("held", "vm_unknown") and not notification.severity:
+            return False  # a rule or an operator wants it so, or the agent only observes
     facts = MatchContext(names=names, not_before_seen_at=transition.workflow.not_before_seen_at)
-    return (
-        notification.kind in target.kinds and why_conditions_fail(target.when, notification.event, facts) is None
-    )
+    if notification.kind == "vm_unknown":
+        # It may be this VM's: of the conditions only those about the event itself count.
+        failed = why_event_fails(target.when, notification.event, facts)
+    else:
+        failed = why_conditions_fail(target.when, notification.event, facts)
+    return notification.kind in target.kinds and failed is None
 
 
 _AT = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)

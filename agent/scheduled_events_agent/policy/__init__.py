@@ -22,6 +22,7 @@ from scheduled_events_agent.policy.decide import (
     promised_times,
     rejected_rules,
     why_conditions_fail,
+    why_event_fails,
 )
 from scheduled_events_agent.policy.rules import (
     ApproveMode,
@@ -54,4 +55,5 @@ __all__ = [
     "promised_times",
     "rejected_rules",
     "why_conditions_fail",
+    "why_event_fails",
 ]  # fmt: skip

@@ -212,17 +212,32 @@ def why_not_matched(rule: Rule, event: ScheduledEvent, facts: MatchContext) -> s
 def why_conditions_fail(when: When, event: ScheduledEvent, facts: MatchContext) -> str | None:
     """Why the conditions do not hold, as a phrase; None if they do."""
     affects = event.affects(facts.names)
-    seconds = event.duration_seconds
+    if failed := _why_kind_fails(when, event):
+        return failed
+    if affects == "unknown":
+        return "nothing says whether it names this VM"
+    if affects not in when.affects and not (affects == "shared" and "self" in when.affects):
+        return f"it affects {affects}, not {_either(when.affects)}"
+    return _why_facts_fail(when, event, facts)
+
+
+def why_event_fails(when: When, event: ScheduledEvent, facts: MatchContext) -> str | None:
+    """Why the conditions do not hold, without ``affects``: whose event it is may not be known."""
+    return _why_kind_fails(when, event) or _why_facts_fail(when, event, facts)
+
+
+def _why_kind_fails(when: When, event: ScheduledEvent) -> str | None:
     if when.type and event.type not in when.type:
         return f"type is {event.type or 'missing'}, not {_either(when.type)}"
     if when.source and event.source not in when.source:
         return f"source is {event.source or 'not known'}, not {_either(when.source)}"
     if when.status and event.status not in when.status:
         return f"status is {event.status or 'missing'}, not {_either(when.status)}"
-    if affects == "unknown":
-        return "nothing says whether it names this VM"
-    if affects not in when.affects and not (affects == "shared" and "self" in when.affects):
-        return f"it affects {affects}, not {_either(when.affects)}"
+    return None
+
+
+def _why_facts_fail(when: When, event: ScheduledEvent, facts: MatchContext) -> str | None:
+    seconds = event.duration_seconds
     if when.resource and not any(matches_glob(name, when.resource) for name in event.resources):
         return f"no resource matches {_either(when.resource)}"
     searched = event.description[:_MAX_SEARCHED]

@@ -37,10 +37,10 @@ LogFormat = Literal["auto", "json", "console"]
 Mode = Literal["act", "observe"]
 NotificationKind = Literal[
     "seen", "preparing", "prepared", "approval_needed", "held", "approved", "started", "recovered",
-    "recovery_failed", "hook_missing",
+    "recovery_failed", "hook_missing", "vm_unknown",
 ]  # fmt: skip
 _DEFAULT_KINDS: tuple[NotificationKind, ...] = (
-    "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
+    "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing", "vm_unknown",
 )  # fmt: skip
 # It would open an incident at PagerDuty, and call people for nothing.
 _NOT_FOR_PAGERDUTY: NotificationKind = "seen"

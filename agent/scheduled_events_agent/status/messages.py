@@ -15,7 +15,7 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, Status, WorkflowView
-from scheduled_events_agent.workflow import Record, Transition, WaitKind, WaitReason, Workflow
+from scheduled_events_agent.workflow import Record, Transition, UnpreparedKind, WaitKind, WaitReason, Workflow
 
 W = TypeVar("W", bound=Workflow)
 
@@ -47,6 +47,20 @@ _WAIT_MESSAGES = {
     "recommendation": "prepared until it is over, at the latest until {at}",
     "other_event": "event {detail} still needs it prepared",
     "lost_hook": "hook {detail} is not in the policy any more: put it back",
+}
+_UNPREPARED_MESSAGES: dict[UnpreparedKind, str] = {
+    "slot": "it waited for a slot{detail_clause}",
+    "fleet": "it waited for an answer of the fleet's store",
+    "time": "its time had not come, it was to begin at {at} ({detail})",
+    "hook_failed": "{detail}",
+    "unfinished": "preparation was not done, {open} had not ended",
+    "vm_unknown": "nothing said whether it names this VM",
+    "held": "an operator held it",
+    "manual": "no operator has approved it",
+    "observes": "the agent only observed",
+    "immediately": "its rule approves it immediately, and {open} had not ended",
+    "failure_allowed": "{detail}, which its rule or an operator allowed",
+    "no_notice": "it had started when it was first seen",
 }
 _HEADLINES = {
     "waiting": "{type} is pending",
@@ -94,6 +108,21 @@ def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: dateti
     )
 
 
+def unprepared_message(workflow: Workflow) -> str:
+    """Why Azure has started the event unprepared, as a clause; "" if it has not, or no rule wants it prepared."""
+    unprepared = workflow.unprepared
+    has_started = workflow.was_started or workflow.outcome == "completed"
+    if unprepared is None or workflow.decision.rule is None or not has_started:
+        return ""
+    why = _UNPREPARED_MESSAGES[unprepared.kind].format(
+        at=utc(unprepared.at, workflow.first_seen_at) if unprepared.at else "",
+        detail=unprepared.detail,
+        detail_clause=f" ({unprepared.detail})" if unprepared.detail else "",
+        open=f"hook {unprepared.detail}" if unprepared.detail else "its drain",
+    )
+    return f"unprepared: {why}"
+
+
 def _time_message(at: datetime, now: datetime | None) -> str:
     if now is None:
         return f"{at:%Y-%m-%dT%H:%M:%SZ}"
@@ -137,6 +166,10 @@ def record_message(workflow: Workflow, record: Record) -> str:
         starts = _not_before(workflow)
         before = f" before {starts}" if starts else ""
         return f"an operator must approve it{before}: {record.text}"
+    if record.kind == "unprepared":
+        return unprepared_message(workflow)
+    if record.kind == "vm_unknown":
+        return f"nothing says whether it names this VM: {_why_vm_unknown(workflow)}"
     if record.wait_reason is None:
         return record.text
     reason = wait_message(workflow, record.wait_reason)
@@ -149,7 +182,15 @@ def record_addition(workflow: Workflow, record: Record) -> str | None:
         return record.text
     if record.kind == "held" and record.wait_reason is not None:
         return _with_start(workflow, wait_message(workflow, record.wait_reason))
-    return record.addition
+    return _why_vm_unknown(workflow) if record.kind == "vm_unknown" else record.addition
+
+
+def _why_vm_unknown(workflow: Workflow) -> str:
+    """Why nothing says whether the event names this VM, what to do about it, and when Azure starts it."""
+    why = "this VM's name is not known; give it as vm.name in the policy, then reload"
+    if not workflow.event.resources:
+        why = "the event names no VM"
+    return why if workflow.was_started else _with_start(workflow, why)
 
 
 def _with_start(workflow: Workflow, reason: str) -> str:
@@ -223,6 +264,7 @@ def notification_title(kind: str, event: ScheduledEvent, vm: str, outcome: str, 
         "recovered": f"The {name} of {vm} is over: {outcome}",
         "recovery_failed": f"{vm} has not recovered from a {name}: an operator must act",
         "hook_missing": f"{vm} has not recovered from a {name}: a hook is missing",
+        "vm_unknown": f"A {name} is pending, and nothing says whether it names {vm}",
     }[kind]
 
 
@@ -251,6 +293,8 @@ def headline(status: Status) -> str:
     text = _HEADLINES.get(phase, "{type}: {phase}").format(
         type=first.event.type or "event", phase=phase, wait_message=first.wait_message
     )
+    if phase == "started" and (unprepared := unprepared_message(first)):
+        text = f"{text}, {unprepared}"
     return f"{text}, and {len(status.pending) - 1} more" if len(status.pending) > 1 else text
 
 
@@ -269,6 +313,11 @@ def _unknown(status: Status) -> str:
 
 def activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datetime) -> str:
     """The agent's work on the event now, or what it waits for, as one sentence without a full stop."""
+    unprepared = unprepared_message(workflow) if workflow.phase == "started" else ""
+    return "; ".join(filter(None, [_activity(workflow, running, now), unprepared]))
+
+
+def _activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datetime) -> str:
     hooks = [_hook_activity(hook, now) for hook in running]
     if hooks and is_held(workflow):
         hooks.append("held by an operator: no other begins")

@@ -45,6 +45,7 @@ class LogId(IntEnum):
     GONE = 204, "info", "The event is no longer in the document."
     MANY_EVENTS = 205, "warning", "Very many events were seen at once: the log has only the first ones."
     EXPIRED = 206, "info", "A recommendation has expired: what was prepared for it is recovered."
+    UNPREPARED = 207, "warning", "Azure started an event before it was prepared as its rule wants."
     PREPARING = PREPARED = WAITING = 210, "info", "Preparation goes on, waits or is done."
     HOOK_STARTED = 220, "info", "A hook started."
     HOOK_SUCCEEDED = 221, "info", "A hook succeeded."

@@ -31,7 +31,7 @@ from scheduled_events_agent.imds.document import EVENT_TYPES, Affects
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import Attention
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, has_deadline
-from scheduled_events_agent.workflow import HookOutcome, Outcome, Phase, Record, Workflow
+from scheduled_events_agent.workflow import HookOutcome, Outcome, Phase, Record, UnpreparedKind, Workflow
 
 _PREFIX = "scheduled_events_"
 _DROPPED = ("too_many", "too_old", "refused", "removed", "no_room")
@@ -104,6 +104,9 @@ class Metrics:
         self.events = self._counter("events_total", "Events seen for the first time.", "type", "source", "affects")
         self.decisions = self._counter(
             "decisions_total", "Decisions, by rule; none means: observe.", "rule", "approve"
+        )
+        self.unprepared = self._counter(
+            "unprepared_total", "Events that Azure started before they were prepared as wanted, by why.", "reason"
         )
         self.approvals = self._counter(
             "approvals_total", "Answers to approvals: confirmed, or how they failed.", "outcome"
@@ -217,6 +220,7 @@ class Metrics:
             (self.polls, (("ok", *IMDS_ERROR_KINDS, "document", "too_many"),)),
             (self.events, (types, sources, affects)),
             (self.decisions, (("none",), ("never",))),
+            (self.unprepared, (get_args(UnpreparedKind),)),
             (self.approvals, (("confirmed", *IMDS_ERROR_KINDS, "no_thread", "bug"),)),
             (self.hook_failures, (_STAGES,)),
             (self.closed, (types, outcomes)),
@@ -279,6 +283,8 @@ class Metrics:
                 self.hook_failures.labels(record.stage).inc()
         elif record.kind == "without_slot":
             self.fleet_begun_without_slot.labels(record.detail).inc()
+        elif record.kind == "unprepared" and workflow.unprepared is not None:
+            self.unprepared.labels(workflow.unprepared.kind).inc()
         elif record.kind == "recovery_failed":
             self.recovery_failures.inc()
         elif record.kind == "closed":

@@ -31,7 +31,7 @@
     unknown: "it is not known whether this VM",
   };
   const BAD_OUTCOMES = ["failed", "timed_out", "not_started"];
-  const BAD_KINDS = ["held", "approval_failed", "approval_needed", "hook_missing", "recovery_failed"];
+  const BAD_KINDS = ["held", "approval_failed", "approval_needed", "hook_missing", "recovery_failed", "unprepared", "vm_unknown"];
 
   const main = document.getElementById("main");
   let status = null, histories = null, unread = "", copied = "";

@@ -15,6 +15,7 @@ transition.
     approval.py   the request to approve, its answer, and why only an operator may approve
     fleet.py      what this VM requests of its fleet, and the gates that wait for its answer
     timing.py     begin, drain, deadline of a hook; how urgent its event is
+    unprepared.py why an event is not prepared when Azure starts it; events of which the VM is not known
     recommendations.py  when one is over, whatever documents list
 """
 
@@ -70,6 +71,8 @@ from scheduled_events_agent.workflow.model import (
     Stage,
     StageStatus,
     Transition,
+    Unprepared,
+    UnpreparedKind,
     UpdateHookDeadline,
     WaitKind,
     WaitReason,
@@ -113,6 +116,8 @@ __all__ = [
     "Stage",
     "StageStatus",
     "Transition",
+    "Unprepared",
+    "UnpreparedKind",
     "UpdateHookDeadline",
     "WaitKind",
     "WaitReason",

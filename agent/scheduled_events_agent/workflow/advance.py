@@ -34,6 +34,7 @@ from scheduled_events_agent.workflow.recommendations import expires_at
 from scheduled_events_agent.workflow.signals import apply_signal, can_resume, waiting_for_hook
 from scheduled_events_agent.workflow.stages import can_start, is_nothing_done, undoes, without_undone_hooks
 from scheduled_events_agent.workflow.timing import approval_turn_at, early_until, start_of
+from scheduled_events_agent.workflow.unprepared import VM_UNKNOWN_AFTER, with_reason, with_vm_noted
 
 # An approval that waits for a later document checks this often whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
@@ -194,11 +195,16 @@ def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> 
     if why_needed and needed_since is None:
         records.append(Record(kind="approval_needed", text=why_needed))
     needed_since = (needed_since or context.now) if why_needed else None
-    explained = replace(
-        workflow,
-        wait_reason=reason,
-        approval_needed_since=needed_since,
-        early_until=early_until(workflow, context),
+    noted_vm, noted = with_vm_noted(workflow, context)
+    records += noted
+    explained = with_reason(
+        replace(
+            noted_vm,
+            wait_reason=reason,
+            approval_needed_since=needed_since,
+            early_until=early_until(workflow, context),
+        ),
+        context,
     )
     return Transition(workflow=explained, records=tuple(records)) if explained != workflow else None
 
@@ -268,4 +274,6 @@ def next_wake_at(workflows: Workflows, context: Context) -> datetime | None:
                 times.append(latest)
         if expiry := expires_at(workflow):
             times.append(expiry)
+        if workflow.vm_unknown_since and not workflow.is_vm_unknown_noted:
+            times.append(workflow.vm_unknown_since + VM_UNKNOWN_AFTER)
     return min((time for time in times if time > context.now), default=None)

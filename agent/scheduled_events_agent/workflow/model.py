@@ -28,8 +28,8 @@ OperatorAction = Literal["approve", "hold", "release", "retry", "resolve"]
 RecordKind = Literal[
     "seen", "named", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started",
     "hook_finished", "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started",
-    "recovering", "recovery_failed", "waiting", "without_slot", "hook_missing", "approval_needed", "closed",
-    "operator", "restarted", "expired",
+    "unprepared", "recovering", "recovery_failed", "waiting", "without_slot", "hook_missing", "approval_needed",
+    "vm_unknown", "closed", "operator", "restarted", "expired",
 ]  # fmt: skip
 WaitKind = Literal[
     # before it begins
@@ -45,6 +45,12 @@ WaitKind = Literal[
     "recommendation",
     # before it recovers
     "other_event", "lost_hook",
+]  # fmt: skip
+
+UnpreparedKind = Literal[
+    "slot", "fleet", "time", "hook_failed", "unfinished", "vm_unknown",
+    # as an operator or the policy wants it, or nothing could be done
+    "held", "manual", "observes", "immediately", "failure_allowed", "no_notice",
 ]  # fmt: skip
 
 # Every transition that is allowed; ``advance`` rejects any other one.
@@ -123,6 +129,16 @@ class WaitReason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """With ``would_begin``: why it would not be approved."""
 
 
+class Unprepared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why what a rule wants prepared is not prepared; ``status/messages.py`` has the text for it."""
+
+    kind: UnpreparedKind
+    at: datetime | None = None
+    """When it was to begin."""
+    detail: str = ""
+    """The hook that had not ended, or how one failed, or why it did not begin earlier."""
+
+
 class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One event and what was done about it. Stored as it is."""
 
@@ -150,6 +166,12 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     approval_needed_since: datetime | None = None
     early_until: datetime | None = None
     """If it is prepared earlier than its rule asks for, as NotBefore is now: when it would begin."""
+    unprepared: Unprepared | None = None  # after a restart it is that of before, until the first document
+    """Why it is not prepared, or was not when Azure started it; None if it is, or if no rule wants that."""
+    vm_unknown_since: datetime | None = None
+    """Since when nothing has said whether it names this VM."""
+    is_vm_unknown_noted: bool = False
+    """There is a record of it."""
     missing_since: datetime | None = None
     is_over: bool = False  # two answers lacked it, or listed it for other VMs only; or the recommendation ended
     is_reverted: bool = False  # if the event comes back, it is prepared for again

@@ -53,6 +53,7 @@ from scheduled_events_agent.workflow.stages import (
     undoes,
 )
 from scheduled_events_agent.workflow.timing import drain_deadline
+from scheduled_events_agent.workflow.unprepared import with_start_noted
 
 PhaseFunction = Callable[[Workflow, Workflows, Context], Transition | WaitReason | None]
 """Returns the transition that is due. If none is: the reason why the workflow waits.
@@ -283,10 +284,10 @@ def starts_next(workflow: Workflow) -> bool:
 # --- After Azure has started it.
 
 
-def _start(workflow: Workflow, _workflows: Workflows, _context: Context) -> Transition:
+def _start(workflow: Workflow, _workflows: Workflows, context: Context) -> Transition:
     how = "approved" if workflow.approval.state == "confirmed" else f"not approved by us, {workflow.phase}"
     record = Record(kind="started", text=f"has started ({how})", addition=how)
-    return _enter(replace(workflow, was_started=True), "started", record)
+    return with_start_noted(_enter(replace(workflow, was_started=True), "started", record), context)
 
 
 def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Transition | WaitReason | None:

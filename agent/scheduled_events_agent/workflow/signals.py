@@ -44,6 +44,7 @@ from scheduled_events_agent.workflow.stages import (
     with_void_approval,
 )
 from scheduled_events_agent.workflow.timing import drain_deadline, is_due
+from scheduled_events_agent.workflow.unprepared import of_new, with_start_noted
 
 # A small change of an event is noted only once in this time.
 _NOTED_EVERY = timedelta(minutes=1)
@@ -106,6 +107,7 @@ def _create(event: ScheduledEvent, context: Context) -> Transition | None:
         boot_id=context.boot_id,
         is_history_unknown=context.is_state_lost,
     )
+    workflow = replace(workflow, unprepared=of_new(workflow))
     records = [
         Record(kind="seen", text=_describe(event, context.now)),
         Record(kind="decided", text=decision.reason),
@@ -216,10 +218,12 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     records = _records_of_names(workflow.event, old.affects, new.affects, context.now)
     if is_news:
         records = (*records, Record(kind="decided", text=text))
+    is_known_late = old.affects == "unknown" and old.rule is None and workflow.was_started
     wait_reason = workflow.wait_reason
     if is_news and wait_reason is not None and wait_reason.kind in ("would_begin", "would_run_on_start"):
         wait_reason = None  # its text contains the decision, so it is noted again
-    return Transition(workflow=replace(workflow, decision=new, wait_reason=wait_reason), records=records)
+    decided = Transition(workflow=replace(workflow, decision=new, wait_reason=wait_reason), records=records)
+    return with_start_noted(decided, context) if is_known_late else decided
 
 
 def _records_of_names(
@@ -341,6 +345,7 @@ def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition
     missing_since = workflow.missing_since or context.now
     # Azure may have accepted an approval whose answer was lost.
     is_unapproved = workflow.approval.state == "none" and workflow.approval.failing_since is None
+    is_early = is_unapproved and not_before is not None and missing_since < not_before
     if signal.status:
         outcome = "completed" if signal.status == "Completed" else "canceled"
     elif workflow.was_started or workflow.event.is_started:
@@ -349,20 +354,27 @@ def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition
         outcome = "completed"  # this machine was down while it was Started
     elif workflow.event.is_recommendation:
         pass  # it says nothing about the eviction
-    elif is_unapproved and not_before is not None and missing_since < not_before:
+    elif is_early:
         outcome = "canceled"
     text = "names only other VMs now" if signal.names_others else "is no longer in the document"
     record = Record(kind="gone", text=f"{text} ({outcome})")
     # If it names this VM again later, it counts as another event: so ``missing_since`` is None then.
     since = None if signal.names_others else missing_since
     gone = replace(workflow, is_over=True, missing_since=since, outcome=outcome)
-    return Transition(workflow=gone, records=(record,))
+    if workflow.was_started:
+        return Transition(workflow=gone, records=(record,))
+    # No document has shown its start. What vanishes before NotBefore may have been canceled.
+    if outcome == "completed" and not is_early:
+        return with_start_noted(Transition(workflow=gone, records=(record,)), context)
+    return Transition(workflow=replace(gone, unprepared=None), records=(record,))
 
 
 def _shift_times(workflow: Workflow, seconds: float, context: Context) -> Transition:
     moved = timedelta(seconds=seconds)
     if workflow.handling_since is not None:
         workflow = replace(workflow, handling_since=workflow.handling_since + moved)
+    if workflow.vm_unknown_since is not None:
+        workflow = replace(workflow, vm_unknown_since=workflow.vm_unknown_since + moved)
     if workflow.drain_until is not None:
         latest = drain_deadline(workflow.decision, workflow.event, context)
         workflow = replace(workflow, drain_until=min(workflow.drain_until + moved, latest))
