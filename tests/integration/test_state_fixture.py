@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -33,6 +33,8 @@ from scheduled_events_agent.workflow import (
     RememberedKey,
     RunHook,
     StageStatus,
+    Unprepared,
+    UnpreparedKind,
     WaitReason,
     Workflow,
 )
@@ -123,6 +125,9 @@ WAITING_FOR_NIGHT = Workflow(
     not_before_seen_at=SEEN_AT,
     boot_id=BOOT,
     wait_reason=WaitReason(kind="time", at=datetime(2026, 3, 7, 1, 0, tzinfo=UTC), detail="window nights opens"),
+    unprepared=Unprepared(kind="time", at=datetime(2026, 3, 7, 1, 0, tzinfo=UTC), detail="window nights opens"),
+    vm_unknown_since=MIDWAY,
+    is_vm_unknown_noted=True,
 )
 PREPARING = Workflow(
     id="preparing@20260302T120000.250000Z",
@@ -168,6 +173,7 @@ HELD = Workflow(
     ),
     handling_since=MIDWAY,
     wait_reason=WaitReason(kind="prepare_failed"),
+    unprepared=Unprepared(kind="hook_failed", detail="hook checkpoint: exit code 1"),
 )
 HELD_BY_OPERATOR = Workflow(
     id="held-by-operator@20260302T120000.250000Z",
@@ -353,6 +359,9 @@ CLOSED = Workflow(
 )
 
 
+UNPREPARED_KINDS = get_args(UnpreparedKind)
+
+
 def closed_for(number: int, wait_reason: WaitReason, **decision: str) -> Workflow:
     """One more closed event: these have the values that no event above has."""
     id_error = "it is not a text" if number % 2 else ""
@@ -362,6 +371,7 @@ def closed_for(number: int, wait_reason: WaitReason, **decision: str) -> Workflo
         event=replace(EVENT, id=f"CLOSED-{number}", id_error=id_error, is_ambiguous=not id_error),
         decision=replace(CLOSED.decision, **decision),
         wait_reason=wait_reason,
+        unprepared=Unprepared(kind=UNPREPARED_KINDS[number % len(UNPREPARED_KINDS)]),
         outcome="expired",
     )
 
@@ -443,10 +453,12 @@ JOURNAL = [
     event_record("held", "held: an operator holds it; Azure starts it at 12:30 UTC"),
     event_record("operator", "released by kim"),
     event_record("approval_needed", "an operator must approve it before 12:30 UTC: the rule says so"),
+    event_record("vm_unknown", "nothing says whether it names this VM: the event names no VM"),
     event_record("approving", "preparation is done"),
     event_record("approval_failed", "approval failed (timeout), next try in 1s: no answer"),
     event_record("approved", "Azure has accepted the approval"),
     event_record("started", "has started (approved)"),
+    event_record("unprepared", "unprepared: hook drain: exit code 1"),
     event_record("restarted", "the agent restarted (the same boot) in phase started"),
     event_record("missing", "is not in the document; over, if the next answer lacks it too"),
     event_record("gone", "is no longer in the document (completed)"),

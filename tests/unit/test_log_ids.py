@@ -141,8 +141,9 @@ def logged_levels() -> dict[LogId, set[str]]:
 
 
 def test_an_id_names_the_levels_of_the_calls_that_give_it() -> None:
-    of_records = {LogId.HOOK_SUCCEEDED, LogId.HOOK_FAILED}
-    of_records |= {LogId[kind.upper()] for kind in get_args(RecordKind) if kind != "hook_finished"}
+    of_records = {LogId.HOOK_SUCCEEDED, LogId.HOOK_FAILED, LogId.EVENT_VM_UNKNOWN}
+    others = {"hook_finished", "vm_unknown"}
+    of_records |= {LogId[kind.upper()] for kind in get_args(RecordKind) if kind not in others}
     assert {log_id.level for log_id in of_records} == {
         "info",
         "warning",

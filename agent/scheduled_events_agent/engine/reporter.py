@@ -59,6 +59,8 @@ class EventReporter:
             fields |= {"hook": record.hook, "stage": record.stage}
         if record.kind == "hook_finished":
             log_id = LogId.HOOK_SUCCEEDED if record.outcome == "succeeded" else LogId.HOOK_FAILED
+        elif record.kind == "vm_unknown":
+            log_id = LogId.EVENT_VM_UNKNOWN
         else:
             log_id = LogId[record.kind.upper()]
         if self.is_logged(workflow.id) or record.kind in _NEVER_MUTED:

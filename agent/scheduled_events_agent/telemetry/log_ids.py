@@ -65,6 +65,7 @@ class LogId(IntEnum):
     OPERATOR = 242, "info", "An operator made a request."
     APPROVAL_NEEDED = 243, "warning", "The event waits for an operator's approval."
     WITHOUT_SLOT = 244, "warning", "Preparation begins without a slot of the fleet."
+    EVENT_VM_UNKNOWN = 245, "warning", "An event is pending, and nothing says whether it names this VM."
     RECOVERING = 250, "info", "Recovery begins."
     CLOSED = 251, "info", "The event is over and what was prepared is recovered."
     RECOVERY_FAILED = 252, "warning", "The event is over, but recovery failed: retry or resolve it."
@@ -130,6 +131,7 @@ _MESSAGE_IDS = {
     LogId.POLICY_RELOADED: "de1d53f8e4f212034f290539f3a2490e",
     LogId.SEEN: "1c67b9ef73bb030a8081b914b995a88e",
     LogId.STARTED: "c63551d4e450f80e0b85bd9020b4d0cb",
+    LogId.UNPREPARED: "e56adb23c76941eda4b935ffc68db199",
     LogId.HOOK_SUCCEEDED: "a86b268a6a927dba1e68eb4ebc1c1604",
     LogId.HOOK_FAILED: "a86b268a6a927dba1e68eb4ebc1c1604",
     LogId.APPROVED: "2855498063661c9e205b7f42c4aa4c2e",
@@ -137,6 +139,7 @@ _MESSAGE_IDS = {
     LogId.HELD: "ffa508265f4ac3015b330b8441256bf7",
     LogId.HOOK_MISSING: "b6c32ffe6835e13347691924b0d354d0",
     LogId.APPROVAL_NEEDED: "b4557d978e4e4ba5bf92a89869195a15",
+    LogId.EVENT_VM_UNKNOWN: "ccf281b5a7454689aa9f1a8ccc11770e",
     LogId.OPERATOR: "69b1417fc1ac0cb5059a0abd3d24e73a",
     LogId.CLOSED: "79b8242fe79852f9876b213a51683173",
     LogId.RECOVERY_FAILED: "2d06dfa91df2f8b8b8cdcd4c84ab8fe5",

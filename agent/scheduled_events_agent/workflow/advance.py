@@ -195,18 +195,17 @@ def explain(workflow: Workflow, reason: WaitReason | None, context: Context) -> 
     if why_needed and needed_since is None:
         records.append(Record(kind="approval_needed", text=why_needed))
     needed_since = (needed_since or context.now) if why_needed else None
-    noted_vm, noted = with_vm_noted(workflow, context)
-    records += noted
-    explained = with_reason(
+    explained, vm_records = with_vm_noted(
         replace(
-            noted_vm,
+            workflow,
             wait_reason=reason,
             approval_needed_since=needed_since,
             early_until=early_until(workflow, context),
         ),
         context,
     )
-    return Transition(workflow=explained, records=tuple(records)) if explained != workflow else None
+    explained = with_reason(explained, context)
+    return Transition(workflow=explained, records=(*records, *vm_records)) if explained != workflow else None
 
 
 def _is_worth_recording(before: WaitReason | None, now: WaitReason) -> bool:
