@@ -16,7 +16,7 @@ from scheduled_events_agent.notifications import Notification, matches, notifica
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget
 from scheduled_events_agent.status import RUNBOOK_URL, CommandOptions, History, JournalRecord, Vm
-from scheduled_events_agent.status.messages import to_view, with_messages
+from scheduled_events_agent.status.messages import notification_title, to_view, with_messages
 from scheduled_events_agent.web.endpoints import output_of_pending
 from scheduled_events_agent.workflow import Record, Signal, Transition, Workflow
 
@@ -286,3 +286,77 @@ def test_output_is_shown_of_hooks_of_pending_events_that_wrote_something() -> No
     ]
     assert output_of_pending(recent, [pending]) == (drain,)
     assert output_of_pending(recent, []) == ()
+
+
+def test_a_target_hears_what_azure_started_unprepared_and_why() -> None:
+    waiting = Told(a_rule(prepare=("drain",), lead=300.0))
+    waiting.document(an_event())
+    waiting.document(started(an_event()))
+    ((_, notification),) = [one for one in waiting.history if one[1].kind == "started"]
+    why = "unprepared: its time had not come, it was to begin at 12:10:00 UTC (lead 5m)"
+    assert notification.reason == f"has started (not approved by us, waiting); {why}"
+    assert notification.addition == f"not approved by us, waiting; {why}"
+
+
+def test_a_target_hears_it_with_the_end_if_no_document_has_shown_the_start() -> None:
+    agent = Told(a_rule(prepare=("drain",), recover=()))
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    agent.wait(16 * 60)
+    agent.restart("boot 2")
+    assert agent.summaries[-1] == "The Reboot of vm-1 is over: completed (unprepared: hook drain: exit code 1)"
+
+
+def test_a_target_hears_it_with_the_name_if_that_comes_late() -> None:
+    agent = Told(a_rule(prepare=("drain",)), names=())
+    agent.document(an_event())
+    agent.document(started(an_event()))
+    agent.reload(a_rule(prepare=("drain",)), names=("vm_1",))
+    (heard,) = [one.reason for _, one in agent.history if one.kind == "seen" and "names this VM" in one.reason]
+    assert heard.endswith("; unprepared: nothing said whether it names this VM")
+
+
+EVERY = NotifyTarget(name="ops", to="https://hooks.example.com")
+
+
+@pytest.mark.parametrize(
+    ("target", "is_sent"),
+    [
+        (EVERY, True),
+        (PAGERDUTY, True),
+        (replace(EVERY, when=When(affects=("others",))), True),
+        (replace(EVERY, when=When(type=("Reboot",), notice_at_least=60.0)), True),
+        (replace(EVERY, when=When(type=("Freeze",))), False),
+        (replace(EVERY, when=When(notice_below=60.0)), False),
+        (replace(EVERY, on=("seen",)), False),
+    ],
+)
+def test_a_target_hears_once_of_an_event_of_which_the_vm_is_not_known(
+    target: NotifyTarget, *, is_sent: bool
+) -> None:
+    agent = Told(a_rule(), names=())
+    agent.document(an_event())
+    assert agent.told(target) == []
+    agent.tick(10)
+    heard = ["vm_unknown: trigger critical"] if is_sent else []
+    assert agent.told(target) == heard
+    agent.tick(60)
+    assert agent.told(target) == heard
+    ((_, notification),) = [one for one in agent.history if one[1].kind == "vm_unknown"]
+    assert (notification.event.type, notification.deadline) == ("Reboot", an_event().not_before)
+    assert "vm.name" in notification.reason
+    assert [one.command for one in notification.commands] == [
+        "sudo scheduled-events-agent doctor --state-dir /srv/state"
+    ]
+    assert notification.runbook == f"{RUNBOOK_URL}#vm_unknown"
+    assert notification_title("vm_unknown", notification.event, "", "", NOW) == (
+        "A Reboot is pending, and nothing says whether it names this VM"
+    )
+
+
+def test_the_start_of_an_event_of_an_unknown_vm_ends_its_incident() -> None:
+    agent = Told(a_rule(), names=())
+    agent.document(an_event())
+    agent.tick(10)
+    agent.document(started(an_event()))
+    assert agent.told(PAGERDUTY) == ["vm_unknown: trigger critical", "started: resolve info"]

@@ -117,7 +117,7 @@ def _need_of_unknown_vm(workflow: Workflow, status: Status) -> Attention:
         since=workflow.vm_unknown_since,
         message="",
         deadline=None if workflow.event.is_started else workflow.event.not_before,
-        commands=(SuggestedCommand(command=doctor, effect="find out why the name is not known"),),
+        commands=(SuggestedCommand(command=doctor, effect="find the problem"),),
     )
 
 
