@@ -31,6 +31,8 @@ invariants, which it works out for itself and not from the fields of a workflow:
 15. once Azure has accepted an approval, the event shows the operator's action without what came too late
 16. the VM is out of service only while a hook runs, until a time that is known and that the rule asks for, until
     Azure answers or ends what it has been let start, or because an operator holds it; else a person is asked
+17. when Azure starts an event that its rule wants prepared, it is said once whether it was not and why; what a
+    reboot finds started, or over, was prepared if all of its prepare hooks had succeeded before
 
 An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
 answer lacks it, it is over; if it comes back before a recovery has begun, its own or one for another event that
@@ -97,6 +99,7 @@ from scheduled_events_agent.workflow import (
     signals,
     stages,
 )
+from scheduled_events_agent.workflow import unprepared as unprepared_module
 from scheduled_events_agent.workflow.timing import approval_turn_at
 
 advance_module = importlib.import_module("scheduled_events_agent.workflow.advance")
@@ -222,6 +225,10 @@ class World:
     """Recommendations that are over and not yet both closed and out of the document."""
     moved: frozenset[str] = frozenset()
     """Events whose NotBefore has moved."""
+    before_reboot: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Appearance -> what may be said of its preparation, from a reboot until a document lists it as Scheduled."""
+    starting: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Appearance that starts in this step -> what may be said of its preparation."""
     elsewhere: frozenset[str] = frozenset()
     """Events that the document lists for other VMs."""
     left: frozenset[str] = frozenset()
@@ -260,6 +267,7 @@ class World:
             self.crashes, self.failures, self.is_blind, self.boot, *sorted(self.remembered),
             self.taken_back, self.outlived,
             *sorted(self.scheduled_boot.items()),
+            "/", *sorted((name, *sorted(why)) for name, why in self.before_reboot.items()),
         )  # fmt: skip
 
     def _workflow_key(self, workflow: Workflow) -> tuple[Any, ...]:
@@ -275,7 +283,7 @@ class World:
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
             approval.state, approval.is_taken_back, approval.is_outlived, min(approval.failures, 2), retry,
             is_stale, drain, workflow.operator_action,
-            workflow.is_over, workflow.was_started, workflow.is_history_unknown,
+            workflow.is_over, workflow.was_started, workflow.is_history_unknown, workflow.unprepared,
             workflow.wait_reason and replaced(workflow.wait_reason, at=None), workflow.outcome, speaks,
             workflow.early_until is not None,
         )  # fmt: skip
@@ -371,7 +379,7 @@ class World:
             names=dict(self.names), flights={key: replace(flight) for key, flight in self.flights.items()},
             posts=dict(self.posts), words=dict(self.words), scheduled_boot=dict(self.scheduled_boot),
             first_seen=dict(self.first_seen),
-            stuck=dict(self.stuck), failed=dict(self.failed),
+            stuck=dict(self.stuck), failed=dict(self.failed), before_reboot=dict(self.before_reboot), starting={},
             story=(*self.story, choice), now=self.now + timedelta(seconds=1),
             news=frozenset(), unlisted=(),
         )  # fmt: skip
@@ -480,6 +488,7 @@ class World:
         self.left |= {self.present(event) for event in over & self.elsewhere}
         self.unlisted = ("r-recommendation",) if "R" in over else ()
         self.missing = absent - over
+        self._expect_starts(new, over, already)
         self.read = {**{event: self.read[event] for event in self.missing}, **self.truth}
         for event, status in self.read.items():
             if status == "Started":
@@ -530,6 +539,43 @@ class World:
             return None
         return START + timedelta(seconds=2 * AT_ONCE if event in self.moved else AT_ONCE)
 
+    def _may_say(self, name: str, *, is_new: bool = False, was_missing: bool = False) -> frozenset[str]:
+        """The reasons that may be given why the event, which starts, is not prepared; "" if it may be prepared."""
+        rule = self.script.rule(name[0])
+        if is_new and not self.script.is_state_lost and (rule.prepare or rule.drain_for):
+            return frozenset({"no_notice"})
+        has_ended = all((name, hook) in self.succeeded for hook in rule.prepare)
+        if is_new or (has_ended and not (rule.drain_for and not rule.prepare)):
+            return frozenset({""})
+        if name in self.before_reboot:
+            return self.before_reboot[name]
+        is_at_once = rule.approve == "immediately"
+        if self.words.get(name) == "hold":
+            why = "held"
+        elif name in self.failed:
+            is_allowed = is_at_once or rule.on_failure == "approve" or self.words.get(name) == "approve"
+            why = "failure_allowed" if is_allowed else "hook_failed"
+        else:
+            why = "immediately" if is_at_once else "unfinished"
+        may_be_done = {""} if has_ended else set()  # how long the drain has lasted is not looked at here
+        return frozenset({why, *may_be_done, *({"held"} if was_missing else ())})
+
+    def _expect_starts(self, new: list[str], over: frozenset[str], missing: frozenset[str]) -> None:
+        """What may be said of the events of which this answer shows that they have started."""
+        for event in over - self.elsewhere:
+            self._end_unseen(self.present(event))
+        for event, status in self.truth.items():
+            name = self.present(event)
+            if status == "Started" and name not in self.started:
+                self.starting[name] = self._may_say(name, is_new=event in new, was_missing=event in missing)
+            self.before_reboot.pop(name, None)
+
+    def _end_unseen(self, name: str) -> None:
+        """The event is over, and no document has shown its start. A reboot may have been that."""
+        if name not in self.started and name[0] in "AB" and name in self.before_reboot:
+            why = self.before_reboot[name]
+            self.starting[name] = why if name in self.confirmed else why | {""}
+
     def _begin_bare(self, event: str) -> None:
         """A drain, or the promise of a recovery alone, begins without a hook that reports it."""
         rule, name = self.script.rule(event), self.present(event)
@@ -555,8 +601,8 @@ class World:
             self.confirmed -= {name}
             self.taken_back -= {name}
             self.outlived |= {name} & self.posts.keys()
-        if self.words.get(name) == "approve":
-            self.words[name] = ""
+            if self.words.get(name) == "approve":
+                self.words[name] = ""
 
     def _expect_prompt_preparation(self, event: str) -> None:
         rule = self.script.rule(event)
@@ -627,6 +673,7 @@ class World:
             self._owe_again(name)
         if is_reboot:
             for name in [name for name in self.names.values() if name not in self.started]:
+                self.before_reboot.setdefault(name, self._may_say(name))
                 self.used = frozenset(item for item in self.used if item[:2] != (name, "prepare"))
                 self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
                 self.failed.pop(name, None)
@@ -691,6 +738,7 @@ class World:
                     begun.add((name, effect.stage))
             if not workflow.is_open:
                 self._forget(name, workflow.outcome)
+        self._expect_said(progression.transitions)
         self.expect(not (self.stuck and is_ready(self.workflows)), "(4) ready though a recovery has failed")
         self._expect_urgent_first()
         for workflow in self.workflows.values():
@@ -731,6 +779,18 @@ class World:
         if name in self.started or name in self.posts or name in self.confirmed:
             return True  # it is Azure's
         return self.words.get(name) == "hold" or (self.script.has_not_before and event not in self.moved)
+
+    def _expect_said(self, transitions: tuple[Transition, ...]) -> None:
+        """Of each event that starts it is said whether it is prepared, and of no other."""
+        said: dict[str, list[str]] = {name: [] for name in self.starting}
+        for step in transitions:
+            unprepared = step.workflow.unprepared
+            if any(record.kind == "unprepared" for record in step.records):
+                said.setdefault(self.names[step.workflow.id], []).append(unprepared.kind if unprepared else "")
+        for name, reasons in said.items():
+            is_right = (reasons or [""])[0] in self.starting.get(name, {""}) and len(reasons) <= 1
+            self.expect(is_right, f"(17) {name} starts, and is said to be unprepared: {reasons}")
+        self.starting = {}
 
     def _start(self, name: str, effect: RunHook) -> None:
         """The hook runs, or waits if another run of it goes on and only one may."""
@@ -1397,6 +1457,12 @@ def _answer_that_counts_for_each_appearance(workflow: Workflow, signal: Approval
     return REAL["apply_approval_answer"](taken, signal, context)
 
 
+def _start_that_overlooks_holds(step: Transition, context: Context) -> Any:
+    workflow = step.workflow
+    noted = REAL["with_start_noted"](replaced(step, workflow=replaced(workflow, operator_action="")), context)
+    return replaced(noted, workflow=replaced(noted.workflow, operator_action=workflow.operator_action))
+
+
 def _expiry_that_ends_the_hold(*arguments: Any) -> Any:
     put, removed = REAL["_changes_of_holds"](*arguments)
     ended = {("hold", key) for key in arguments[3].values()}
@@ -1420,6 +1486,7 @@ REAL: Faults = {
     "_finish_hook": signals._finish_hook,
     "_cancel": stages._cancel,
     "with_result": stages.with_result,
+    "with_start_noted": unprepared_module.with_start_noted,
 }
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "no preparation is asked for": (_never_asked("preparation_gate"), "(1", Script(PAIRS["same hooks"])),
@@ -1552,6 +1619,21 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
             begins=("R appears Scheduled", "R1 prepare succeeded"),
         ),
     ),
+    "what is said of a start is forgotten": (
+        {"with_start_noted": lambda step, _: step}, "(17)", Script({"A": a_rule()}, crashes=0),
+    ),
+    "a reboot hides that it was prepared": (
+        {"is_begun": lambda workflow, _: workflow.prepare.state != "idle"}, "(17)",
+        Script({"A": a_rule(prepare=("drain",))}, crashes=1),
+    ),
+    "an operator's hold is blamed on the hooks": (
+        {"with_start_noted": _start_that_overlooks_holds}, "(17)",
+        Script({"A": a_rule()}, crashes=0, has_operator=True),
+    ),
+    "nothing is said but of events without notice": (
+        {"with_reason": lambda workflow, _: workflow, "is_begun": _nobody_prepares}, "(17)",
+        Script({"A": a_rule()}, crashes=0),
+    ),
     "an event is prepared for only when an operator says so": (
         {"_begin_when_due": _begin_when_an_operator_says_so},
         "(8)", Script({"A": a_rule()}),
@@ -1568,7 +1650,7 @@ def test_the_walk_detects_a_broken_state_machine(
     with pytest.raises(BrokenError) as caught:
         walk(replace(script, depth=ONE_EVENT if len(script.rules) == 1 else TWO_EVENTS))
     assert str(caught.value).startswith(found)
-    assert re.search(r"\n  after: [ARP] appears Scheduled", str(caught.value))
+    assert re.search(r"\n  after: [ARP] appears S", str(caught.value))
 
 
 NEVER_MOVED = replace(

@@ -44,7 +44,7 @@ from scheduled_events_agent.workflow.stages import (
     with_void_approval,
 )
 from scheduled_events_agent.workflow.timing import drain_deadline, is_due
-from scheduled_events_agent.workflow.unprepared import of_new, with_start_noted
+from scheduled_events_agent.workflow.unprepared import is_begun, of_new, with_start_noted
 
 # A small change of an event is noted only once in this time.
 _NOTED_EVERY = timedelta(minutes=1)
@@ -363,8 +363,8 @@ def _mark_gone(workflow: Workflow, signal: Gone, context: Context) -> Transition
     gone = replace(workflow, is_over=True, missing_since=since, outcome=outcome)
     if workflow.was_started:
         return Transition(workflow=gone, records=(record,))
-    # No document has shown its start. What vanishes before NotBefore may have been canceled.
-    if outcome == "completed" and not is_early:
+    # No document has shown its start. What vanishes before NotBefore, or in this boot, may have been canceled.
+    if outcome == "completed" and not (is_early or is_begun(workflow, context)):
         return with_start_noted(Transition(workflow=gone, records=(record,)), context)
     return Transition(workflow=replace(gone, unprepared=None), records=(record,))
 

@@ -24,8 +24,10 @@ def with_reason(workflow: Workflow, context: Context) -> Workflow:
 
     Its wait reason is the one that holds now.
     """
-    is_listed = context.document_at is not None and workflow.missing_since is None and not workflow.is_over
-    if not is_listed or workflow.was_started or workflow.event.is_started:
+    is_ahead = not (workflow.is_over or workflow.was_started or workflow.event.is_started)
+    # After a reboot a document must show whether it has started: then what was prepared before counts.
+    is_listed = workflow.missing_since is None or is_begun(workflow, context)
+    if context.document_at is None or not (is_ahead and is_listed):
         return workflow
     return replace(workflow, unprepared=_why_unprepared(workflow, context))
 
@@ -48,14 +50,19 @@ def with_start_noted(transition: Transition, context: Context) -> Transition:
         return transition
     unprepared = None
     if wants_preparation(workflow):
-        has_begun = workflow.prepare.state != "idle" and workflow.prepare_boot_id == context.boot_id
-        unprepared = _why_unprepared(workflow, context) if has_begun else workflow.unprepared
+        is_current = is_begun(workflow, context)
+        unprepared = _why_unprepared(workflow, context) if is_current else workflow.unprepared
     records = (Record(kind="unprepared"),) if unprepared is not None else ()
     return replace(
         transition,
         workflow=replace(workflow, unprepared=unprepared),
         records=(*transition.records, *records),
     )
+
+
+def is_begun(workflow: Workflow, context: Context) -> bool:
+    """Whether its preparation has begun in this boot: a document of this boot has listed it as Scheduled."""
+    return workflow.prepare.state != "idle" and workflow.prepare_boot_id == context.boot_id
 
 
 def wants_preparation(workflow: Workflow) -> bool:
