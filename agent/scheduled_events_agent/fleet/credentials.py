@@ -14,6 +14,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.http.errors import REQUEST_ERRORS, classify
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
+from scheduled_events_agent.imds.guest_proxy import GuestProxy
 from scheduled_events_agent.imds.text import DocumentError, excerpt, parse_json
 
 _PATH = "/metadata/identity/oauth2/token"
@@ -70,12 +71,14 @@ class ManagedIdentityCredential:
 
     def _error_for_status(self, answer: httpx.Response) -> BackendError:
         status = answer.status_code
-        if status in (408, 410, 429, 500, 502, 503, 504):
+        if status in (408, 410, 421, 429, 500, 502, 503, 504):
             after = _UPDATE_SECONDS if status == 410 else 0.0
             text = f"the metadata service gives no token now: it answers {status}"
             return BackendError(text, kind="throttled", retry_after=after)
         why = f"the metadata service gives no token (it answers {status}: {excerpt(answer.content)})"
-        if self._client_id:
+        if status in (401, 403):
+            remedy = GuestProxy().hint(answer.url, "denied", status)
+        elif self._client_id:
             remedy = f"this VM has no identity {self._client_id}: assign it, or correct fleet.credential.client_id"
         else:
             remedy = (
