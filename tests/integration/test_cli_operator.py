@@ -75,6 +75,11 @@ def test_an_event_that_is_recovered_from_is_over_for_approve_but_not_for_retry(r
     assert "no agent runs" in run("retry", "cccc")[1]
 
 
+def test_the_word_for_a_loss_of_state_is_no_id_and_only_resolve_knows_it(run: Run) -> None:
+    assert "no agent runs" in run("resolve", "state_lost")[1]
+    assert 'no pending event id begins with "state_lost"' in run("retry", "state_lost")[1]
+
+
 def test_an_event_that_came_back_under_its_id_is_pending(run: Run, state_dir: Path) -> None:
     keep(state_dir, AGAIN)
     assert "no agent runs" in run("approve", "aaaa")[1]

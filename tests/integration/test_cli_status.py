@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from scheduled_events_agent.status import (
     CommandOptions,
     FleetState,
     RunningHook,
+    StateLost,
     Status,
     Vm,
     WorkflowView,
@@ -569,6 +570,9 @@ def test_completion_gets_the_ids_of_pending_events_from_a_hidden_command(
     commit(state_dir, PREPARING, hostile)
     (tmp_path / "none.yaml").write_text(f"agent: {{state_dir: '{state_dir}'}}\n")
     assert run("completion", "ids") == (0, f"{EVENT.id}\n", "")
+    with closing(Store.open(state_dir, NOW)) as store:
+        store.set_unsettled_loss(StateLost(at=NOW, reason="file is not a database"))
+    assert run("completion", "ids") == (0, f"{EVENT.id}\nstate_lost\n", "")
     (tmp_path / "none.yaml").write_text(f"agent: {{state_dir: '{tmp_path / 'absent'}'}}\n")
     assert run("completion", "ids") == (1, "", "")
     for words in (("completion", "--help"), ("completion", "tcsh"), ("--help",)):

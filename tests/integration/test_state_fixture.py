@@ -23,7 +23,7 @@ from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.notifications import Notification, decode_notification
 from scheduled_events_agent.policy import Decision, Hook, MaintenanceWindow, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
-from scheduled_events_agent.status import JournalRecord, SuggestedCommand
+from scheduled_events_agent.status import JournalRecord, StateLost, SuggestedCommand
 from scheduled_events_agent.store import FILE_NAME, Loss, MetaKey, Request, RequestAnswer, StatusRequest, Store
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
@@ -510,6 +510,7 @@ META: dict[MetaKey, str] = {
     "state_lost": "a workflow in it cannot be read", "in_use": "1",
     "created_at": SEEN_AT.isoformat(timespec="seconds"),
 }  # fmt: skip
+STATE_LOST = StateLost(at=SEEN_AT, reason="a workflow in it cannot be read")
 HOOK_TIMES = {"drain": HookTimes(command="0123456789abcdef", seconds=(12.5, 13.0))}
 LOSSES = {"pager": Loss(count=2, since=MIDWAY, reason="too many waited")}
 REMEMBERED: dict[RememberedKey, RememberedEvent] = {
@@ -568,6 +569,7 @@ def test_unsent_notifications_are_read_in_their_order(store: Store) -> None:
 def test_what_the_agent_remembers_is_read_as_it_was_written(store: Store) -> None:
     assert {name: store.get_meta(name) for name in META} == META
     assert durations.decode(store.get_meta("hook_times")) == HOOK_TIMES
+    assert store.load_unsettled_loss() == STATE_LOST
     assert store.load_losses() == LOSSES
     assert store.load_remembered() == REMEMBERED
 

@@ -615,6 +615,36 @@ def live_without_disk(directory: Path) -> list[Timeline]:
     return [timeline]
 
 
+def live_without_its_state(directory: Path) -> list[Timeline]:
+    """The state file is damaged while the machine is prepared. At the next start the event is over."""
+    with living(directory) as (sim, agent):
+        agent.write_policy(
+            rules=[{**DRAIN, "approve": "manual", "lead": "1d"}], hooks=agent.hooks("drain", "resume")
+        )
+        agent.reload()
+        wait_reloaded(agent)
+        idle = expose(agent)
+        event = sim.schedule("Reboot", notice_seconds=900)
+        agent.wait_log("prepared", event_id=event)
+        agent.kill()
+        for log in agent.state_dir.glob("state.db-*"):
+            log.unlink()
+        (agent.state_dir / "state.db").write_bytes(b"no database " * 1000)
+        sim.cancel(event)
+        agent.start()
+        wait_attention(agent, "state_lost")
+        lost = expose(agent)
+        agent.say("resolve", "state_lost")
+        wait_attention(agent, "state_lost", 0)
+        resolved = expose(agent)
+    timeline = Timeline("a state file that was damaged")
+    timeline.hold(idle, 10)
+    timeline.hold(lost, 1)
+    timeline.hold(lost, 90, "OperatorNeeded")
+    timeline.hold(resolved, 10)
+    return [timeline]
+
+
 def live_with_a_bug(directory: Path) -> list[Timeline]:
     """An agent with a bug, one of whose on_clear hooks fails."""
     with living(directory, BuggyAgent) as (sim, agent):
@@ -667,6 +697,7 @@ LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_without_table,
     live_refused,
     live_without_disk,
+    live_without_its_state,
     live_with_a_bug,
 )
 

@@ -19,6 +19,7 @@ from scheduled_events_agent.status import (
     FleetState,
     KubernetesFailure,
     NotifiedTarget,
+    StateLost,
     Status,
     SuggestedCommand,
     TargetFailure,
@@ -73,6 +74,9 @@ UNRECOVERED = recovering(
     recover=replace(FAILED, failed_hook="resume", failure="hook resume: exit code 1"),
     wait_message="hook resume: exit code 1",
 )
+LOST = StateLost(at=NOW, reason="file is not a database", recover=("resume", "tell"))
+OTHER_VM = "the state file is of VM id-1, and this VM is id-2"
+FOREIGN = StateLost(at=NOW, reason=OTHER_VM, is_foreign=True, recover=())
 # By kind: a status, severity, message and the first command.
 NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "recovery_failed": (
@@ -86,6 +90,12 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "act",
         "Recovery from the Reboot of web-1 waits for hook resume, which is not in the policy.",
         "scheduled-events-agent check",
+    ),
+    "state_lost": (
+        a_status(state_lost=LOST),
+        "act",
+        f"The state file was damaged at {NOW:%H:%M:%S} UTC: file is not a database.",
+        "scheduled-events-agent resolve state_lost",
     ),
     "prepare_failed": (
         of_event(held()),
@@ -159,6 +169,12 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "The clock of this VM is 10 minutes behind Azure's.",
         "timedatectl",
     ),
+    "foreign_state": (
+        a_status(state_lost=FOREIGN),
+        "fix",
+        f"This disk may be prepared for an event of another VM: {OTHER_VM}.",
+        "scheduled-events-agent history",
+    ),
     "fleet_unavailable": (
         a_status(fleet=FleetState(group="web", error="no route", unavailable_since=NOW, not_ready=())),
         "fix",
@@ -196,7 +212,9 @@ def test_each_kind_has_a_message_a_command_and_an_exit_code(kind: str) -> None:
     shown = with_summaries(status)
     assert shown.headline == message
     is_of_event = bool(found.event_id) and severity == "act"
-    assert exit_code(shown) == {"unhealthy": 1, "vm_unknown": 1}.get(kind, 3 if is_of_event else 0)
+    assert exit_code(shown) == {"unhealthy": 1, "vm_unknown": 1, "state_lost": 3}.get(
+        kind, 3 if is_of_event else 0
+    )
 
 
 def test_the_page_lists_the_kinds_by_severity_and_those_with_a_deadline() -> None:
@@ -233,6 +251,37 @@ def test_an_event_that_may_start_at_any_moment_has_the_deadline_0() -> None:
     metrics.set_attention(attention(a_status(pending=(later, soon))))
     text = metrics.expose().decode()
     assert 'scheduled_events_attention_deadline_timestamp_seconds{kind="prepare_failed"} 0.0\n' in text
+
+
+def test_a_loss_of_state_names_what_may_not_have_run_and_how_it_ends() -> None:
+    known = (
+        "Whether the recover hooks (resume, tell) have run is not known: "
+        "what was prepared before may still be out of service."
+    )
+    clears = " The next start with nothing pending runs on_clear (undo), which settles this."
+    with_on_clear = replace(LOST, on_clear=("undo",))
+    assert one_of(a_status(state_lost=LOST)).consequence == known
+    assert one_of(a_status(state_lost=with_on_clear)).consequence == known + clears
+    observes = one_of(a_status(state_lost=with_on_clear, mode="observe"))
+    assert (observes.severity, observes.consequence) == ("act", known)
+    assert [one.command for one in observes.commands] == ["scheduled-events-agent resolve state_lost"]
+
+
+def test_without_an_agent_a_loss_of_state_stays_and_no_command_has_an_effect() -> None:
+    told = {"source": "state_file", "faults": ("no agent runs",), "mode": None, "rules": None, "policy": None}
+    absence, loss = attention(a_status(state_lost=replace(LOST, recover=None), **told))
+    assert (absence.kind, loss.kind, loss.commands) == ("unhealthy", "state_lost", ())
+    assert loss.consequence.startswith("Whether the recover hooks have run is not known")
+
+
+def test_a_loss_of_state_that_no_rule_would_recover_from_needs_no_one() -> None:
+    assert attention(a_status(state_lost=replace(LOST, recover=(), on_clear=("undo",)))) == ()
+
+
+def test_what_another_vm_prepared_stays_listed_though_no_rule_recovers() -> None:
+    assert one_of(a_status(state_lost=FOREIGN)).consequence == (
+        "The agent does not run the recover hooks for it: this VM may be out of service."
+    )
 
 
 WANTED = {

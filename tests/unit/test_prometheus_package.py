@@ -297,6 +297,7 @@ def test_each_attention_kind_raises_one_alert() -> None:
     assert {kind for kind, name in by_kind.items() if name == now} == {
         "recovery_failed",
         "hook_missing",
+        "state_lost",
         *WITH_DEADLINE,
     }
     assert len(raised) == len(ATTENTION_KINDS) + len(WITH_DEADLINE)

@@ -12,6 +12,7 @@ from contextlib import closing
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.cli.operator import find_state_dir
+from scheduled_events_agent.status.actions import STATE_LOST
 from scheduled_events_agent.store import Store
 
 _IDS = "scheduled-events-agent completion ids"
@@ -63,15 +64,21 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _print_ids() -> int:
-    """Print the ids of pending events, one on a line. No error is shown: the user is typing a command line."""
+    """Print the ids of pending events, one on a line, and the word for a loss of state.
+
+    No error is shown: the user is typing a command line.
+    """
     default = argparse.Namespace(state_dir=None, config=None)
     try:
         with closing(Store.open_readonly(find_state_dir(default, report=lambda _: None))) as store:
             ids = {workflow.event.id: None for workflow in store.load_workflows()}
+            is_state_lost = store.load_unsettled_loss() is not None
     except AgentError:
         return 1
     for event_id in filter(_PLAIN_ID.fullmatch, ids):
         print(event_id)
+    if is_state_lost:
+        print(STATE_LOST)
     return 0
 
 

@@ -58,7 +58,8 @@ from scheduled_events_agent.policy.settings import (
     is_started_as_root,
 )
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
-from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status.actions import STATE_LOST, command, quoted
+from scheduled_events_agent.status.attention import kind_of_loss, loss_message
 from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 
@@ -165,6 +166,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         yield from _check_notifications(loaded, agent.status, account, options)
     if _may_read(state_dir):
         yield _check_state(state_dir, account, is_in_use=agent.pid is not None)
+        yield from _check_state_lost(state_dir, options)
         yield _check_disk(state_dir)
         yield _check_agent(state_dir, agent, service, loaded, options)
     else:
@@ -620,6 +622,15 @@ def _state_since(directory: Path) -> str:
         if since := store.created_at():
             return f"; state since {utc(since)}"
     return ""
+
+
+def _check_state_lost(directory: Path, options: CommandOptions) -> Iterator[Finding]:
+    """A loss of state that is not settled, whatever the policy says now."""
+    with suppress(StoreError), closing(Store.open_readonly(directory)) as store:
+        if loss := store.load_unsettled_loss():
+            resolve = as_typed(command(options, "resolve", STATE_LOST))
+            hint = f"when this machine is in service: {resolve}; runbook {kind_of_loss(loss)}"
+            yield warning("state", loss_message(loss), hint)
 
 
 def _check_disk(directory: Path) -> Finding:

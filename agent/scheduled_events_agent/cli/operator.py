@@ -18,7 +18,7 @@ from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_error, print_json, printable
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.status import CommandOptions, OperatorResult
-from scheduled_events_agent.status.actions import command, quoted, unsettled_message, with_prefix
+from scheduled_events_agent.status.actions import STATE_LOST, command, quoted, unsettled_message, with_prefix
 from scheduled_events_agent.status.messages import format_clock
 from scheduled_events_agent.store import (
     LOCK_NAME,
@@ -38,7 +38,10 @@ _LISTED = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of each of these commands."""
     parser.description = f"{parser.description} Exit code 1: the agent rejects the request, or does not answer."
-    parser.add_argument("id", metavar="ID", help="the event's id, or a beginning of it that fits only one")
+    help_ = "the event's id, or a beginning of it that fits only one"
+    if parser.get_default("command") == "resolve":
+        help_ += f"; or {STATE_LOST}, for a loss of the agent's state"
+    parser.add_argument("id", metavar="ID", help=help_)
     add_state_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=_request)
@@ -180,7 +183,7 @@ class _RequestResult(NamedTuple):
 
     event_id: str
     workflow_id: str
-    """The event's workflow; or the key of an event that is held and not pending."""
+    """The event's workflow; or the key of an event that is held and not pending; or ``STATE_LOST``."""
     answer: RequestAnswer
 
 
@@ -211,18 +214,7 @@ def _ask(arguments: argparse.Namespace) -> _RequestResult:
     action: OperatorAction = arguments.command
     state_dir = find_state_dir(arguments)
     with closing(Store.open_client(state_dir)) as store:
-        workflows = store.load_workflows()
-        held = _find_absent_hold(arguments.id, workflows, store)
-        if held and action == "release":
-            event_id = held
-            workflow_id = held
-        else:
-            if over := _how_it_ended(arguments.id, action, workflows, store):
-                remembered = "; an operator's hold of it is remembered, release ends that" if held else ""
-                raise AgentError(f"{over}{remembered}")
-            workflow = _find(arguments.id, action, workflows)
-            event_id = workflow.event.id
-            workflow_id = workflow.id
+        event_id, workflow_id = _find_target(arguments.id, action, store)
         pid = find_agent(state_dir)
         if pid is None:
             raise AgentError(f"no agent runs with the state directory {state_dir}: start the agent first")
@@ -238,6 +230,21 @@ def _ask(arguments: argparse.Namespace) -> _RequestResult:
             f"withdrawn: is it stopped, or its disk slow? See {look}"
         )
     return _RequestResult(event_id, workflow_id, answer)
+
+
+def _find_target(prefix: str, action: OperatorAction, store: Store) -> tuple[str, str]:
+    """The ids for ``_RequestResult`` of what the prefix means. Raises AgentError if that is nothing."""
+    if action == "resolve" and prefix == STATE_LOST:
+        return "", STATE_LOST  # Azure's ids of events are GUIDs
+    workflows = store.load_workflows()
+    held = _find_absent_hold(prefix, workflows, store)
+    if held and action == "release":
+        return held, held
+    if over := _how_it_ended(prefix, action, workflows, store):
+        remembered = "; an operator's hold of it is remembered, release ends that" if held else ""
+        raise AgentError(f"{over}{remembered}")
+    workflow = _find(prefix, action, workflows)
+    return workflow.event.id, workflow.id
 
 
 def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) -> str:

@@ -282,6 +282,7 @@ def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_ru
             _without_state(why, options, is_running=is_running),
             state_file=str(store.path),
             state_since=store.created_at(),
+            state_lost=store.load_unsettled_loss(),
             agent_log=tuple(store.load_last_start_and_stop()),
             vm=Vm(names=tuple(filter(None, [store.get_meta("vm_name")])), vm_id=store.get_meta("vm_id")),
             pending=tuple(map(to_view, store.load_workflows())),

@@ -22,6 +22,7 @@ from scheduled_events_agent.status import (
     NotifiedTarget,
     Polls,
     RunningHook,
+    StateLost,
     Status,
     SuggestedCommand,
     TargetFailure,
@@ -161,6 +162,7 @@ class StatusSource:
             at=now,
             state_file=str(self._state_dir / FILE_NAME),
             state_since=self._state_since,
+            state_lost=_state_lost(snapshot),
             agent_log=snapshot.agent_log,
             unclean_starts=snapshot.unclean_starts,
             vm_failure=self._vm_failure(),
@@ -219,6 +221,11 @@ class StatusSource:
             shown = tuple(map(to_view, workflows.values()))
             self._views = (workflows, shown)
         return shown
+
+
+def _state_lost(snapshot: Snapshot) -> StateLost | None:
+    settings, loss = snapshot.settings, snapshot.state_lost
+    return loss and replace(loss, recover=settings.recover_hooks, on_clear=settings.on_clear)
 
 
 def _fleet(snapshot: Snapshot) -> FleetState | None:

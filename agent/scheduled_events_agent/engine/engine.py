@@ -41,8 +41,8 @@ from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalRecord, Vm
-from scheduled_events_agent.status.actions import unsettled_message
+from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalRecord, StateLost, Vm
+from scheduled_events_agent.status.actions import STATE_LOST, unsettled_message
 from scheduled_events_agent.status.attention import CRASHED_WITHIN
 from scheduled_events_agent.status.messages import pending_message, with_messages
 from scheduled_events_agent.store import Request, RequestAnswer, StatusRequest, Store, StoreError, WithdrawnError
@@ -151,6 +151,11 @@ class Engine:
         # The disk may have been copied to another VM. That VM then has another boot id.
         self.is_identity_sure = host.is_same_boot(store.get_meta("boot_id"), self.boot_id)
         self._is_state_lost = bool(store.get_meta("state_lost"))
+        """Whether no document was decided on since state was lost."""
+        self._unsettled_loss = store.load_unsettled_loss()
+        """The loss of state, until on_clear or an operator has settled it."""
+        self._has_cleared = False
+        """Whether on_clear has succeeded, and it is not written yet that this settles the loss."""
         # Input of the next cycle that no commit has stored yet.
         self.documents = DocumentTracker()
         self._signals: list[Signal] = []
@@ -185,6 +190,7 @@ class Engine:
                 quarantined_path=str(self._store.quarantined_path),
             )
             self._store.record("state_lost", f"the damaged state file is now {self._store.quarantined_path}", now)
+            self._metrics.store_errors.labels("damaged").inc()
         self.unclean_starts = unclean_starts(
             self._store.load_starts_and_stops(now - CRASHED_WITHIN), self.boot_id, now
         )
@@ -247,6 +253,8 @@ class Engine:
             self._maintenance.ensure_in_place(now)
             self._update_identity(now)
             self._receive_requests(now)
+            if self._has_cleared:
+                self._settle_loss("on_clear has succeeded", now)
             has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping
             if has_document and (self.is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
@@ -295,6 +303,7 @@ class Engine:
             losses=self.outbox.losses,
             agent_log=self.agent_log,
             unclean_starts=self.unclean_starts,
+            state_lost=self._unsettled_loss,
             bugs=self.bugs,
             store_failure=self.store_failure,
         )
@@ -502,7 +511,9 @@ class Engine:
 
     def _end_on_clear_hook(self, result: HookResult) -> None:
         now = self._machine.now()
-        self._hook_runs.end_on_clear(result, now)
+        hook = self.settings.hooks.get(result.hook)
+        is_required = hook is None or hook.required
+        self._has_cleared |= self._hook_runs.end_on_clear(result, now, is_required=is_required)
         if not self._is_stopping:
             self._hook_runs.run_delayed(self.workflows, self.settings, self.name(), now)
             self._hook_runs.run_on_clear(self.settings, self.name())
@@ -514,6 +525,9 @@ class Engine:
             if isinstance(loaded, StatusRequest):
                 status = RequestAnswer(succeeded=True, message=self._describe().decode())
                 self._store.answer_request(loaded.id, status)
+                continue
+            if loaded.action == "resolve" and loaded.workflow_id == STATE_LOST:
+                self._store.answer_request(loaded.id, self._resolve_loss(loaded, now))
                 continue
             request = self._for_present_event(loaded)
             if request.id in self._unsettled:
@@ -533,6 +547,21 @@ class Engine:
                 self._signals.append(
                     OperatorCommand(workflow_id=request.workflow_id, action=request.action, user=request.user)
                 )
+
+    def _resolve_loss(self, request: Request, now: datetime) -> RequestAnswer:
+        """Carry out a request that names no event, but the loss of state."""
+        if self._unsettled_loss is None:
+            return RequestAnswer(succeeded=True, message="nothing to resolve: no loss of state is open")
+        self._settle_loss(f"resolved by {request.user}", now)
+        return RequestAnswer(succeeded=True, message="resolved: this VM counts as recovered from what was lost")
+
+    def _settle_loss(self, reason: str, now: datetime) -> None:
+        if self._unsettled_loss is not None:
+            self._store.set_unsettled_loss(None)
+            self._unsettled_loss = None
+            self._log.info("the loss of state is settled", log_id=LogId.STATE_SETTLED, reason=reason)
+            self._reporter.record("state_settled", f"the loss of state is settled: {reason}", now)
+        self._has_cleared = False
 
     def _for_present_event(self, request: Request) -> Request:
         """The request. If it names a remembered hold and the event has come back, it is made to name the event."""
@@ -589,6 +618,9 @@ class Engine:
             learned = identity
             both = f"the state file is of VM {known.vm_id}, and this VM is {identity.vm_id}"
             text = f"{both}: the agent ignores it"
+            self._unsettled_loss = self._loss_of_foreign(both, now)
+            # First: if the agent ends in between, the next one finds again what was prepared.
+            self._store.set_unsettled_loss(self._unsettled_loss)
             self._store.discard_workflows(now, text)
             self.remembered.forget()
             self.workflows = {}
@@ -602,6 +634,16 @@ class Engine:
         self._new_identity = None
         self.is_identity_sure = True
         self._publish()
+
+    def _loss_of_foreign(self, reason: str, now: datetime) -> StateLost | None:
+        """The loss of another VM's state, if something was prepared in it: this disk may be as that VM's was.
+
+        An image may have a state inside. So this never calls an operator, as a loss of this VM's own state does.
+        """
+        is_prepared = any(workflow.is_prepared_for for workflow in self.workflows.values())
+        known = self._unsettled_loss
+        was_shown = known is not None and (known.is_foreign or bool(self.settings.recover_hooks))
+        return StateLost(at=now, reason=reason, is_foreign=True) if is_prepared or was_shown else None
 
     def names(self) -> tuple[str, ...]:
         """The names that documents may use for this VM."""

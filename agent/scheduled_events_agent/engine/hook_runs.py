@@ -59,6 +59,7 @@ class HookRuns:
         self._is_on_clear_decided = False
         """Whether it is known if anything was pending at the start."""
         self._on_clear: list[str] = []
+        self._has_on_clear_failed = False
         self._is_on_clear_interrupted = False
         """Whether a hook of an event or the mode observe has ended those of on_clear.
 
@@ -207,16 +208,19 @@ class HookRuns:
             environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
             self._executor.start_hook(RunOnClear(hook), settings.hooks.get(hook), environment=environment)
 
-    def end_on_clear(self, result: HookResult, now: datetime) -> None:
-        """Note that a hook of on_clear has ended."""
+    def end_on_clear(self, result: HookResult, now: datetime, *, is_required: bool) -> bool:
+        """Note that a hook of on_clear has ended. Returns whether all of them have run now and succeeded."""
         if self._is_on_clear_interrupted and result.outcome == "canceled":
             self._on_clear.insert(0, result.hook)
+        elif result.outcome != "succeeded" and is_required:
+            self._has_on_clear_failed = True
         log_id = LogId.HOOK_SUCCEEDED if result.outcome == "succeeded" else LogId.HOOK_FAILED
         write_log = getattr(self._log, log_id.level)
         write_log(
             "on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail
         )
         self._reporter.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", now)
+        return not self._on_clear and not self._has_on_clear_failed
 
     def _learn_time(self, effect: RunHook, result: HookResult, hook: Hook | None) -> None:
         if effect.stage == "prepare" and hook is not None and result.attempts:

@@ -12,7 +12,7 @@ from scheduled_events_agent.engine.identity import names_of
 from scheduled_events_agent.engine.messages import FleetUpdate
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import JournalRecord
+from scheduled_events_agent.status import JournalRecord, StateLost
 from scheduled_events_agent.store import Backlog, Loss
 from scheduled_events_agent.workflow import RememberedEvent, Workflows
 
@@ -50,6 +50,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The start of this agent, and the last stop of an agent."""
     unclean_starts: tuple[datetime, ...]
     """Starts after a crash; the field of the same name in ``Status``."""
+    state_lost: StateLost | None
+    """The loss of state, until on_clear or an operator has settled it."""
     bugs: Mapping[str, str]
     """The events that could not be handled in the last decision: the kind of the error, by the event's id."""
     store_failure: str

@@ -310,6 +310,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = None
 
     @property
+    def recover_hooks(self) -> tuple[str, ...]:
+        """The recover hooks of all rules, each once."""
+        return tuple(dict.fromkeys(hook for rule in self.rules for hook in rule.recover))
+
+    @property
     def has_node_events(self) -> bool:
         """Whether a target of notifications is the node's events."""
         return any(target.format == KUBERNETES_FORMAT for target in self.notify)

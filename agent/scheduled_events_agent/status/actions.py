@@ -13,6 +13,8 @@ from scheduled_events_agent.workflow import ACTION_TEXTS, OperatorAction, Workfl
 
 SHORT_ID = 8
 """Characters of an id that are always shown."""
+STATE_LOST = "state_lost"
+"""The word that ``resolve`` accepts beside the ids of events: for the loss of state."""
 # Commands that have the option for the state file, for the policy file, or both. All others have neither.
 _FIND_STATE = {"status", "history", "approve", "hold", "release", "retry", "resolve"}
 _READ_POLICY = {"check", "notify", "fleet"}

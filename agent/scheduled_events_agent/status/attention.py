@@ -11,13 +11,21 @@ from typing import Literal, get_args
 
 from scheduled_events_agent.imds.document import RESTARTING_TYPES
 from scheduled_events_agent.policy.durations import plural
-from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted, short_ids
+from scheduled_events_agent.status.actions import (
+    STATE_LOST,
+    command,
+    effect_of,
+    offered_actions,
+    quoted,
+    short_ids,
+)
 from scheduled_events_agent.status.messages import clock_difference, clock_effect, is_for_this_vm, utc
 from scheduled_events_agent.status.status import (
     Attention,
     AttentionKind,
     Condition,
     NotifiedTarget,
+    StateLost,
     Status,
     SuggestedCommand,
     WorkflowView,
@@ -80,6 +88,7 @@ def attention(status: Status) -> tuple[Attention, ...]:
         *of_events(status),
         *_of_agent(status),
         *_of_identity(status),
+        *_of_state(status),
         *_of_next_start(status),
         *_of_setup(status),
     ]
@@ -361,6 +370,52 @@ def _of_unknown_vm(pending: Iterable[WorkflowView]) -> list[WorkflowView]:
 def _when(workflow: WorkflowView, now: datetime) -> str:
     at = workflow.event.not_before
     return f"at {utc(at, now)}" if at and at > now else "at any moment"
+
+
+def kind_of_loss(loss: StateLost) -> AttentionKind:
+    """The kind under which a loss of state is listed."""
+    return "foreign_state" if loss.is_foreign else "state_lost"
+
+
+def loss_message(loss: StateLost, now: datetime | None = None) -> str:
+    """What happened, as one sentence without a capital letter and a full stop."""
+    if loss.is_foreign:
+        return f"this disk may be prepared for an event of another VM: {loss.reason}"
+    return f"the state file was damaged at {utc(loss.at, now)}: {loss.reason}"
+
+
+def _of_state(status: Status) -> Iterator[Attention]:
+    """A loss of state, unless no rule recovers: then nothing that was forgotten puts this VM back into service."""
+    loss = status.state_lost
+    if loss is None or (loss.recover == () and not loss.is_foreign):
+        return
+    hooks = f"the recover hooks ({', '.join(loss.recover)})" if loss.recover else "the recover hooks"
+    line = command(status.command_options, "resolve", STATE_LOST)
+    resolve = SuggestedCommand(command=line, effect="only when this VM is in service: you have done what they do")
+    if loss.is_foreign:
+        line = command(status.command_options, "history")
+        history = SuggestedCommand(command=line, effect="show what was prepared")
+        yield Attention(
+            kind=kind_of_loss(loss),
+            severity="fix",
+            since=loss.at,
+            message=_sentence(_capitalized(loss_message(loss, status.at))),
+            consequence=f"The agent does not run {hooks} for it: this VM may be out of service.",
+            commands=(history, resolve) if status.source == "agent" else (),
+        )
+        return
+    consequence = f"Whether {hooks} have run is not known: what was prepared before may still be out of service."
+    if loss.on_clear and status.mode == "act":
+        hooks = ", ".join(loss.on_clear)
+        consequence += f" The next start with nothing pending runs on_clear ({hooks}), which settles this."
+    yield Attention(
+        kind=kind_of_loss(loss),
+        severity="act",
+        since=loss.at,
+        message=_sentence(_capitalized(loss_message(loss, status.at))),
+        consequence=consequence,
+        commands=(resolve,) if status.source == "agent" else (),
+    )
 
 
 def _of_next_start(status: Status) -> Iterator[Attention]:

@@ -94,6 +94,20 @@ class ActivePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Keys whose change takes effect at the next start."""
 
 
+class StateLost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the agent knew of events is lost, and neither ``on_clear`` nor an operator has settled that."""
+
+    at: datetime
+    """When the agent found that."""
+    reason: str
+    is_foreign: bool = False
+    """It was another VM's state, and something was prepared in it."""
+    recover: tuple[str, ...] | None = None
+    """The recover hooks of all rules; null if no agent answers."""
+    on_clear: tuple[str, ...] = ()
+    """The hooks that the next start runs if nothing is pending."""
+
+
 class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
     """A hook that runs now, or waits for another run of the same hook."""
 
@@ -181,9 +195,10 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
 Polls = Literal["current", "late", "overdue"]
 Condition = Literal["act", "fix", "unknown", "busy", "good"]
 AttentionKind = Literal[
-    "unhealthy", "vm_unknown", "recovery_failed", "hook_missing", "prepare_failed", "approval_needed",
-    "not_acting", "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected", "web_config_rejected",
-    "out_of_service", "clock_wrong", "fleet_unavailable", "kubernetes_unavailable", "notifications_failing",
+    "unhealthy", "vm_unknown", "recovery_failed", "hook_missing", "state_lost", "prepare_failed",
+    "approval_needed", "not_acting", "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected",
+    "web_config_rejected", "out_of_service", "clock_wrong", "foreign_state", "fleet_unavailable",
+    "kubernetes_unavailable", "notifications_failing",
 ]  # fmt: skip
 """The reasons why a person may be needed, the worst first."""
 
@@ -276,6 +291,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """When the state file was created. What was known before is lost, or this is the first start."""
     start_failure: StartFailure | None = None
     """If no agent runs: why none starts."""
+    state_lost: StateLost | None = None
+    """Until `on_clear` has succeeded, or `resolve state_lost`."""
     agent_log: tuple[JournalRecord, ...] = ()
     """The last start and stop."""
     vm: Vm
@@ -345,8 +362,9 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     command: OperatorAction
     event_id: str
     workflow_id: str
+    """`state_lost`, without an event, for `resolve state_lost`."""
     succeeded: bool
-    """True also if there was nothing to release."""
+    """True also if there was nothing to release, or no loss of state to resolve."""
     message: str
     """The agent's answer, or why there is none."""
 

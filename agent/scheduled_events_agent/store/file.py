@@ -10,13 +10,14 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.status.status import StateLost
 from scheduled_events_agent.workflow import Workflow
 
 FILE_NAME = "state.db"
@@ -97,7 +98,7 @@ def open_rw_create(
             return _open(path, now, on_locked), aside
         except _DamagedError as error:
             reason = str(error)
-        lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_QUARANTINE_MARKER}"
+        lost = _quarantine_marker(path, now)
         lost.write_text(reason, encoding="utf-8")
         lost.chmod(0o600)
         host.flush_directory(directory)
@@ -212,6 +213,13 @@ def _quarantine(path: Path) -> Path | None:
     return aside
 
 
+def _quarantine_marker(path: Path, now: datetime) -> Path:
+    """The file that is to say why the state is lost. No earlier damaged file has its name, less the ending."""
+    while (aside := path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}")).exists():
+        now += timedelta(seconds=1)
+    return aside.with_name(aside.name + _QUARANTINE_MARKER)
+
+
 def _load_loss(path: Path) -> Path | None:
     return next(path.parent.glob(f"{FILE_NAME}.damaged-*{_QUARANTINE_MARKER}"), None)
 
@@ -250,7 +258,11 @@ def _open(path: Path, now: datetime, on_locked: Callable[[StoreError], None]) ->
         connection.execute("INSERT OR IGNORE INTO meta (name, value) VALUES ('created_at', ?)", (created_at,))
         if lost:
             reason = lost.read_text(encoding="utf-8") or "the reason was not kept"
-            connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('state_lost', ?)", (reason,))
+            lasting = msgspec.json.encode(StateLost(at=now, reason=reason)).decode()
+            connection.execute(
+                "INSERT OR REPLACE INTO meta (name, value) VALUES ('state_lost', ?), ('unsettled_loss', ?)",
+                (reason, lasting),
+            )
             lost.unlink()
         beginning.unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.status.status import History, JournalRecord
+from scheduled_events_agent.status.status import History, JournalRecord, StateLost
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.outbox import Loss, OutboxTable
@@ -55,8 +55,9 @@ _SELECT_RECORDS = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome,
 _SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
 
 MetaKey = Literal[
-    "vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use", "created_at"
-]
+    "vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "unsettled_loss", "hook_times", "lost_notices",
+    "in_use", "created_at",
+]  # fmt: skip
 
 
 class WithdrawnError(Exception):
@@ -110,6 +111,7 @@ NO_CHANGES = RememberedChanges()
 # Made here, not at first use: two threads that describe a type to msgspec at the same moment crash the process.
 _ANSWER = msgspec.json.Decoder(RequestAnswer)
 _LOSSES = msgspec.json.Decoder(dict[str, Loss])
+_STATE_LOST = msgspec.json.Decoder(StateLost)
 
 
 class Store:
@@ -409,6 +411,15 @@ class Store:
             "INSERT INTO meta (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
             list(values.items()),
         )
+
+    def load_unsettled_loss(self) -> StateLost | None:
+        """The loss of state that is not settled; the fact ``state_lost`` ends with the first document."""
+        text = self.get_meta("unsettled_loss")
+        return _STATE_LOST.decode(text) if text else None
+
+    def set_unsettled_loss(self, loss: StateLost | None) -> None:
+        """Remember that state was lost; None: that is settled."""
+        self.set_meta({"unsettled_loss": msgspec.json.encode(loss).decode() if loss else ""})
 
     def load_losses(self) -> dict[str, Loss]:
         """The lost notifications of each target."""

@@ -96,6 +96,7 @@ class LogId(IntEnum):
     )
     NO_RESERVE = 313, "warning", "The disk is nearly full: the state file cannot keep its reserve."
     RESERVE = 314, "info", "The state file has its reserve for a full disk again."
+    STATE_SETTLED = 315, "info", "After a loss of state on_clear has succeeded, or an operator has resolved it."
     EVENT_BUG = 320, "warning, error", "An event could not be handled: a bug, which concerns this event only."
     NOTIFICATIONS_FAIL = 330, "warning", "A service that is notified of events does not accept a notification."
     NOTIFICATIONS_WORK = 331, "info", "A service that is notified of events accepts notifications again."
