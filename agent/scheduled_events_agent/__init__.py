@@ -29,9 +29,10 @@ __version__ = "0.1.0"
 class AgentError(Exception):
     """An error whose message says what went wrong and what to do.
 
-    ``kind`` is a word from a small closed set, safe as a metric label.
+    ``kind`` is a word from a small closed set, safe as a metric label. ``summary``: a few words to end a sentence.
     """
 
-    def __init__(self, message: str, *, kind: str = "error") -> None:
+    def __init__(self, message: str, *, kind: str = "error", summary: str = "") -> None:
         super().__init__(message)
         self.kind = kind
+        self.summary = summary or message

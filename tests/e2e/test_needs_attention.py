@@ -171,6 +171,6 @@ def test_approvals_that_fail_and_then_do_not(agent: Agent, sim: Simulator) -> No
     sim.fault(None, "status", status=500, on="approve")
     sim.schedule("Reboot", notice_seconds=600)
     found = wait_kind(agent, "approval_failing")
-    assert "tries failed" in found["message"]
+    assert "tries have failed" in found["message"]
     sim.clear_faults()
     wait_none(agent, "approval_failing")

@@ -111,7 +111,9 @@ def test_it_is_ready_although_the_first_poll_failed_and_says_so(
 ) -> None:
     sim.fault(None, "status", status=500)
     service.start(is_awaited=False)
-    assert systemd.wait_word("READY=1")[1:] == ["STATUS=Azure has not answered yet"]
+    assert systemd.wait_word("READY=1")[1:] == [
+        "STATUS=Azure's metadata service has not answered yet: 500 Internal Server Error"
+    ]
     sim.clear_faults()
     systemd.wait_status("Nothing is pending")
 
@@ -175,7 +177,7 @@ def test_a_rejected_policy_stays_in_the_status_until_a_valid_one_is_read(service
     service.write_policy(rules=[{"name": "all", "approve": "yes"}])
     service.reload()
     (refused,) = systemd.wait_word("READY=1", count=2)[1:]
-    assert refused.startswith("STATUS=The policy file as it is now is rejected: ")
+    assert refused.startswith("STATUS=The policy file is rejected: ")
     service.write_policy()
     service.reload()
     assert systemd.wait_word("READY=1", count=3)[1:] == ["STATUS=Nothing is pending"]

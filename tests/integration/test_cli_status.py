@@ -298,11 +298,14 @@ def test_hook_output_of_a_harmless_failure_is_shown_with_its_event(state_dir: Pa
 
 
 def test_each_attention_item_has_its_block_and_the_worst_comes_first(state_dir: Path, run: Run) -> None:
-    policy = msgspec.structs.replace(POLICY, rejected="policy.yaml:3: rules: expected a list", rejected_at=NOW)
+    policy = msgspec.structs.replace(
+        POLICY, rejected="policy.yaml:3: rules: expected a list", rejected_summary="line 3, rules", rejected_at=NOW
+    )
     status = msgspec.structs.replace(STATUS, pending=(FAILED,), policy=policy)
     _, out, _ = answered(state_dir, status, run)
     assert [block[:5] for block in out.split("\n\n")[:2]] == ["ACT  ", "FIX  "]
-    assert "FIX  The policy file as it is now is rejected: policy.yaml:3: rules: expected a list. " in out
+    assert "FIX  The policy file is rejected: line 3, rules. In force" in out
+    assert "\n     policy.yaml:3: rules: expected a list\n" in out
 
 
 def test_without_an_agent_an_open_failed_recovery_is_shown_below(state_dir: Path, run: Run) -> None:
@@ -367,25 +370,30 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
     ill = msgspec.structs.replace(
         STATUS,
         polls="overdue",
-        poll_failure="timed out",
+        poll_failure="GET http://imds: timed out",
+        poll_failure_summary="timed out",
         last_poll_at=NOW - timedelta(seconds=61),
-        policy=msgspec.structs.replace(POLICY, rejected="policy.yaml:3: rules: expected a list"),
+        policy=msgspec.structs.replace(
+            POLICY, rejected="policy.yaml:3: rules: expected a list", rejected_summary="line 3, rules"
+        ),
     )
     code, out, _ = answered(state_dir, ill, run)
     assert code == 1
     assert out == (
-        "ACT  No poll has succeeded since 22:10:59 UTC: timed out. No new event is seen.\n"
+        "ACT  Azure's metadata service has not answered since 22:10:59 UTC: timed out. No new event is seen.\n"
+        "     GET http://imds: timed out\n"
         "     scheduled-events-agent doctor  find the problem\n"
         "     runbook unhealthy\n"
         "\n"
-        "FIX  The policy file as it is now is rejected: policy.yaml:3: rules: expected a list. "
+        "FIX  The policy file is rejected: line 3, rules. "
         "In force is the policy accepted at 20:12:00 UTC, also after a restart.\n"
+        "     policy.yaml:3: rules: expected a list\n"
         "     scheduled-events-agent check  show all that is wrong with it\n"
         "     runbook policy_rejected\n"
         "\n"
         "  vm         web-1 (vmId 5d1c)\n"
         "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
-        "  last poll  failed: timed out; succeeded 1m 1s ago (22:10:59Z); auto, document 7\n"
+        "  last poll  failed: GET http://imds: timed out; succeeded 1m 1s ago (22:10:59Z); auto, document 7\n"
         "  agent      acts; ready (/readyz); version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z)\n"
     )
 

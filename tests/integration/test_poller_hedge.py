@@ -128,7 +128,7 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
         if isinstance(news, Document):
             documents.append(news.incarnation)
     assert documents == ["2", "3"]
-    assert poller.failure == ""
+    assert poller.error is None
 
 
 def test_the_answers_of_hedged_requests_show_a_wrong_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:

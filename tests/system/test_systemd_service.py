@@ -331,7 +331,7 @@ def test_a_reload_with_an_invalid_policy_fails_with_a_reason_and_keeps_the_old_o
     assert "Job for scheduled-events-agent.service failed." in done.stderr
     assert service.show("ActiveState") == "active"
     assert service.show("NRestarts") == "0"
-    service.wait_status("The policy file as it is now is rejected: ")
+    service.wait_status("The policy file is rejected: ")
     refusal = service.wait_log("the policy file is rejected; the old policy stays in force")
     assert "rules[0].approve: " in refusal["reason"]
     sim.schedule("Reboot", source="User", notice_seconds=600)

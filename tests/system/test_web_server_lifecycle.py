@@ -228,7 +228,7 @@ def test_a_bad_policy_in_the_middle_of_an_event_changes_nothing(web: WebServer, 
     web.wait_notes(f"drain for Reboot {event}")
     web.write_policy(rules=[{"name": "impactful", "prepair": ["drain"]}])
     assert "Job for scheduled-events-agent.service failed." in web.systemctl("reload", check=False)
-    web.wait_status("runs hook drain; The policy file as it is now is rejected: ")
+    web.wait_status("runs hook drain; The policy file is rejected: ")
     web.machine.path("/root/wait").unlink()
     web.wait_log("started")
     sim.end(event)

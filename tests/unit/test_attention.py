@@ -59,6 +59,7 @@ def target(**fields: Any) -> NotifiedTarget:
     return NotifiedTarget(**{"name": "ops", "waiting": 0, "oldest_at": None, "failure": None, **fields})
 
 
+PROBLEMS = "policy.yaml:3: rules[0].approve: bad\npolicy.yaml:4: worse"
 FAILING = Approval(failures=3, failing_since=NOW, failure="POST: 500")
 LOST_HOOK = {"wait_reason": WaitReason(kind="lost_hook", detail="resume")}
 MANUAL = a_workflow(decision={"approve": "manual"}, phase="prepared", approval_needed_since=NOW)
@@ -118,7 +119,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "approval_failing": (
         of_event(a_workflow(phase="prepared", approval=FAILING)),
         "act",
-        "Azure does not accept the approval of the Reboot of web-1: 3 tries failed, the last one: POST: 500.",
+        "Azure does not accept the approval of the Reboot of web-1: 3 tries have failed.",
         "scheduled-events-agent history --event 602D9444",
     ),
     "unhealthy": (
@@ -140,9 +141,9 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         LOG.command,
     ),
     "policy_rejected": (
-        a_status(policy=replace(POLICY, rejected="policy.yaml:3: bad\npolicy.yaml:4: worse", rejected_at=NOW)),
+        a_status(policy=replace(POLICY, rejected=PROBLEMS, rejected_summary="line 3, approve", rejected_at=NOW)),
         "fix",
-        "The policy file as it is now is rejected: policy.yaml:3: bad.",
+        "The policy file is rejected: line 3, approve.",
         "scheduled-events-agent check",
     ),
     "web_config_rejected": (
@@ -544,12 +545,37 @@ def test_an_approval_that_azure_does_not_accept_can_be_given_from_outside_the_vm
 
 
 def test_a_reason_that_ends_as_a_sentence_gets_no_second_stop() -> None:
-    rejected = 'policy.yaml:3: unknown key "rulez"; did you mean "rules"?'
-    status = a_status(policy=ActivePolicy(file="policy.yaml", read_at=NOW, rejected=rejected, rejected_at=NOW))
-    assert one_of(status).message == f"The policy file as it is now is rejected: {rejected}"
+    rejected = 'unknown key "rulez"; did you mean "rules"?'
+    bad = replace(POLICY, rejected=f"policy.yaml:3: {rejected}", rejected_summary=rejected, rejected_at=NOW)
+    assert one_of(a_status(policy=bad)).message == f"The policy file is rejected: {rejected}"
     reason = "its certificate is not trusted: it is not valid for '127.0.0.1'."
     failing = target(failure=TargetFailure(since=NOW - timedelta(minutes=5), reason=reason))
     assert one_of(a_status(notify=(failing,))).message == f"Notifications to ops fail: {reason}"
+
+
+def test_a_message_is_a_sentence_and_the_exact_error_stands_below_it() -> None:
+    request = "GET http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
+    error = '401 Unauthorized: {"error": "denied"}'
+    since = NOW - timedelta(minutes=4)
+    polls = {"poll_failure": f"{request}: {error}", "poll_failure_summary": "401 Unauthorized"}
+    unanswered = a_status(polls="overdue", last_poll_at=since, **polls)
+    found = one_of(unanswered)
+    assert found.message == "Azure's metadata service has not answered since 22:08:00 UTC: 401 Unauthorized."
+    assert (found.consequence, found.detail) == ("No new event is seen.", f"{request}: {error}")
+    later = replace(unanswered, at=NOW + timedelta(minutes=1))
+    assert one_of(later).message == found.message  # what changes with time is no headline
+    nameless = {"vm": Vm(names=(), vm_id=""), "started_at": NOW - timedelta(minutes=5)}
+    answers = {
+        "vm_failure": "GET http://x/metadata/instance: 403",
+        "vm_failure_summary": "/metadata/instance: 403",
+    }
+    found = one_of(a_status(**nameless, **answers))
+    assert found.message == "The name of this VM is not known: /metadata/instance: 403."
+    assert found.detail == "GET http://x/metadata/instance: 403"
+    assert one_of(NEEDED["approval_failing"][0]).detail == "POST: 500"
+    assert one_of(NEEDED["policy_rejected"][0]).detail == PROBLEMS
+    for kind, (status, *_) in NEEDED.items():
+        assert not re.search(r"https?:|\b(GET|POST)\b|\n", one_of(status).message), kind
 
 
 def test_doctor_comes_before_the_errors_of_approvals_if_polls_fail_too() -> None:

@@ -12,8 +12,12 @@ from scheduled_events_agent.status.attention import exit_code
 from scheduled_events_agent.status.summaries import with_summaries
 
 DENIED = "/metadata/instance: 403 Forbidden"
-NAMELESS: dict[str, Any] = {"vm": Vm(names=(), vm_id=""), "vm_failure": DENIED}
-UNANSWERED: dict[str, Any] = {"last_poll_at": None, "polls": "late", "poll_failure": "403 Forbidden"}
+NAMELESS: dict[str, Any] = {
+    "vm": Vm(names=(), vm_id=""),
+    "vm_failure": f"GET {DENIED}",
+    "vm_failure_summary": DENIED,
+}
+UNANSWERED: dict[str, Any] = {"last_poll_at": None, "polls": "late", "poll_failure_summary": "403 Forbidden"}
 UNMATCHED = a_workflow(
     event={"type": "Preempt", "not_before": NOW + timedelta(seconds=30)},
     decision={"rule": None, "affects": "unknown", "prepare": (), "approve": "never"},
@@ -67,7 +71,7 @@ STATES: dict[str, tuple[Status, Shown]] = {
         Shown("unknown", 0, True, "1 event pending, and nothing says whether for this VM"),
     ),
     "the disk may be a copy": (
-        after(2.9, vm_confirmed=False, vm_failure=DENIED),
+        after(2.9, vm_confirmed=False, vm_failure_summary=DENIED),
         Shown("unknown", 0, True, f"The metadata service has not said yet which VM this is: {DENIED}"),
     ),
     "the disk may be a copy, after three minutes": (
@@ -88,11 +92,17 @@ STATES: dict[str, tuple[Status, Shown]] = {
     ),
     "no answer and no name": (
         after(60, **NAMELESS, **UNANSWERED | {"polls": "overdue"}),
-        Shown("act", 1, False, "No poll has succeeded since 21:12:00 UTC: 403 Forbidden.", ("unhealthy",)),
+        Shown(
+            "act",
+            1,
+            False,
+            "Azure's metadata service has not answered since 21:12:00 UTC: 403 Forbidden.",
+            ("unhealthy",),
+        ),
     ),
-    "one poll failed": (after(60, poll_failure="timed out"), Shown("good", 0, True, "Nothing is pending")),
+    "one poll failed": (after(60, poll_failure_summary="timed out"), Shown("good", 0, True, "Nothing is pending")),
     "polls fail": (
-        after(60, polls="late", poll_failure="timed out", last_poll_at=NOW - timedelta(seconds=10)),
+        after(60, polls="late", poll_failure_summary="timed out", last_poll_at=NOW - timedelta(seconds=10)),
         Shown("unknown", 0, True, "Azure's metadata service has not answered since 22:11:50 UTC: timed out"),
     ),
     "polls hang": (
@@ -100,12 +110,18 @@ STATES: dict[str, tuple[Status, Shown]] = {
         Shown("unknown", 0, True, "Azure's metadata service has not answered since 22:11:50 UTC"),
     ),
     "polls fail beside an event": (
-        after(60, polls="late", poll_failure="timed out", pending=(a_workflow(),)),
+        after(60, polls="late", poll_failure_summary="timed out", pending=(a_workflow(),)),
         Shown("busy", 0, True, "Reboot is pending"),
     ),
     "polls have failed for long": (
-        after(60, polls="overdue", poll_failure="timed out", last_poll_at=NOW - timedelta(minutes=3)),
-        Shown("act", 1, False, "No poll has succeeded since 22:09:00 UTC: timed out.", ("unhealthy",)),
+        after(60, polls="overdue", poll_failure_summary="timed out", last_poll_at=NOW - timedelta(minutes=3)),
+        Shown(
+            "act",
+            1,
+            False,
+            "Azure's metadata service has not answered since 22:09:00 UTC: timed out.",
+            ("unhealthy",),
+        ),
     ),
     "the state file cannot be written": (
         after(60, faults=("its disk is full",), faults_since=NOW),

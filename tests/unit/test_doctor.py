@@ -501,9 +501,12 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
-    ill = msgspec.structs.replace(STATUS, faults=("its disk is full",), polls="overdue", poll_failure="timed out")
+    ill = msgspec.structs.replace(
+        STATUS, faults=("its disk is full",), polls="overdue", poll_failure_summary="timed out"
+    )
     found = check_running_agent("17", with_summaries(ill), None)
-    told = ", and is not healthy: Its disk is full. No poll has succeeded since 12:00:00 UTC: timed out."
+    told = ", and is not healthy: Its disk is full. Azure's metadata service has not answered since 12:00:00 UTC: "
+    told += "timed out."
     assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
     assert found.hint.endswith("; runbook unhealthy")
     assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(

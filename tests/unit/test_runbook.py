@@ -116,7 +116,7 @@ def test_the_kinds_that_an_alert_counts_are_linked_in_its_section() -> None:
     [
         NO_AGENT,
         "the agent (pid 17) does not answer",
-        "no poll has succeeded since 2026-04-11 22:12:00 UTC: timeout",
+        "Azure's metadata service has not answered since 2026-04-11 22:12:00 UTC: timeout",
         "the engine has run no cycle for 21s",
         "the poller has sent no heartbeat for 21s",
         "what is pending cannot be handled: a bug in the agent (KeyError); see the log",

@@ -135,7 +135,7 @@ class Daemon:
             policy=lambda: self._policy.in_force,
             running=self._executor.running,
             target_failures=self._notifier.failures,
-            vm_failure=lambda: self._identifier.failure,
+            vm_error=lambda: self._identifier.error,
             kubernetes_failure=lambda: self._node.failure if self._node else None,
             web=lambda: self._endpoints.state(),  # noqa: PLW0108 - there are no pages yet
             state_dir=store.path.parent,

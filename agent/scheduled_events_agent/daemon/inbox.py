@@ -40,6 +40,8 @@ class PolicyReloaded(msgspec.Struct, frozen=True):
     """None if the file was rejected."""
     hash: str = ""
     error: str = ""
+    summary: str = ""
+    """``error`` in a few words."""
     next_start_failure: str = ""
     """Why the agent would not come back after a restart."""
 
@@ -49,6 +51,8 @@ class PolicyFileSeen(msgspec.Struct, frozen=True):
 
     error: str = ""
     """Why it is rejected."""
+    summary: str = ""
+    """``error`` in a few words."""
     changed_at: datetime | None = None
     """When it was changed; None if it is rejected or in force."""
     next_start_failure: str = ""

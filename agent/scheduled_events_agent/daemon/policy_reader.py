@@ -123,7 +123,7 @@ class PolicyReader:
         """Replaced, never changed."""
         if fallback is not None:
             self._result = fallback.error
-            self._seen = PolicyFileSeen(error=str(fallback.error))
+            self._seen = PolicyFileSeen(error=str(fallback.error), summary=fallback.error.summary)
             self.in_force = replace(self.in_force, read_at=fallback.accepted.accepted_at)
             self._note(self._seen)
 
@@ -169,7 +169,12 @@ class PolicyReader:
         self._result_stamp = self._last_stamp = None
         if isinstance(result, ConfigError):
             self._seen = self._rejected(result)
-            read = PolicyReloaded(None, error=str(result), next_start_failure=self._seen.next_start_failure)
+            read = PolicyReloaded(
+                None,
+                error=str(result),
+                summary=result.summary,
+                next_start_failure=self._seen.next_start_failure,
+            )
             self._put(read)
             return
         self._loaded = result
@@ -224,7 +229,7 @@ class PolicyReader:
 
     def _rejected(self, error: ConfigError) -> PolicyFileSeen:
         failure = self._keeper.reject(error) or self._find_state_failure()
-        return PolicyFileSeen(error=str(error), next_start_failure=failure)
+        return PolicyFileSeen(error=str(error), summary=error.summary, next_start_failure=failure)
 
     def _find_state_failure(self) -> str:
         """Why the next start could not use the state, or would find none; "" if no reason is known."""
@@ -255,7 +260,8 @@ class PolicyReader:
 
     def reject(self, read: PolicyReloaded) -> None:
         """Note that the file is rejected: the previous policy stays in force."""
-        self._note(PolicyFileSeen(error=read.error, next_start_failure=read.next_start_failure))
+        seen = PolicyFileSeen(error=read.error, summary=read.summary, next_start_failure=read.next_start_failure)
+        self._note(seen)
 
     def see(self, seen: PolicyFileSeen) -> None:
         """Note what the file is now, without a reload."""
@@ -269,6 +275,7 @@ class PolicyReader:
         self.in_force = replace(
             self.in_force,
             rejected=seen.error,
+            rejected_summary=seen.summary,
             rejected_at=since if seen.error else None,
             changed_at=seen.changed_at,
             next_start_failure=seen.next_start_failure,

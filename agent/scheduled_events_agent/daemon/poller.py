@@ -73,7 +73,7 @@ class Poller:
         metrics: Metrics,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_failure`` is called when ``failure`` has changed."""
+        """``on_failure`` is called when another ``error`` has come, or it has gone."""
         self._on_failure = on_failure
         self._snapshot = snapshot
         self._put = put
@@ -98,8 +98,8 @@ class Poller:
         self.succeeded: float | None = None
         """When a poll last succeeded, monotonic."""
         self.succeeded_at: datetime | None = None
-        self.failure = ""
-        """Why the last poll failed; "" if it did not."""
+        self.error: ImdsError | DocumentError | None = None
+        """Why the last poll failed."""
         self.guest_proxy = GuestProxy()
         """What answers have shown of Azure's proxy, for every client of this process."""
         self.clock_wrong: ClockWrong | None = None
@@ -144,7 +144,7 @@ class Poller:
         """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
         imds = self._snapshot().settings.imds
         is_other = imds is not self._imds or version != self._client_version
-        if self._client is None or self.failure or is_other:
+        if self._client is None or self.error is not None or is_other:
             self._client = connect(
                 imds.endpoint,
                 version,
@@ -287,18 +287,18 @@ class Poller:
         self._metrics.poll_seconds.observe(now - began)
         self._failure_log.succeeded(now)
         self._backoff.reset()
-        self._set_failure("")
+        self._set_error(None)
         self.succeeded = now
         self.succeeded_at = datetime.now(UTC)
 
-    def _set_failure(self, failure: str) -> None:
-        if failure != self.failure:
-            self.failure = failure
+    def _set_error(self, error: ImdsError | DocumentError | None) -> None:
+        before, self.error = self.error, error
+        if str(error) != str(before):
             self._on_failure()
 
     def _fail(self, error: ImdsError | DocumentError) -> float:
         """Log the failure; returns how long to wait."""
-        self._set_failure(str(error))
+        self._set_error(error)
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return self._backoff.seconds_after(error)
 
@@ -323,8 +323,8 @@ class IdentityResolver:
         self._stop_requested = stop_requested
         self._guest_proxy = guest_proxy or GuestProxy()
         self.has_tried = threading.Event()
-        self.failure = ""
-        """Why the last request did not bring the name; "" if it did, or none has ended yet."""
+        self.error: AgentError | None = None
+        """Why the last request did not bring the name; None if it did, or none has ended yet."""
 
     def run(self) -> None:
         failure_log = ChangeLogger("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
@@ -338,17 +338,16 @@ class IdentityResolver:
                 identity = client.fetch_identity()
                 self._put(identity)
                 if identity.name:
-                    self.failure = ""
+                    self.error = None
                     failure_log.succeeded(time.monotonic())
                     return
-                self.failure = "the service does not report it; set vm.name"
-                failure_log.failed("no_name", self.failure, time.monotonic())
+                self.error = AgentError("the service does not report it; set vm.name", kind="no_name")
+                failure_log.failed(self.error.kind, str(self.error), time.monotonic())
                 delay = _NO_NAME_RETRY_SECONDS
             except (AgentError, OSError) as raised:
-                error = request_error(raised)
-                self.failure = str(error)
+                self.error = error = request_error(raised)
                 delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
-                failure_log.failed(error.kind, self.failure, time.monotonic())
+                failure_log.failed(error.kind, str(error), time.monotonic())
             finally:
                 self.has_tried.set()
             if self._stop_requested.wait(delay):

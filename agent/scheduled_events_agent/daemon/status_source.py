@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from scheduled_events_agent import __version__, host
+from scheduled_events_agent import AgentError, __version__, host
 from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.status import (
@@ -57,7 +57,7 @@ class StatusSource:
         policy: Callable[[], ActivePolicy],
         running: Callable[[], tuple[RunningHook, ...]],
         target_failures: Callable[[], dict[str, TargetFailure]],
-        vm_failure: Callable[[], str],
+        vm_error: Callable[[], AgentError | None],
         kubernetes_failure: Callable[[], KubernetesFailure | None],
         web: Callable[[], WebState],
         state_dir: Path,
@@ -66,7 +66,9 @@ class StatusSource:
     ) -> None:
         """``target_failures``: why targets accept no notifications.
 
-        ``vm_failure``, ``kubernetes_failure``, ``command_options``: those of ``Status``.
+        ``vm_error``: why the metadata service has not said which VM this is.
+
+        ``kubernetes_failure``, ``command_options``: those of ``Status``.
         """
         self._snapshot = snapshot
         self._poller = poller
@@ -74,7 +76,7 @@ class StatusSource:
         self._policy = policy
         self._running = running
         self._target_failures = target_failures
-        self._vm_failure = vm_failure
+        self._vm_error = vm_error
         self._kubernetes_failure = kubernetes_failure
         self._web = web
         self._state_dir = state_dir
@@ -102,7 +104,7 @@ class StatusSource:
         """The data of a status, except the time: a different value if the status has changed."""
         poller = self._poller
         snapshot = replace(self._snapshot(), cycle_began_at=0.0)
-        polled = poller.succeeded_at, poller.failure, poller.clock_wrong, self.polls()
+        polled = poller.succeeded_at, str(poller.error), poller.clock_wrong, self.polls()
         return snapshot, self._policy(), self._running(), self._web(), polled, self._kubernetes_failure()
 
     def metrics(self) -> bytes:
@@ -155,6 +157,8 @@ class StatusSource:
         settings = snapshot.settings
         now = datetime.now(UTC)
         supervisor = host.supervisor_commands()
+        poll_error = self._poller.error
+        vm_error = self._vm_error()
         faults = self._faults()
         faults_since = (self._faults_since or now) if faults else None
         self._faults_since = faults_since
@@ -165,7 +169,8 @@ class StatusSource:
             state_lost=_state_lost(snapshot),
             agent_log=snapshot.agent_log,
             unclean_starts=snapshot.unclean_starts,
-            vm_failure=self._vm_failure(),
+            vm_failure=str(vm_error) if vm_error else "",
+            vm_failure_summary=vm_error.summary if vm_error else "",
             version=__version__,
             started_at=self._started_at,
             vm=Vm(names=snapshot.names, vm_id=snapshot.identity.vm_id),
@@ -182,7 +187,8 @@ class StatusSource:
             recommendations_failure=self._poller.recommendations_failure,
             last_poll_at=self._poller.succeeded_at,
             polls=self.polls(),
-            poll_failure=self._poller.failure,
+            poll_failure=str(poll_error) if poll_error else "",
+            poll_failure_summary=poll_error.summary if poll_error else "",
             guest_proxy=self._poller.guest_proxy.has_answered,
             clock_wrong=self._poller.clock_wrong,
             incarnation=snapshot.incarnation,

@@ -34,6 +34,7 @@ DEFAULT_ENDPOINT = "http://169.254.169.254"
 # DHCP option 245 inside a virtual network: another service of the host, which has no scheduled events.
 _WIRE_SERVER = "168.63.129.16"
 # The instance document has its own api-versions; only the whole document is the same in all of them.
+_DOCUMENT_PATH = "/metadata/scheduledevents"
 _INSTANCE_PATH = "/metadata/instance?api-version=2021-12-13&format=json"
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024  # 1,000 events with 100 resources each are 3 MiB
 _HEADERS = {"Metadata": "true"} | HEADERS
@@ -68,11 +69,12 @@ class ImdsError(AgentError):
         message: str,
         *,
         kind: HttpErrorKind,
+        summary: str = "",
         retry_after: float | None = None,
         status: int | None = None,
     ) -> None:
         """``retry_after``: seconds that the service asks to wait; ``status``: that of its answer, if any."""
-        super().__init__(message, kind=kind)
+        super().__init__(message, kind=kind, summary=summary)
         self.retry_after = retry_after
         self.status = status
         self.is_of_guest_proxy = False
@@ -190,7 +192,7 @@ class ImdsClient:
         ``guest_proxy``: what the answers to other clients have shown of Azure's proxy.
         """
         self._guest_proxy = guest_proxy or GuestProxy()
-        self._document_url = httpx.URL(f"{endpoint}/metadata/scheduledevents?api-version={api_version}")
+        self._document_url = httpx.URL(f"{endpoint}{_DOCUMENT_PATH}?api-version={api_version}")
         self._instance_url = httpx.URL(endpoint + _INSTANCE_PATH)
         self._echoes_incarnation = api_version == "2017-03-01"
         self._request_timeout = request_timeout
@@ -229,8 +231,8 @@ class ImdsClient:
         request = self._build("POST", self._document_url, self._request_timeout, msgspec.json.encode(content))
         body = self._request(request).content
         if body.strip() and _parse_object(body) is None:  # such as the page of a captive portal
-            what = f"200, but neither an empty body nor a JSON object: {excerpt(body)}"
-            raise _error(request, what, "unconfirmed")
+            what = "200, but neither an empty body nor a JSON object"
+            raise _error(request, what, "unconfirmed", detail=f": {excerpt(body)}")
 
     def fetch_identity(self) -> Identity:
         """This VM's name and id. Raises ImdsError."""
@@ -238,7 +240,7 @@ class ImdsClient:
         body = self._request(request).content
         identity = parse_identity(body)
         if identity is None:
-            raise _error(request, f"expected a JSON object; got {excerpt(body)}", "malformed")
+            raise _error(request, "expected a JSON object", "malformed", detail=f"; got {excerpt(body)}")
         return identity
 
     def probe(self, what: Literal["document", "instance"]) -> RawResponse:
@@ -272,26 +274,24 @@ class ImdsClient:
         try:
             response = self._client.send(request)
         except REQUEST_ERRORS as error:
-            failure, detail = classify(error), str(error)
+            failure = classify(error)
+            what = failure.message if failure.kind in ("refused", "malformed") else str(error)
+            detail = f": {error}" if failure.kind == "malformed" else ""
         else:
             # httpx's own stream refers to the response: each answer would stay in memory until garbage collection.
             response.stream = httpx.ByteStream(b"")
             self._guest_proxy.see(response.headers)
             return response
-        what = detail
-        if failure.kind == "refused":
-            what = failure.message
-        elif failure.kind == "malformed":
-            what = f"{failure.message}: {detail}"
-        raise _error(request, what, failure.kind, self._guest_proxy.hint(request.url, failure.kind))
+        of_proxy = self._guest_proxy.hint(request.url, failure.kind)
+        raise _error(request, what, failure.kind, detail=detail, of_proxy=of_proxy)
 
     def _error_for_status(self, request: httpx.Request, response: httpx.Response) -> ImdsError:
         status = response.status_code
         what = f"{status} {response.reason_phrase or '(unknown status)'}"
-        if response.content:
-            what += f": {excerpt(response.content)}"
+        detail = f": {excerpt(response.content)}" if response.content else ""
         failure = error_for_status(response, _KIND_OF_STATUS)
-        error = _error(request, what, failure.kind, self._guest_proxy.hint(request.url, failure.kind, status))
+        of_proxy = self._guest_proxy.hint(request.url, failure.kind, status)
+        error = _error(request, what, failure.kind, detail=detail, of_proxy=of_proxy)
         error.status = status
         error.retry_after = failure.retry_after
         return error
@@ -324,13 +324,17 @@ def connect(
     )
 
 
-def _error(request: httpx.Request, what: str, kind: HttpErrorKind, of_proxy: str = "") -> ImdsError:
-    """``of_proxy``: the hint, if Azure's proxy is the reason."""
+def _error(
+    request: httpx.Request, what: str, kind: HttpErrorKind, *, detail: str = "", of_proxy: str = ""
+) -> ImdsError:
+    """``detail``: the rest of the sentence ``what``. ``of_proxy``: the hint, if Azure's proxy is the reason."""
     # If an approval is rejected, that is rather because of the event than because of the api-version.
     is_about_event = request.method == "POST" and kind == "bad_request"
     hint = "" if is_about_event else _HINTS.get(kind, "")
     if of_proxy:
         hint = f"; {of_proxy}"
-    error = ImdsError(f"{request.method} {request.url}: {what}{hint}", kind=kind)
+    message = f"{request.method} {request.url}: {what}{detail}{hint}"
+    summary = what if request.url.path == _DOCUMENT_PATH else f"{request.url.path}: {what}"
+    error = ImdsError(message, kind=kind, summary=summary)
     error.is_of_guest_proxy = bool(of_proxy)
     return error

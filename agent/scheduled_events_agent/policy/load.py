@@ -33,8 +33,6 @@ class ConfigError(AgentError):
     ``state_dir``: the agent.state_dir in it; "" if it has none, None if that is not known.
 
     ``content``: the file as it was read; None if it could not be read. ``is_missing``: there is no such file.
-
-    ``summary``: the rest of the sentence "the policy file is rejected: ...".
     """
 
     def __init__(
@@ -46,12 +44,11 @@ class ConfigError(AgentError):
         is_missing: bool = False,
         summary: str = "",
     ) -> None:
-        super().__init__("\n".join(problems), kind="config")
+        super().__init__("\n".join(problems), kind="config", summary=summary or problems[0])
         self.problems = problems
         self.state_dir = state_dir
         self.content = content
         self.is_missing = is_missing
-        self.summary = summary or problems[0]
 
 
 class LoadedPolicy(msgspec.Struct, frozen=True, kw_only=True):

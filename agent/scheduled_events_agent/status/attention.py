@@ -61,7 +61,7 @@ _MESSAGES: dict[AttentionKind, str] = {
     "prepare_failed": "{The_event} is held: {why}.",
     "approval_needed": "{The_event} needs an operator's approval{store_failure}.",
     "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
-    "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries failed{last_error}.",
+    "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries have failed.",
     "out_of_service": "{vm} is out of service{until}.",
 }
 NO_AGENT = "no agent runs"
@@ -159,6 +159,7 @@ def of_events(status: Status) -> Iterator[Attention]:
             workflow_id=workflow.id,
             message=_MESSAGES[kind].format(**facts),
             consequence="" if is_warning else _consequence(kind, status, facts),
+            detail=workflow.approval.failure if kind == "approval_failing" else "",
             deadline=event.not_before if kind in WITH_DEADLINE and not is_warning else None,
             commands=tuple(_event_commands(kind, status, workflow, short[event.id])),
         )
@@ -253,7 +254,6 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
         "store_failure": f": {_store_failure(status)}" if _waits_for_store(status, workflow) else "",
         "hook": workflow.wait_reason.detail if workflow.wait_reason else "",
         "failures": str(workflow.approval.failures),
-        "last_error": f", the last one: {workflow.approval.failure}" if workflow.approval.failure else "",
         "when": _when(workflow, status.at),
         "unready_since": utc(unready_since, status.at),
     }
@@ -301,8 +301,11 @@ def _of_agent(status: Status) -> Iterator[Attention]:
             kind="unhealthy",
             severity="act",
             since=since,
-            message=_sentence(f"No poll has succeeded{ago}: {status.poll_failure or 'it hangs'}"),
+            message=_sentence(
+                f"Azure's metadata service has not answered{ago}: {status.poll_failure_summary or 'it hangs'}"
+            ),
             consequence="No new event is seen.",
+            detail=status.poll_failure or "",
             commands=(_doctor(status),),
         )
     crashes = [at for at in status.unclean_starts if status.at - at < CRASHED_WITHIN]
@@ -321,7 +324,7 @@ def _of_identity(status: Status) -> Iterator[Attention]:
     started_at = status.started_at
     if started_at is None or (status.vm.names and status.vm_confirmed):
         return
-    why = f": {status.vm_failure}" if status.vm_failure else ""
+    why = f": {status.vm_failure_summary}" if status.vm_failure_summary else ""
     commands = (_doctor(status), _edit(status, "vm.name: this VM's name in Azure"))
     pending = _of_unknown_vm(status.pending) if status.mode == "act" else []
     uptime = status.at - started_at
@@ -340,6 +343,7 @@ def _of_identity(status: Status) -> Iterator[Attention]:
             ),
             consequence=f"Azure starts it {_when(first, status.at)}, prepared or not.",
             deadline=first.event.not_before,
+            detail=status.vm_failure,
             commands=commands,
         )
     elif not status.vm.names and uptime >= _NAMED_WITHIN and status.polls != "overdue":
@@ -349,6 +353,7 @@ def _of_identity(status: Status) -> Iterator[Attention]:
             since=started_at,
             message=_sentence(f"The name of this VM is not known{why}"),
             consequence="The agent cannot match any event to this VM.",
+            detail=status.vm_failure,
             commands=commands,
         )
     elif status.vm.names and uptime >= (_CONFIRMED_WITHIN_IF_PENDING if status.pending else _CONFIRMED_WITHIN):
@@ -358,6 +363,7 @@ def _of_identity(status: Status) -> Iterator[Attention]:
             since=started_at,
             message=_sentence(f"The metadata service has not said since the boot which VM this is{why}"),
             consequence="Its disk may be a copy of another VM's: until it is known, no event is acted on.",
+            detail=status.vm_failure,
             commands=commands,
         )
 
@@ -431,10 +437,11 @@ def _of_next_start(status: Status) -> Iterator[Attention]:
             kind="policy_rejected",
             severity="act" if failure else "fix",
             since=policy.rejected_at,
-            message=_sentence(f"The policy file as it is now is rejected: {_first_line(policy.rejected)}"),
+            message=_sentence(f"The policy file is rejected: {policy.rejected_summary}"),
             consequence=_sentence(f"{in_force}. After a restart no agent runs: {failure}")
             if failure
             else f"{in_force}, also after a restart.",
+            detail=policy.rejected,
             deadline=restart.event.not_before if restart and failure else None,
             commands=(_check(status, "show all that is wrong with it"),),
         )

@@ -300,12 +300,12 @@ def headline(status: Status) -> str:
 
 def _unknown(status: Status) -> str:
     """Why it is not known whether an event would be seen and acted on; "" if it is."""
-    why = f": {status.poll_failure}" if status.poll_failure else ""
+    why = f": {status.poll_failure_summary}" if status.poll_failure_summary else ""
     if status.last_poll_at is None:
         return f"Azure's metadata service has not answered yet{why}"
     if status.polls != "current":
         return f"Azure's metadata service has not answered since {utc(status.last_poll_at, status.at)}{why}"
-    why = f": {status.vm_failure}" if status.vm_failure else ""
+    why = f": {status.vm_failure_summary}" if status.vm_failure_summary else ""
     if not status.vm.names:
         return f"The name of this VM is not known yet{why}"
     return "" if status.vm_confirmed else f"The metadata service has not said yet which VM this is{why}"

@@ -85,6 +85,8 @@ class ActivePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256."""
     rejected: str = ""
     """Why the current file was rejected."""
+    rejected_summary: str = ""
+    """``rejected`` in a few words."""
     rejected_at: datetime | None = None
     changed_at: datetime | None = None
     """When the current file was changed, if it is good and not loaded."""
@@ -300,6 +302,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is certain since the boot that these are this VM's names: the disk may be a copy."""
     vm_failure: str = ""
     """Why the metadata service has not said which VM this is."""
+    vm_failure_summary: str = ""
+    """``vm_failure`` in a few words."""
     version: str | None = None
     started_at: datetime | None = None
     unclean_starts: tuple[datetime, ...] = ()
@@ -317,6 +321,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     polls: Polls = "current"
     """late: none has succeeded for ten seconds, or since the start; overdue: for ``agent.healthy_within``."""
     poll_failure: str | None = None
+    poll_failure_summary: str = ""
+    """``poll_failure`` in a few words."""
     guest_proxy: bool = False
     """Whether an answer came through Azure's Guest Proxy Agent."""
     clock_wrong: ClockWrong | None = None

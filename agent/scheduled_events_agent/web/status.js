@@ -178,6 +178,7 @@
         const number = shown.slice(0, i).filter((other) => isLike(one, other)).length;
         return block(`a-${key(`${one.kind} ${one.workflow_id} ${number}`)}`, one.severity, signOf(one), words(one.message),
           failedOutput(one), one.consequence && el("p", {}, words(one.consequence)), deadline(one),
+          one.detail && el("pre", {class: "detail"}, words(one.detail, MOST.ofOutput)),
           commands(one.commands, status.command_prefix),
           el("p", {}, el("a", {href: one.runbook}, `Runbook: ${one.kind}`)));
       }),
