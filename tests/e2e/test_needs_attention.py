@@ -123,6 +123,45 @@ def test_an_event_stays_prepared_if_the_agent_stops_acting(agent: Agent, sim: Si
     assert agent.ran() == ["drain", "resume"]
 
 
+def test_a_vm_whose_name_is_changed_while_it_is_prepared(agent: Agent, sim: Simulator) -> None:
+    policy: dict[str, Any] = {
+        "rules": [{**DRAIN, "approve": "manual", "lead": "2h"}],
+        "hooks": agent.hooks("drain", "resume"),
+    }
+    agent.write_policy(**policy)
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=3600)
+    agent.wait_phase(event, "prepared")
+    agent.write_policy(**policy, vm={"name": "vm-9"})
+    agent.reload()
+    found = wait_kind(agent, "vm_changed")
+    assert found["message"] == "This VM is prepared for the Reboot of vm-1, and its name is vm-9 now."
+    assert (found["severity"], found["event_id"]) == ("act", event)
+    assert "vm-1" in found["commands"][0]["effect"]
+    assert agent.status()["headline"] == found["message"]
+    assert agent.get("/healthz")[0] == 503
+    sim.wait_polls(24)
+    assert kinds(agent.status()) == ["vm_changed"]
+    assert agent.pending()[event]["wait_message"] == "it names vm-1, which is no name of this VM any more"
+    assert agent.say("approve", event).returncode == 1
+    agent.stop()
+    agent.start()
+    wait_kind(agent, "vm_changed")
+    agent.write_policy(**policy, vm={"name": "vm-9", "aliases": ["VM-1"]})
+    agent.reload()
+    wait_kind(agent, "approval_needed")
+    assert kinds(agent.status()) == ["approval_needed"]
+    agent.wait_metric(0.0, KIND, kind="vm_changed")
+    agent.write_policy(**policy, vm={"name": "vm-9"})
+    agent.reload()
+    wait_kind(agent, "vm_changed")
+    sim.cancel(event)
+    wait_none(agent, "vm_changed")
+    assert agent.ran() == ["drain", "resume"]
+    assert agent.get("/healthz") == (200, "ok\n")
+    assert sim.approvals(event) == ()
+
+
 def test_a_clock_that_is_behind_and_then_right(agent: Agent, sim: Simulator) -> None:
     agent.write_policy()
     sim.fault(None, "clock_ahead", clock_seconds=100.0)

@@ -78,6 +78,17 @@ UNRECOVERED = recovering(
 LOST = StateLost(at=NOW, reason="file is not a database", recover=("resume", "tell"))
 OTHER_VM = "the state file is of VM id-1, and this VM is id-2"
 FOREIGN = StateLost(at=NOW, reason=OTHER_VM, is_foreign=True, recover=())
+
+
+def of_old_name(event: dict[str, Any] | None = None, **fields: Any) -> WorkflowView:
+    """Prepared for when this VM was web-1; now it is web-2."""
+    found: dict[str, Any] = {"named_as": "web-1", "phase": "held", "prepare": UNDONE}
+    found |= {"wait_reason": WaitReason(kind="other_vm"), "wait_message": "it names web-1"}
+    of_old = {"resources": ("web-1",), **(event or {})}
+    return a_workflow(event=of_old, decision={"affects": "others"}, **{**found, **fields})
+
+
+RENAMED = {"vm": Vm(names=("web-2", "b"), vm_id="id")}
 # By kind: a status, severity, message and the first command.
 NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "recovery_failed": (
@@ -157,6 +168,14 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "act",
         "The name of this VM is not known.",
         "scheduled-events-agent doctor",
+    ),
+    "vm_changed": (
+        of_event(
+            of_old_name({"status": "Started"}, phase="started", was_started=True, wait_reason=None), **RENAMED
+        ),
+        "act",
+        "This VM is prepared for the Reboot of web-1, and its name is web-2 now.",
+        "scheduled-events-agent check",
     ),
     "out_of_service": (
         of_event(EARLY),
@@ -542,6 +561,48 @@ def test_an_approval_that_azure_does_not_accept_can_be_given_from_outside_the_vm
     assert with_prefix("scheduled-events-agent status", "sudo ") == "sudo scheduled-events-agent status"
     nameless = of_event(a_workflow(event={"id": ""}, phase="prepared", approval=FAILING))
     assert not [one for one in one_of(nameless).commands if one.command.startswith("az ")]
+
+
+def test_an_event_of_a_name_that_this_vm_no_longer_has_is_one_cause() -> None:
+    failed = of_old_name({"id": "later", "not_before": NOW + timedelta(days=1)}, prepare=FAILED)
+    found = one_of(a_status(pending=(failed, of_old_name()), **RENAMED))
+    assert (found.event_id, found.deadline) == ("602D9444", NOW + timedelta(minutes=14, seconds=12))
+    assert (
+        found.message
+        == "This VM is prepared for the Reboot of web-1 and 1 other event, and its name is web-2 now."
+    )
+    assert found.consequence == "The agent acts on no other event of web-1. Azure starts this one at 22:26:12 UTC."
+    assert found.commands[0].effect == ("edit policy.yaml: vm.name, or one of vm.aliases: web-1, then reload")
+    assert with_summaries(a_status(pending=(of_old_name(),), **RENAMED)).health == (
+        "This VM is prepared for the Reboot of web-1, and its name is web-2 now.",
+    )
+
+
+NOT_RENAMED = {
+    "its name was put back": (of_old_name(), Vm(names=("WEB-1",), vm_id="id")),
+    "an alias has the name": (of_old_name(), Vm(names=("web-2", "_web-1"), vm_id="id")),
+    "nothing is prepared": (of_old_name(prepare=StageStatus(), phase="waiting"), RENAMED["vm"]),
+    "a rule is for events of other VMs": (of_old_name(named_as=""), RENAMED["vm"]),
+    "Azure names another VM now": (of_old_name({"resources": ("web-3",)}), RENAMED["vm"]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RENAMED)
+def test_an_event_of_this_or_of_another_vm_says_nothing_of_a_changed_name(case: str) -> None:
+    workflow, vm = NOT_RENAMED[case]
+    assert "vm_changed" not in [one.kind for one in attention(of_event(workflow, vm=vm))]
+
+
+def test_after_the_event_a_changed_name_counts_until_it_is_recovered_or_needs_more() -> None:
+    over: dict[str, Any] = {"is_over": True, "phase": "recovering", "wait_reason": None}
+    found = one_of(of_event(of_old_name(**over), **RENAMED))
+    assert (found.kind, found.deadline) == ("vm_changed", None)
+    assert found.consequence == "The agent acts on no other event of web-1."
+    failed = of_old_name(**over | {"phase": "recovery_failed"}, recover=FAILED)
+    assert one_of(of_event(failed, **RENAMED)).kind == "recovery_failed"
+    lost = of_old_name(**over | LOST_HOOK)
+    assert one_of(of_event(lost, **RENAMED)).kind == "hook_missing"
+    assert attention(of_event(of_old_name(), mode="observe", **RENAMED)) == ()
 
 
 def test_a_reason_that_ends_as_a_sentence_gets_no_second_stop() -> None:

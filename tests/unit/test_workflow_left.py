@@ -92,6 +92,35 @@ def test_an_event_of_a_vm_that_got_another_name_is_followed() -> None:
     assert not agent.of().is_over
 
 
+def test_an_event_knows_the_name_by_which_it_named_this_vm() -> None:
+    agent = prepared()
+    rules = agent.context.rules
+    assert (agent.of().named_as, agent.of().is_named_otherwise) == ("vm_1", False)
+    agent.reload(*rules, names=("vm_9",))
+    for _ in range(24):
+        agent.answer_once(an_event())
+    assert (agent.phase, agent.of().named_as, agent.of().is_named_otherwise) == ("held", "vm_1", True)
+    assert agent.wait_message() == "it names vm_1, which is no name of this VM any more"
+    agent.reload(*rules, names=("vm_9", "VM_1"))
+    assert not agent.of().is_named_otherwise
+    assert agent.wait_message() == "an operator must approve it"
+    agent.reload(*rules, names=("vm_9",))
+    assert agent.document() == ["A: recover resume"]
+    agent.ends("resume")
+    assert agent.workflows == {}
+
+
+def test_an_event_that_never_named_this_vm_is_not_named_otherwise() -> None:
+    agent = Agent(a_rule(prepare=("drain",), when=When(affects=("others",))))
+    agent.document(ELSEWHERE)
+    assert (agent.of().named_as, agent.of().is_named_otherwise) == ("", False)
+    unnamed = Agent(a_rule(), names=())
+    unnamed.document(an_event())
+    assert (unnamed.of().named_as, unnamed.of().is_named_otherwise) == ("", False)
+    unnamed.reload(a_rule(), names=("vm_1",))
+    assert unnamed.of().named_as == "vm_1"
+
+
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_a_rule_for_events_of_other_vms_goes_on_with_it(*, is_taken: bool) -> None:
     types = ("Reboot",) if is_taken else ("Freeze",)

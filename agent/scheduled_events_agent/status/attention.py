@@ -19,7 +19,13 @@ from scheduled_events_agent.status.actions import (
     quoted,
     short_ids,
 )
-from scheduled_events_agent.status.messages import clock_difference, clock_effect, is_for_this_vm, utc
+from scheduled_events_agent.status.messages import (
+    by_urgency,
+    clock_difference,
+    clock_effect,
+    is_for_this_vm,
+    utc,
+)
 from scheduled_events_agent.status.status import (
     Attention,
     AttentionKind,
@@ -63,6 +69,7 @@ _MESSAGES: dict[AttentionKind, str] = {
     "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
     "approval_failing": "Azure does not accept the approval of {the_event}: {failures} tries have failed.",
     "out_of_service": "{vm} is out of service{until}.",
+    "vm_changed": "This VM is prepared for the {type} of {named_as}{more}, and its name is {vm} now.",
 }
 NO_AGENT = "no agent runs"
 """The fault of ``Status`` if none does."""
@@ -76,6 +83,7 @@ _CONSEQUENCES: dict[AttentionKind, str] = {
     "not_acting": _UNREADY,
     "approval_failing": "The agent goes on trying; without an approval Azure starts it {when}.",
     "out_of_service": "It stays prepared for {the_event}, which Azure starts {when}.",
+    "vm_changed": "The agent acts on no other event of {named_as}.{start}",
 }
 
 
@@ -138,18 +146,23 @@ def exit_code(status: Status) -> int:
 
 def _is_inability(one: Attention) -> bool:
     """Whether the agent could act on no event that came now."""
-    return one.severity == "act" and one.kind in ("unhealthy", "vm_unknown")
+    return one.severity == "act" and one.kind in ("unhealthy", "vm_unknown", "vm_changed")
 
 
 def of_events(status: Status) -> Iterator[Attention]:
-    """The events that need a person, in the order of ``pending``: at most one entry for each event."""
+    """The events that need a person, in the order of ``pending``: at most one entry for each event.
+
+    Of several that no longer name this VM, the most urgent has the entry: there is but one cause.
+    """
     judged = [(workflow, _kind_of(status, workflow)) for workflow in status.pending]
-    needed = [(workflow, kind) for workflow, kind in judged if kind is not None]
+    renamed = by_urgency(workflow for workflow, kind in judged if kind == "vm_changed")
+    needed = [(workflow, kind) for workflow, kind in judged if kind is not None and workflow not in renamed[1:]]
     short = short_ids([workflow.event.id for workflow in status.pending]) if needed else {}
     for workflow, kind in needed:
         event = workflow.event
         facts = _facts(status, workflow)
-        is_warning = event.is_recommendation and not workflow.is_over  # nothing starts by itself
+        # Nothing starts by itself.
+        is_warning = event.is_recommendation and not workflow.is_over and kind != "vm_changed"
         is_to_fix = is_warning or kind == "out_of_service"
         yield Attention(
             kind=kind,
@@ -160,9 +173,14 @@ def of_events(status: Status) -> Iterator[Attention]:
             message=_MESSAGES[kind].format(**facts),
             consequence="" if is_warning else _consequence(kind, status, facts),
             detail=workflow.approval.failure if kind == "approval_failing" else "",
-            deadline=event.not_before if kind in WITH_DEADLINE and not is_warning else None,
+            deadline=_deadline(kind, workflow) if not is_warning else None,
             commands=tuple(_event_commands(kind, status, workflow, short[event.id])),
         )
+
+
+def _deadline(kind: AttentionKind, workflow: WorkflowView) -> datetime | None:
+    has_one = kind in WITH_DEADLINE or (kind == "vm_changed" and _may_start(workflow))
+    return workflow.event.not_before if has_one else None
 
 
 def _consequence(kind: AttentionKind, status: Status, facts: dict[str, str]) -> str:
@@ -180,10 +198,23 @@ def _kind_of(status: Status, workflow: WorkflowView) -> AttentionKind | None:
     if workflow.is_over:
         if status.mode == "observe" and workflow.is_prepared_for:
             return "not_acting"
-        return "hook_missing" if waits_for == "lost_hook" else None
-    if workflow.event.is_started or workflow.was_started or status.mode == "observe":
+        if waits_for == "lost_hook":
+            return "hook_missing"
+    if status.mode == "act" and _has_changed_name(status, workflow):
+        return "vm_changed"
+    if workflow.is_over or workflow.event.is_started or workflow.was_started or status.mode == "observe":
         return None
     return _kind_before_start(workflow) or ("out_of_service" if _is_out_of_service(status, workflow) else None)
+
+
+def _has_changed_name(status: Status, workflow: WorkflowView) -> bool:
+    """Whether this VM is prepared for an event that named it, until the VM's names became others."""
+    is_prepared = workflow.is_prepared_for and workflow.is_named_otherwise
+    return is_prepared and workflow.event.affects(status.vm.names) == "others"
+
+
+def _may_start(workflow: WorkflowView) -> bool:
+    return not (workflow.is_over or workflow.was_started or workflow.event.is_recommendation)
 
 
 def _kind_before_start(workflow: WorkflowView) -> AttentionKind | None:
@@ -242,11 +273,16 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
     stage_status = workflow.recover if workflow.is_over else workflow.prepare
     name = f"{event.type or 'event'} of {next(iter(status.vm.names), 'this VM')}"
     unready_since = workflow.handling_since or workflow.phase_since or workflow.first_seen_at
+    others = sum(_has_changed_name(status, one) for one in status.pending) - 1
     until = ", and Azure does not say until when"
     if event.not_before is not None and event.not_before > status.at:
         until = f" until {utc(event.not_before, status.at)}: earlier than its lead"
     return {
         "vm": next(iter(status.vm.names), "This VM"),
+        "type": event.type or "event",
+        "named_as": workflow.named_as,
+        "more": f" and {plural(others, 'other event')}" if others > 0 else "",
+        "start": f" Azure starts this one {_when(workflow, status.at)}." if _may_start(workflow) else "",
         "until": until,
         "the_event": f"the {name}",
         "The_event": f"The {name}",
@@ -264,6 +300,10 @@ def _event_commands(
 ) -> Iterator[SuggestedCommand]:
     if kind == "hook_missing" and workflow.wait_reason:
         yield _edit(status, f"hook {workflow.wait_reason.detail} again", "; recovery goes on by itself")
+    if kind == "vm_changed":
+        yield _edit(status, f"vm.name, or one of vm.aliases: {workflow.named_as}")
+        yield _check(status, "see before the reload that the policy is right")
+        yield _doctor(status)
     if kind == "not_acting":
         yield _edit(status, "mode: act", ", or restart it without --observe")
     if kind == "approval_failing" and status.poll_failure:

@@ -93,6 +93,8 @@ def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: dateti
     at = _time_message(wait_reason.at, now) if wait_reason.at else ""
     if wait_reason.kind == "other_vm" and decision.affects == "unknown":
         return "nothing says whether it names this VM"
+    if wait_reason.kind == "other_vm" and workflow.is_named_otherwise:
+        return f"it names {workflow.named_as}, which is no name of this VM any more"
     if wait_reason.kind == "would_begin":
         return f"the agent only observes; it would {_plan(workflow, wait_reason, at)}"
     return _WAIT_MESSAGES[wait_reason.kind].format(

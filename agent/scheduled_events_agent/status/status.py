@@ -197,7 +197,7 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
 Polls = Literal["current", "late", "overdue"]
 Condition = Literal["act", "fix", "unknown", "busy", "good"]
 AttentionKind = Literal[
-    "unhealthy", "vm_unknown", "recovery_failed", "hook_missing", "state_lost", "prepare_failed",
+    "unhealthy", "vm_unknown", "vm_changed", "recovery_failed", "hook_missing", "state_lost", "prepare_failed",
     "approval_needed", "not_acting", "approval_failing", "restart_unsafe", "agent_restarts", "policy_rejected",
     "web_config_rejected", "out_of_service", "clock_wrong", "foreign_state", "fleet_unavailable",
     "kubernetes_unavailable", "notifications_failing",

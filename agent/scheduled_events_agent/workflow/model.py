@@ -145,6 +145,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     id: str
     """Unique to this appearance of the event."""
     event: ScheduledEvent
+    named_as: str = ""
+    """The name by which the event named this VM when it last did; "" if it never did."""
     decision: Decision
     first_seen_at: datetime
     not_before_seen_at: datetime
@@ -208,6 +210,11 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def is_missing(self) -> bool:
         """Whether the last answer lacks the event; the next answer shows whether it is over."""
         return self.missing_since is not None and not self.is_over
+
+    @property
+    def is_named_otherwise(self) -> bool:
+        """Whether the event named this VM, and no longer does because the VM's names are others now."""
+        return self.decision.affects == "others" and self.event.position((self.named_as,)) is not None
 
     @property
     def is_prepared_for(self) -> bool:

@@ -101,6 +101,7 @@ def _create(event: ScheduledEvent, context: Context) -> Transition | None:
     workflow = Workflow(
         id=workflow_id(event.key, context.now),
         event=event,
+        named_as=_name_in(event, context.names),
         decision=decision,
         first_seen_at=context.now,
         not_before_seen_at=context.now,
@@ -203,6 +204,7 @@ def _why_approval_is_void(workflow: Workflow, new: ScheduledEvent) -> str:
 
 def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     facts = MatchContext(names=context.names, not_before_seen_at=workflow.not_before_seen_at)
+    workflow = replace(workflow, named_as=_name_in(workflow.event, context.names) or workflow.named_as)
     old = workflow.decision
     new = decide(context.rules, context.windows, workflow.event, facts)
     has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
@@ -224,6 +226,12 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
         wait_reason = None  # its text contains the decision, so it is noted again
     decided = Transition(workflow=replace(workflow, decision=new, wait_reason=wait_reason), records=records)
     return with_start_noted(decided, context) if is_known_late else decided
+
+
+def _name_in(event: ScheduledEvent, names: tuple[str, ...]) -> str:
+    """The name by which the event names this VM; "" if it does not."""
+    position = event.position(names)
+    return "" if position is None else event.resources[position]
 
 
 def _records_of_names(
