@@ -51,7 +51,6 @@ CACHE = SOURCES / ".cache" / "packaging"
 NAME = "scheduled-events-agent"
 PROJECT = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
 AUTHOR: str = PROJECT["authors"][0]["name"]
-MAINTAINER = f"{AUTHOR} <{PROJECT['authors'][0]['email']}>"
 URLS: dict[str, str] = PROJECT["urls"]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 SYSTEMD = "245"  # tests/unit/test_systemd_directives.py holds the units against it
@@ -117,6 +116,7 @@ _PLACES = {
 }
 # Directories that an rpm knows and does not bring, with mode, owner and group: systemd makes them.
 _GHOSTS = {f"/etc/{NAME}/credentials": f"0750,root,{NAME}", f"/var/lib/{NAME}": "0700,root,root"}
+RUNBOOK = SOURCES / "docs/runbook.md"
 # What the chart has from elsewhere: where it is in the sources, and in the chart.
 _IN_CHART = {
     "config/examples/kubernetes-node.yaml": "policies/kubernetes.yaml",
@@ -136,6 +136,20 @@ _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
 class BuildError(Exception):
     """The build cannot go on: what is missing or went wrong, and what to do."""
 
+
+def is_placeholder(address: str) -> bool:
+    """Whether the address, of a page or for mail, is one that an owner has still to fill in."""
+    return address.rpartition("//")[2].partition("/")[0].endswith(".invalid")
+
+
+def filled_in(address: str) -> str:
+    """The address, or "" as long as it is a placeholder: what is built leads to none."""
+    return "" if is_placeholder(address) else address
+
+
+EMAIL = filled_in(PROJECT["authors"][0]["email"])
+MAINTAINER = f"{AUTHOR} <{EMAIL}>" if EMAIL else AUTHOR
+HOMEPAGE = filled_in(URLS["Homepage"])
 
 # Debian's names of the processors, and those of rpm and of wheels.
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -400,6 +414,8 @@ def _place_documents(root: Path) -> None:
                 write(target, _in_package(source).encode())
             else:
                 copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
+            if source == RUNBOOK:
+                copy(target, root / "usr/share" / NAME / source.name)  # some systems install no documents
             if folder == "config/examples":
                 edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
 
@@ -607,7 +623,7 @@ def pack_deb(staged: Staged, output: Path) -> Path:
     version = f"{package_version(staged.version)}-1"
     entry = (
         f"{NAME} ({version}) unstable; urgency=medium\n\n  * The changes are in changelog.gz.\n\n"
-        f" -- {MAINTAINER}  {format_datetime(datetime.fromtimestamp(staged.epoch, UTC))}\n"
+        f" -- {AUTHOR} <{EMAIL}>  {format_datetime(datetime.fromtimestamp(staged.epoch, UTC))}\n"
     )
     write(root / _DOC / "changelog.Debian.gz", _gzip(entry.encode()))
     copy(PACKAGING / "deb/lintian-overrides", root / "usr/share/lintian/overrides" / NAME)
@@ -617,7 +633,7 @@ def pack_deb(staged: Staged, output: Path) -> Path:
         "VERSION": version,
         "ARCHITECTURE": staged.architecture,
         "MAINTAINER": MAINTAINER,
-        "HOMEPAGE": URLS["Homepage"],
+        "HOMEPAGE": HOMEPAGE,
         "SIZE": str(sum(-(-path.stat().st_size // 1024) for path in files)),
         "GLIBC": staged.glibc,
         "SYSTEMD": SYSTEMD,
@@ -656,7 +672,15 @@ def debian_copyright(staged: Staged) -> str:
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template)
+    """The template with its values; a line with an empty one is left out."""
+    lines = template.splitlines(keepends=True)
+    kept = [line for line in lines if all(values[name] for name in re.findall(r"@([A-Z]+)@", line))]
+    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], "".join(kept))
+
+
+def without_links(page: str, beginning: str = "") -> str:
+    """The text of a page where other pages are not: links to them, if they begin so, are plain words."""
+    return re.sub(rf"\[([^\]]+)\]\({re.escape(beginning)}(?!#|\w+://)[^)]*\)", r"\1", page)
 
 
 # --- rpm ------------------------------------------------------------------------------------------------------
@@ -680,7 +704,7 @@ def pack_rpm(staged: Staged, output: Path) -> Path:
             "LICENSE": " AND ".join(sorted(vendored | {"MIT"})),
             "MAINTAINER": MAINTAINER,
             "VENDOR": AUTHOR,
-            "HOMEPAGE": URLS["Homepage"],
+            "HOMEPAGE": HOMEPAGE,
             "GLIBC": staged.glibc,
             "SYSTEMD": SYSTEMD,
             "BUNDLED": "\n".join(bundled),
@@ -757,12 +781,14 @@ def pack_chart(output: Path, version: str | None = None) -> Path:
 
 def _in_chart(name: str, text: str, version: str) -> str:
     """A file as the chart has it: without what leads to other files of the sources."""
+    source = filled_in(URLS["Source"])
     if name == "Chart.yaml":
-        email = PROJECT["authors"][0]["email"]
-        values = {"VERSION": version, "AUTHOR": AUTHOR, "EMAIL": email}
-        return _fill(text, values | {"HOMEPAGE": URLS["Homepage"], "SOURCE": URLS["Source"]})
+        values = {"VERSION": version, "AUTHOR": AUTHOR, "EMAIL": EMAIL}
+        return _fill(text, values | {"HOMEPAGE": HOMEPAGE, "SOURCE": source})
     if name == "README.md":
-        return text.replace("](../../../", f"]({URLS['Source']}/blob/main/")
+        return (
+            text.replace("](../../../", f"]({source}/blob/main/") if source else without_links(text, "../../../")
+        )
     return text.removeprefix("# yaml-language-server: $schema=../policy.schema.json\n#\n")
 
 

@@ -33,6 +33,7 @@ import msi
 from build import (
     ARCHITECTURES,
     CACHE,
+    HOMEPAGE,
     NAME,
     PROJECT,
     SOURCES,
@@ -42,7 +43,9 @@ from build import (
     build_python,
     check_version,
     edit,
+    filled_in,
     is_final,
+    is_placeholder,
     pack_chart,
     run,
     source_version,
@@ -124,8 +127,7 @@ def placeholders(addresses: Mapping[str, str], files: Mapping[str, str]) -> Iter
     ``addresses``: of pyproject.toml, by key. ``files``: other files by name, the Containerfile among them.
     """
     for key, address in addresses.items():
-        host = address.rpartition("//")[2].partition("/")[0]
-        if host.endswith(".invalid"):
+        if is_placeholder(address):
             yield f"pyproject.toml: {key} is {address}: fill in a real address"
     for name, text in files.items():
         if re.search(rf"{NAME}\.invalid\b", text):
@@ -252,10 +254,10 @@ def build_image() -> None:
         "title": NAME,
         "version": source_version(),
         "licenses": PROJECT["license"],
-        "url": URLS["Homepage"],
-        "source": URLS["Source"],
+        "url": HOMEPAGE,
+        "source": filled_in(URLS["Source"]),
     }
-    options = [f"--label=org.opencontainers.image.{name}={value}" for name, value in labels.items()]
+    options = [f"--label=org.opencontainers.image.{name}={value}" for name, value in labels.items() if value]
     tags = [f"--tag={NAME}:{tag}" for tag in (source_version(), "latest")]
     base = [f"--build-arg=BASE={os.environ['BASE']}"] if "BASE" in os.environ else []
     # The other format has no place for HEALTHCHECK. (docker has this one by default.)

@@ -23,7 +23,11 @@ Decisions are values. The edges carry them out.
 Imports point downwards only; tests/unit/test_layering.py checks it.
 """
 
+from pathlib import Path
+
 __version__ = "0.1.0"
+RUNBOOK_URL = "https://source.scheduled-events-agent.invalid/blob/main/docs/runbook.md"
+"""Address of the runbook, as in pyproject.toml. It has a section for each kind of attention and each alert."""
 
 
 class AgentError(Exception):
@@ -36,3 +40,21 @@ class AgentError(Exception):
         super().__init__(message)
         self.kind = kind
         self.summary = summary or message
+
+
+def find_runbook(address: str, package: Path) -> str:
+    """Where the runbook is: its address, or while that ends in .invalid the path of the page on this machine.
+
+    ``package``: the folder of the agent's code, in a checkout or installed.
+    """
+    host = address.partition("//")[2].partition("/")[0]
+    if not host.endswith(".invalid"):
+        return address
+    in_checkout = package.parent.parent / "docs/runbook.md"
+    installed = [place / "share/scheduled-events-agent/runbook.md" for place in package.parents]
+    pages = [page for page in (in_checkout, *installed) if page.is_file()]
+    return str(pages[0]) if pages else "runbook.md"
+
+
+RUNBOOK = find_runbook(RUNBOOK_URL, Path(__file__).parent)
+"""Where the runbook is: an address, or a path on this machine."""

@@ -38,10 +38,12 @@ from bom import Part, write_bom
 from build import (
     AUTHOR,
     CACHE,
+    HOMEPAGE,
     IMPORTED_BY_HTTPX,
     NAME,
     PACKAGING,
     PROJECT,
+    RUNBOOK,
     SOURCES,
     URLS,
     BuildError,
@@ -50,6 +52,7 @@ from build import (
     copy,
     edit,
     fetch_pinned,
+    filled_in,
     find_libyaml,
     need_programs,
     pins,
@@ -59,6 +62,7 @@ from build import (
     run,
     source_epoch,
     source_version,
+    without_links,
     write,
 )
 
@@ -257,6 +261,8 @@ def stage(root: Path, interpreter: Path, version: str) -> list[Part]:
         copy(path, root / path.relative_to(SOURCES))
     copy(SOURCES / "LICENSE", root / "licenses" / NAME / "LICENSE")
     copy(SOURCES / "SECURITY.md", root / "SECURITY.md")
+    page = without_links(RUNBOOK.read_text("utf-8")).replace("\n", "\r\n")
+    write(root / "share" / NAME / RUNBOOK.name, page.encode())
     _compile_messages(root)
     epoch = source_epoch()
     for path in sorted(root.rglob("*")):
@@ -534,8 +540,8 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         "ALLUSERS": "1",
         "ARPCOMMENTS": "Preview: tested under Wine, not yet on Windows",
         "ARPNOMODIFY": "1",
-        "ARPURLINFOABOUT": URLS["Homepage"],
-        "ARPHELPLINK": URLS["Runbook"],
+        "ARPURLINFOABOUT": HOMEPAGE,
+        "ARPHELPLINK": filled_in(URLS["Runbook"]),
         "Manufacturer": AUTHOR,
         "ProductCode": f"{{{_guid('product', identity)}}}",
         "ProductLanguage": "1033",
@@ -562,7 +568,9 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         ),
         "UpgradeCode": upgrade,
     }
-    yield _table("Property", ("Property", "Value"), ("s72", "l0"), 1, properties.items())
+    yield _table(
+        "Property", ("Property", "Value"), ("s72", "l0"), 1, [row for row in properties.items() if row[1]]
+    )
     for name, sequence in (
         ("InstallExecuteSequence", _SEQUENCE),
         ("InstallUISequence", (*_PREPARATION, ("ExecuteAction", "", 1300))),

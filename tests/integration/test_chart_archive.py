@@ -85,7 +85,10 @@ def test_the_archive_has_the_policies_and_rules_of_config(tmp_path: Path) -> Non
     about = yaml.safe_load((chart / "Chart.yaml").read_text("utf-8"))
     assert (about["version"], about["appVersion"]) == (__version__, __version__)
     assert "@" not in re.sub(r"\w@\w", "", (chart / "Chart.yaml").read_text("utf-8").partition("\n")[2])
-    assert "](../" not in (chart / "README.md").read_text("utf-8")
+    page = (chart / "README.md").read_text("utf-8")
+    assert "](../" not in page
+    assert "](values.yaml)" in page
+    assert ".invalid" not in f"{about}{page}"
 
 
 @on_linux

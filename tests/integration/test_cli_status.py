@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from state_file import refuse_writes
 
-from scheduled_events_agent import __version__, cli, host
+from scheduled_events_agent import RUNBOOK, __version__, cli, host
 from scheduled_events_agent.cli import doctor_checks, operator, terminal
 from scheduled_events_agent.cli.config import load_policy, policy_file
 from scheduled_events_agent.daemon.fallback import AcceptedPolicyKeeper
@@ -271,7 +271,7 @@ def test_an_attention_item_comes_first_with_hook_output_and_command(state_dir: P
         f"     | four {'x' * 195}",
         "     scheduled-events-agent retry 602D9444    run drain again, then the rest",
         "     scheduled-events-agent approve 602D9444  let Azure start it as it is",
-        "     runbook prepare_failed",
+        f"     runbook {RUNBOOK}#prepare_failed",
     ]
     assert "overrule" not in card
 
@@ -383,13 +383,13 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
         "ACT  Azure's metadata service has not answered since 22:10:59 UTC: timed out. No new event is seen.\n"
         "     GET http://imds: timed out\n"
         "     scheduled-events-agent doctor  find the problem\n"
-        "     runbook unhealthy\n"
+        f"     runbook {RUNBOOK}#unhealthy\n"
         "\n"
         "FIX  The policy file is rejected: line 3, rules. "
         "In force is the policy accepted at 20:12:00 UTC, also after a restart.\n"
         "     policy.yaml:3: rules: expected a list\n"
         "     scheduled-events-agent check  show all that is wrong with it\n"
-        "     runbook policy_rejected\n"
+        f"     runbook {RUNBOOK}#policy_rejected\n"
         "\n"
         "  vm         web-1 (vmId 5d1c)\n"
         "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
@@ -425,7 +425,7 @@ def test_without_an_agent_the_state_file_is_shown(state_dir: Path, run: Run) -> 
         "ACT  No agent runs. Until one does, no event is prepared for, approved or recovered from.\n"
         f"     {start.ljust(len(doctor))}  start it\n"
         f"     {doctor}  find the problem\n"
-        "     runbook unhealthy\n"
+        f"     runbook {RUNBOOK}#unhealthy\n"
         "\n"
         "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12Z)\n"
         "  now     preparing\n"

@@ -28,7 +28,7 @@ from scheduled_events_agent.http.transport import BoundedTransport, proxy_for
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.notifications import SAMPLE, FormatError, NotificationError, deliver, render, warnings
 from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
-from scheduled_events_agent.status import RUNBOOK_URL, SuggestedCommand
+from scheduled_events_agent.status import SuggestedCommand
 
 ROOT = Path(__file__).parents[2]
 URL = "https://hooks.example.com/T0/secret-path?sig=secret-query"
@@ -485,7 +485,7 @@ ASKED: dict[str, Any] = {
         ),
         SuggestedCommand(command="sudo scheduled-events-agent approve A123", effect="let Azure start it as it is"),
     ),
-    "runbook": f"{RUNBOOK_URL}#prepare_failed",
+    "runbook": "https://example.com/runbook.md#prepare_failed",
 }
 
 
@@ -550,6 +550,22 @@ def test_the_runbook_is_in_every_format_and_only_if_an_operator_must_act(tmp_pat
     assert body_of(str(file)) == {"see": ""}
     for format_ in ("slack", "teams", "pagerduty"):
         assert not re.search("runbook.md|actions|links", json.dumps(body_of(format_))), format_
+
+
+def test_a_runbook_on_the_machine_is_named_in_every_format_and_is_no_link(tmp_path: Path) -> None:
+    path = r"C:\Program Files\Agent\runbook.md#prepare_failed"
+    asked = ASKED | {"runbook": path}
+    file = tmp_path / "body.json"
+    file.write_text('{"see": "${runbook}"}')
+    assert body_of("cloudevents", **asked)["data"]["runbook"] == path
+    assert body_of(str(file), **asked) == {"see": path}
+    assert body_of("slack", **asked)["text"].splitlines()[-1] == f"Runbook: `{path}`"
+    card = body_of("teams", **asked)["attachments"][0]["content"]
+    assert card["body"][-1]["facts"][-1] == {"title": "Runbook", "value": path}
+    assert "actions" not in card
+    pagerduty = body_of("pagerduty", **asked)
+    assert pagerduty["payload"]["custom_details"]["runbook"] == path
+    assert "links" not in pagerduty
 
 
 def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
@@ -642,7 +658,7 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
         "not_before": "2026-01-01T12:15:00+00:00",
         "deadline": "2026-01-01T12:15:00+00:00",
         "commands": "retry A123",
-        "runbook": f"{RUNBOOK_URL}#prepare_failed",
+        "runbook": "https://example.com/runbook.md#prepare_failed",
         "seconds_left": 900,
         "duration_seconds": 5,
     }
@@ -658,7 +674,7 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
         "outcome": "completed",
         "deadline": SAMPLE.event.not_before,
         "commands": (SuggestedCommand(command="retry A123", effect="run it again"),),
-        "runbook": f"{RUNBOOK_URL}#prepare_failed",
+        "runbook": "https://example.com/runbook.md#prepare_failed",
         "event": replace(SAMPLE.event, resources=("vm-1", "vm-2")),
     }
     assert body_of(str(file), **given) == known

@@ -30,8 +30,9 @@ if sys.platform == "win32":
 import wine_python
 from wine_python import CHECKOUT
 
-from scheduled_events_agent import __version__
+from scheduled_events_agent import __version__, find_runbook
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.status.attention import ATTENTION_KINDS
 from scheduled_events_agent.telemetry.log_ids import LogId
 
 pytestmark = pytest.mark.timeout(1200)  # the first time, Wine and a Windows Python are fetched
@@ -429,6 +430,19 @@ def test_the_agent_in_it_is_this_one_with_its_status_page(tree: Path) -> None:
     )
     assert packed == {name for name in sources if "__pycache__" not in name} - {"py.typed"}
     assert {f"web/status.{kind}" for kind in ("html", "css", "js")} <= packed
+
+
+def test_the_runbook_that_the_agent_leads_to_is_there(tree: Path) -> None:
+    page = tree / "share/scheduled-events-agent/runbook.md"
+    assert find_runbook("https://agent.invalid/", tree / "lib/scheduled_events_agent") == str(page)
+    text = page.read_text("utf-8")
+    for kind in ATTENTION_KINDS:
+        assert f"\n## {kind}\n" in text
+    assert set(re.findall(r"\]\(([^)])", text)) == {"#"}  # the other pages are not there
+
+
+def test_the_entry_among_installed_programs_leads_to_no_placeholder(msi: Path) -> None:
+    assert [row for row in table(msi, "Property") if ".invalid" in row["Value"]] == []
 
 
 def test_the_package_has_no_unneeded_file(tree: Path) -> None:

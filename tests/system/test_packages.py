@@ -32,6 +32,7 @@ from scheduled_events_agent import __version__
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.policy.schema import policy_schema
 from scheduled_events_agent.simulator.table import SimulatedTable
+from scheduled_events_agent.status.attention import ATTENTION_KINDS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "packaging/build.py"
@@ -339,7 +340,7 @@ def test_units_in_the_package_differ_from_the_wheels_only_in_the_program_path(
 def test_files_that_the_documents_name_are_in_the_package(debs: Mapping[str, Mapping[str, Entry]]) -> None:
     text = (CHECKOUT / "docs/install-linux.md").read_text()
     places = [place.strip("/") for place in re.findall(r"^- `(/[^`]+)`: ", text, re.MULTILINE)]
-    assert len(places) == 13
+    assert len(places) == 14
     made_by_systemd = [f"etc/{NAME}/credentials", f"var/lib/{NAME}"]
     assert [place for place in places if place not in debs["x86_64"]] == made_by_systemd
 
@@ -692,6 +693,24 @@ def test_every_python_at_hand_runs_check_and_the_demo_from_the_tree_alone(tree: 
         assert demo.returncode == 0, (version, told[-4000:])
         assert "all as expected" in told
     assert list((tree / HOME).rglob("__pycache__")) == []
+
+
+def test_the_runbook_that_the_agent_leads_to_is_there(tree: Path) -> None:
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); import scheduled_events_agent as agent; "
+    code += "print(agent.find_runbook('https://agent.invalid/', agent.Path(agent.__file__).parent))"
+    shown = output_of(sys.executable, "-I", "-S", "-B", "-c", code, str(tree / HOME / "start.py")).strip()
+    page = tree / f"usr/share/{NAME}/runbook.md"
+    assert shown == str(page)
+    assert page.read_bytes() == (tree / f"usr/share/doc/{NAME}/runbook.md").read_bytes()
+    for kind in ATTENTION_KINDS:
+        assert f"\n## {kind}\n" in page.read_text("utf-8")
+
+
+def test_no_metadata_of_a_package_leads_to_a_placeholder(dist: Path) -> None:
+    apt.need("rpm", "rpm")
+    deb, rpm = deb_path(dist, "x86_64"), rpm_path(dist, "x86_64")
+    shown = [output_of("dpkg-deb", "--field", str(deb)), output_of("rpm", "-qpi", "--changelog", str(rpm))]
+    assert [text for text in shown if ".invalid" in text] == []
 
 
 def test_a_fleet_asks_its_table_from_the_tree_alone(tree: Path, tmp_path: Path) -> None:

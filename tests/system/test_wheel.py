@@ -74,6 +74,14 @@ def test_the_wheel_installs_no_module_called_agent(installed: Installed) -> None
     assert (installed.libraries / "scheduled_events_agent" / "py.typed").is_file()
 
 
+def test_the_wheel_has_the_runbook_that_the_agent_leads_to(installed: Installed) -> None:
+    find = "agent.find_runbook('https://agent.invalid/', agent.Path(agent.__file__).parent)"
+    shown = installed.python("-c", f"import scheduled_events_agent as agent; print({find})").strip()
+    page = installed.place / "venv/share/scheduled-events-agent/runbook.md"
+    assert shown == str(page)
+    assert page.read_bytes() == (CHECKOUT / "docs/runbook.md").read_bytes()
+
+
 def test_the_command_and_the_demo_work_beside_another_agent(installed: Installed) -> None:
     version = installed.run("scheduled-events-agent", "--version")
     assert installed.python("-m", "scheduled_events_agent", "--version") == version

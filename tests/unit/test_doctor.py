@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduled_events_agent import __version__, host
+from scheduled_events_agent import RUNBOOK, __version__, host
 from scheduled_events_agent.cli.config import load_policy
 from scheduled_events_agent.cli.doctor import check_running_agent
 from scheduled_events_agent.cli.doctor_checks import (
@@ -497,7 +497,7 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
         found = check_running_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
         assert found.severity == expected
         assert (held.message in found.message) == (expected == "warning")
-        assert found.hint.endswith("; runbook prepare_failed") == (expected == "warning")
+        assert found.hint.endswith(f"; runbook {RUNBOOK}#prepare_failed") == (expected == "warning")
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
@@ -508,7 +508,7 @@ def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     told = ", and is not healthy: Its disk is full. Azure's metadata service has not answered since 12:00:00 UTC: "
     told += "timed out."
     assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
-    assert found.hint.endswith("; runbook unhealthy")
+    assert found.hint.endswith(f"; runbook {RUNBOOK}#unhealthy")
     assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(
         "agent",
         "the agent (pid 17) does not answer",

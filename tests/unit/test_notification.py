@@ -10,12 +10,13 @@ from status_samples import a_status
 from test_recommendations import a_recommendation, advice
 from test_workflow import NOTICE, Agent, a_rule, an_event, started
 
+from scheduled_events_agent import RUNBOOK
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.kubernetes.events import event_of
 from scheduled_events_agent.notifications import Notification, matches, notifications_of, render
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget
-from scheduled_events_agent.status import RUNBOOK_URL, CommandOptions, History, JournalRecord, Vm
+from scheduled_events_agent.status import CommandOptions, History, JournalRecord, Vm
 from scheduled_events_agent.status.messages import notification_title, to_view, with_messages
 from scheduled_events_agent.web.endpoints import output_of_pending
 from scheduled_events_agent.workflow import Record, Signal, Transition, Workflow
@@ -142,7 +143,7 @@ def test_a_failed_recovery_is_its_own_incident_and_the_start_resolves_earlier_on
     agent.document(started(an_event()))
     agent.document()
     agent.ends("resume", "failed")
-    assert agent.history[-1][1].runbook == f"{RUNBOOK_URL}#recovery_failed"
+    assert agent.history[-1][1].runbook == f"{RUNBOOK}#recovery_failed"
     agent.operator("resolve")
     assert agent.told(PAGERDUTY) == [
         "held: trigger warning",
@@ -166,7 +167,7 @@ def test_a_failed_recovery_is_its_own_incident_and_the_start_resolves_earlier_on
 def test_an_event_that_never_starts_is_one_incident() -> None:
     agent = Told(a_rule(prepare=(), recover=(), approve="manual"))
     agent.document(an_event())
-    assert agent.history[-1][1].runbook == f"{RUNBOOK_URL}#approval_needed"
+    assert agent.history[-1][1].runbook == f"{RUNBOOK}#approval_needed"
     agent.document()
     assert agent.told(PAGERDUTY) == ["approval_needed: trigger warning", "recovered: resolve info"]
 
@@ -180,7 +181,7 @@ def test_a_recovery_that_misses_a_hook_is_critical_too() -> None:
     agent.context = replace(agent.context, hooks=("drain",))
     agent.document()
     assert agent.told(PAGERDUTY)[-1] == "hook_missing: trigger/recovery critical"
-    assert agent.history[-1][1].runbook == f"{RUNBOOK_URL}#hook_missing"
+    assert agent.history[-1][1].runbook == f"{RUNBOOK}#hook_missing"
     first, second = agent.history[-1][1].commands
     assert first.command == "sudo scheduled-events-agent check"
     assert second.command == "sudo scheduled-events-agent resolve A --state-dir /srv/state"
@@ -245,7 +246,7 @@ def test_a_notification_that_needs_attention_has_a_deadline_and_commands() -> No
     asking = {notification.kind: notification for _, notification in agent.history if notification.commands}
     assert list(asking) == ["held"]
     assert [notification.runbook for _, notification in agent.history if notification.runbook] == [
-        f"{RUNBOOK_URL}#prepare_failed"
+        f"{RUNBOOK}#prepare_failed"
     ]
     assert asking["held"].deadline == an_event().not_before
     assert [(one.command, one.effect) for one in asking["held"].commands] == [
@@ -348,7 +349,7 @@ def test_a_target_hears_once_of_an_event_of_which_the_vm_is_not_known(
     assert [one.command for one in notification.commands] == [
         "sudo scheduled-events-agent doctor --state-dir /srv/state"
     ]
-    assert notification.runbook == f"{RUNBOOK_URL}#vm_unknown"
+    assert notification.runbook == f"{RUNBOOK}#vm_unknown"
     assert notification_title("vm_unknown", notification.event, "", "", NOW) == (
         "A Reboot is pending, and nothing says whether it names this VM"
     )

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from scheduled_events_agent.status import RUNBOOK_URL
+from scheduled_events_agent import RUNBOOK_URL
 
 if sys.platform == "win32":
     pytest.skip("releases are made on Linux", allow_module_level=True)
@@ -127,7 +127,7 @@ def test_every_file_with_the_address_of_the_runbook_is_looked_at(release: Module
     """While that is not filled in, ``check`` so names each of them."""
     named = {name for name, text in release.published_texts().items() if RUNBOOK_URL in text}
     assert named == {
-        "agent/scheduled_events_agent/status/status.py",
+        "agent/scheduled_events_agent/__init__.py",
         "config/prometheus/README.md",
         "config/prometheus/rules.test.yaml",
         "config/prometheus/rules.yaml",

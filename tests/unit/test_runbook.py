@@ -13,11 +13,13 @@ import yaml
 from runbook_page import PARTS, SECTIONS, TITLES, codes, part
 from test_prometheus_package import PACKAGE, VALUES, alerts, exposed, parse_query, recordings
 
+from scheduled_events_agent import RUNBOOK, RUNBOOK_URL, find_runbook
 from scheduled_events_agent.cli import build_parser
-from scheduled_events_agent.status import RUNBOOK_URL, Attention
+from scheduled_events_agent.status import Attention
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, NO_AGENT
 
 ROOT = Path(__file__).resolve().parents[2]
+PLACEHOLDER = "https://agent.invalid/runbook.md"
 MOST_WORDS = 130
 MOST_WORDS_OF_A_DESCRIPTION = 30
 # Commands that are not the agent's, by how they begin.
@@ -137,8 +139,52 @@ def test_agent_project_and_alerts_have_the_same_address() -> None:
     assert {name: rule["annotations"]["runbook_url"] for name, rule in alerts().items()} == {
         name: f"{RUNBOOK_URL}#{name.lower()}" for name in alerts()
     }
+
+
+def test_the_agent_leads_to_the_page_on_the_machine_as_long_as_the_address_is_a_placeholder() -> None:
+    package = ROOT / "agent/scheduled_events_agent"
+    assert find_runbook(RUNBOOK_URL, package) == RUNBOOK
+    assert find_runbook(PLACEHOLDER, package) == str(ROOT / "docs/runbook.md")
+    assert find_runbook("https://agent.example.com/runbook", package) == "https://agent.example.com/runbook"
     for kind in ATTENTION_KINDS:
-        assert Attention(kind=kind, severity="act", since=None, message="").runbook == f"{RUNBOOK_URL}#{kind}"
+        assert Attention(kind=kind, severity="act", since=None, message="").runbook == f"{RUNBOOK}#{kind}"
+
+
+def test_what_the_agent_shows_and_sends_leads_to_no_placeholder() -> None:
+    assert ".invalid" not in RUNBOOK
+    shown = [*(ROOT / "agent").rglob("*.*"), *(ROOT / "systemd").iterdir(), ROOT / "packaging/manual-sections.man"]
+    shown += [
+        *(ROOT / "config").glob("*.*"),
+        *(ROOT / "config/examples").iterdir(),
+        *(ROOT / "config/hooks").iterdir(),
+    ]
+    named = {
+        line
+        for path in shown
+        if path.is_file() and "__pycache__" not in path.parts
+        for line in path.read_text("utf-8").splitlines()
+        if re.search(r"\w\.invalid\b", line)
+    }
+    assert named <= {f'RUNBOOK_URL = "{RUNBOOK_URL}"'}
+
+
+@pytest.mark.parametrize(
+    ("package", "page"),
+    [
+        ("usr/lib/scheduled-events-agent", "usr"),  # deb, rpm
+        ("opt/venv/lib/python3.13/site-packages", "opt/venv"),  # wheel, image
+        ("home/x/.local/lib/python3.13/site-packages", "home/x/.local"),
+        ("Program Files/Scheduled Events Agent/lib", "Program Files/Scheduled Events Agent"),  # MSI
+    ],
+)
+def test_the_page_of_each_kind_of_installation_is_found(tmp_path: Path, package: str, page: str) -> None:
+    code = tmp_path / package / "scheduled_events_agent"
+    code.mkdir(parents=True)
+    assert find_runbook(PLACEHOLDER, code) == "runbook.md"  # there is none: at least its name
+    installed = tmp_path / page / "share/scheduled-events-agent/runbook.md"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    assert find_runbook(PLACEHOLDER, code) == str(installed)
 
 
 def test_a_description_of_an_alert_is_short() -> None:

@@ -704,10 +704,10 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
         return failure(
             "agent",
             f"{runs}, and is not healthy: {problems}",
-            f"{look}, and its log; runbook {status.attention[0].kind}",
+            f"{look}, and its log; runbook {status.attention[0].runbook}",
         )
     if needs := [one for one in status.attention if one.severity == "act"]:
-        return warning("agent", f"{runs}: {needs[0].message}", f"{look}; runbook {needs[0].kind}")
+        return warning("agent", f"{runs}: {needs[0].message}", f"{look}; runbook {needs[0].runbook}")
     if status.condition == "unknown":
         return warning("agent", f"{runs}: {status.headline}", "see the check endpoint; if it stays, its log")
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]

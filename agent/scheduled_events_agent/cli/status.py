@@ -333,7 +333,7 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
         for suggested in one.commands:
             yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
             yield from terminal.line(f"{_INDENT}  {as_typed(suggested.command)}", "bold", indent=len(_INDENT) + 4)
-    yield from terminal.line(f"{_INDENT}runbook {one.kind}", "dim", indent=len(_INDENT))
+    yield from terminal.line(f"{_INDENT}runbook {one.runbook}", "dim", indent=len(_INDENT))
 
 
 def _rows(status: Status) -> Iterator[Row]:

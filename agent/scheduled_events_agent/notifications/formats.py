@@ -108,16 +108,20 @@ def _slack(notification: Notification) -> dict[str, Any]:
     lines = [f"*{_title(notification)}*", *filter(None, [notification.addition])]
     lines += [f"{name}: {text}" for name, text in _facts(notification).items()]
     lines += [f"`{one.command}`: {one.effect}" for one in notification.commands]
+    if notification.runbook and not notification.has_runbook_link:
+        lines.append(f"Runbook: `{notification.runbook}`")
     text = "\n".join(lines)
     # Slack's control characters; without them a text from Azure cannot mention a channel.
     for character, escape in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         text = text.replace(character, escape)
-    return {"text": f"{text}\n<{notification.runbook}|Runbook>" if notification.runbook else text}
+    return {"text": f"{text}\n<{notification.runbook}|Runbook>" if notification.has_runbook_link else text}
 
 
 def _teams(notification: Notification) -> dict[str, Any]:
     facts = [{"title": name, "value": text} for name, text in _facts(notification).items()]
     facts += [{"title": one.effect, "value": one.command} for one in notification.commands]
+    if notification.runbook and not notification.has_runbook_link:
+        facts.append({"title": "Runbook", "value": notification.runbook})
     texts = [
         {"type": "TextBlock", "text": _title(notification), "weight": "Bolder", "size": "Medium", "wrap": True}
     ]
@@ -129,7 +133,7 @@ def _teams(notification: Notification) -> dict[str, Any]:
         "version": "1.4",
         "body": [*texts, {"type": "FactSet", "facts": facts}],
     }
-    if notification.runbook:
+    if notification.has_runbook_link:
         card["actions"] = [{"type": "Action.OpenUrl", "title": "Runbook", "url": notification.runbook}]
     content = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None, "content": card}
     return {"type": "message", "attachments": [content]}
@@ -154,7 +158,7 @@ def _pagerduty(notification: Notification, routing_key: str) -> dict[str, Any]:
             "custom_details": _data(notification),
         },
     }
-    if notification.runbook:
+    if notification.has_runbook_link:
         event["links"] = [{"href": notification.runbook, "text": "Runbook"}]
     return event
 

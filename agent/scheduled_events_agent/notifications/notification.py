@@ -46,13 +46,18 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     commands: tuple[SuggestedCommand, ...] = ()
     """The commands that an operator may use; empty if no action is needed."""
     runbook: str = ""
-    """Address of the runbook's section about what is needed; empty if no action is needed."""
+    """The runbook's section about it: its address, or its path on the VM; empty if no action is needed."""
     severity: Literal["act", "fix", ""] = ""
     """Of what is needed, as in ``attention``; empty if no action is needed."""
     has_started: bool
     """Azure has started the event, which may be over since."""
     outcome: str
     event: ScheduledEvent
+
+    @property
+    def has_runbook_link(self) -> bool:
+        """Whether ``runbook`` is an address, and not a path on the VM."""
+        return "://" in self.runbook
 
 
 def leads_to_notification(transition: Transition) -> bool:

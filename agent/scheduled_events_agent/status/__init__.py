@@ -9,7 +9,6 @@ actions.py    the actions that are open to an operator, and their command lines
 
 from scheduled_events_agent.status.status import (
     NO_OPTIONS,
-    RUNBOOK_URL,
     SCHEMA_VERSION,
     ActivePolicy,
     Attention,
@@ -41,7 +40,6 @@ from scheduled_events_agent.status.status import (
 
 __all__ = [
     "NO_OPTIONS",
-    "RUNBOOK_URL",
     "SCHEMA_VERSION",
     "ActivePolicy",
     "Attention",

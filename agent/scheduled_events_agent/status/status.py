@@ -11,12 +11,11 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr
 
+from scheduled_events_agent import RUNBOOK
 from scheduled_events_agent.workflow import OperatorAction, Stage, Workflow
 
 SCHEMA_VERSION = 1
 """The version of all JSON output. A new field keeps it; a new meaning or name raises it."""
-RUNBOOK_URL = "https://source.scheduled-events-agent.invalid/blob/main/docs/runbook.md"
-"""Address of the runbook, as in pyproject.toml. It has a section for each ``AttentionKind`` and each alert."""
 
 
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,10 +229,11 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[SuggestedCommand, ...] = ()
     """The likeliest first."""
     runbook: str = ""  # filled in below, unless an agent has sent it
+    """Address of its section, or the path of the page on this VM with the section's anchor."""
 
     def __post_init__(self) -> None:
         if not self.runbook:
-            force_setattr(self, "runbook", f"{RUNBOOK_URL}#{self.kind}")
+            force_setattr(self, "runbook", f"{RUNBOOK}#{self.kind}")
 
 
 class WebConfigRejected(msgspec.Struct, frozen=True, kw_only=True):

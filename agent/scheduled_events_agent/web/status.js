@@ -159,6 +159,10 @@
     return el("p", {class: "deadline"}, el("b", {}, until(at)), " left, until ", time(at, clock(at)));
   };
 
+  const isLink = (text) => /^https?:/.test(text);
+  const runbook = ({kind, runbook: place}) =>
+    isLink(place) ? el("a", {href: place}, `Runbook: ${kind}`) : ["Runbook, on this VM: ", code(place)];
+
   // The last lines that the failed hook of this event wrote, where the policy shows output.
   const failedOutput = ({kind, workflow_id: id}) => {
     const stage = {prepare_failed: "prepare", recovery_failed: "recover"}[kind];
@@ -180,7 +184,7 @@
           failedOutput(one), one.consequence && el("p", {}, words(one.consequence)), deadline(one),
           one.detail && el("pre", {class: "detail"}, words(one.detail, MOST.ofOutput)),
           commands(one.commands, status.command_prefix),
-          el("p", {}, el("a", {href: one.runbook}, `Runbook: ${one.kind}`)));
+          el("p", {}, runbook(one)));
       }),
       more(status.attention.length - shown.length, "need an operator; /status has them all"),
     ];
