@@ -40,7 +40,12 @@ FAULTS: Mapping[str, tuple[FaultKind, dict[str, Any], str]] = {
     "410": ("status", {"status": 410}, "gone"),
     "500": ("status", {"status": 500}, "server_error"),
     "503": ("status", {"status": 503}, "server_error"),
+    "a proxy's denial": ("denied", {}, "denied"),
+    "a proxy without a record": ("misdirected", {}, "unexpected_status"),
+    "a proxy without rules": ("no_rules", {}, "server_error"),
 }
+# With these a poll succeeds: test_metadata_proxy.py and the tests of the clock have them.
+HARMLESS: set[FaultKind] = {"proxied", "clock_ahead", "clock_behind", "undated"}
 # Where the service asks for more than the interval: the seconds after the first failure.
 ASKS_FOR_MORE = {429: ("throttled", 2.0), 400: ("bad_request", 5.0)}
 
@@ -162,7 +167,9 @@ class Trouble:
 
 
 def test_every_simulator_fault_is_covered_here() -> None:
-    assert {kind for kind, _, _ in FAULTS.values()} == set(get_args(FaultKind))
+    kinds = {kind for kind, _, _ in FAULTS.values()}
+    # An endpoint that refuses is a test of its own below.
+    assert kinds | HARMLESS | {"refused"} == set(get_args(FaultKind))
 
 
 @pytest.mark.parametrize("name", FAULTS)
