@@ -10,6 +10,7 @@ from scheduled_events_agent.cli.doctor import check_running_agent
 from scheduled_events_agent.status import Condition, Status, Vm
 from scheduled_events_agent.status.attention import exit_code
 from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.workflow import StageStatus, WaitReason
 
 DENIED = "/metadata/instance: 403 Forbidden"
 NAMELESS: dict[str, Any] = {
@@ -21,6 +22,15 @@ UNANSWERED: dict[str, Any] = {"last_poll_at": None, "polls": "late", "poll_failu
 UNMATCHED = a_workflow(
     event={"type": "Preempt", "not_before": NOW + timedelta(seconds=30)},
     decision={"rule": None, "affects": "unknown", "prepare": (), "approve": "never"},
+)
+
+DRAINED_EARLY = a_workflow(
+    event={"not_before": NOW + timedelta(days=2)},
+    decision={"approve": "never"},
+    phase="held",
+    prepare=StageStatus(state="succeeded", done=("drain",), run=1),
+    wait_reason=WaitReason(kind="never"),
+    early_until=NOW + timedelta(hours=47, minutes=45),
 )
 
 
@@ -44,6 +54,32 @@ def after(minutes: float, **changes: Any) -> Status:
 STATES: dict[str, tuple[Status, Shown]] = {
     "nothing is pending": (after(60), Shown("good", 0, True, "Nothing is pending")),
     "an event is pending": (after(60, pending=(a_workflow(),)), Shown("busy", 0, True, "Reboot is pending")),
+    "an agent only observes": (
+        after(60, mode="observe"),
+        Shown("good", 0, True, "Nothing is pending; the agent only observes"),
+    ),
+    "there is no rule": (
+        after(60, rules=()),
+        Shown("good", 0, True, "Nothing is pending; the agent only observes"),
+    ),
+    "an agent only observes an event": (
+        after(60, mode="observe", pending=(a_workflow(),)),
+        Shown("busy", 0, True, "Reboot is pending; the agent only observes"),
+    ),
+    "an agent only observes an event that is prepared": (
+        after(60, mode="observe", pending=(a_workflow(phase="held", wait_message="the agent only observes"),)),
+        Shown("busy", 0, True, "Reboot is held: the agent only observes"),
+    ),
+    "an event has moved away after its drain": (
+        after(60, pending=(DRAINED_EARLY,)),
+        Shown(
+            "fix",
+            0,
+            True,
+            "web-1 is out of service until 2026-04-13 22:12:00 UTC: earlier than its lead.",
+            ("out_of_service",),
+        ),
+    ),
     "the name is not known, an event is pending": (
         after(0, **NAMELESS, pending=(UNMATCHED,)),
         Shown(

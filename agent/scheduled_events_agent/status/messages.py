@@ -280,6 +280,13 @@ def headline(status: Status) -> str:
         return status.attention[0].message
     if not any(map(is_for_this_vm, status.pending)) and (unknown := _unknown(status)):
         return unknown
+    text = _state(status)
+    only_observes = "the agent only observes"
+    is_by_choice = status.mode == "observe" or status.rules == ()
+    return f"{text}; {only_observes}" if is_by_choice and only_observes not in text else text
+
+
+def _state(status: Status) -> str:
     if not status.pending:
         return "Nothing is pending"
     first = next(filter(is_for_this_vm, by_urgency(status.pending)), None)
