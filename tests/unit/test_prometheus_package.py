@@ -298,6 +298,7 @@ def test_each_attention_kind_raises_one_alert() -> None:
         "recovery_failed",
         "hook_missing",
         "state_lost",
+        "vm_changed",
         *WITH_DEADLINE,
     }
     assert len(raised) == len(ATTENTION_KINDS) + len(WITH_DEADLINE)
