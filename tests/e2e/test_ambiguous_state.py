@@ -47,7 +47,7 @@ def test_after_a_reboot_a_remembered_name_counts_only_when_it_is_confirmed(sim: 
     agent.wait_log("seen", event_id=event)
     sim.wait_polls(3)
     assert sim.approvals() == ()
-    problem = "The metadata service has not said since the boot which VM this is: GET "
+    problem = "The metadata service has not said since the boot which VM this is: /metadata/instance: 500 "
     agent.wait_until(lambda: agent.get("/healthz")[1].startswith(problem), "it was unhealthy")
     sim.clear_faults()
     sim.wait_approved(event)
