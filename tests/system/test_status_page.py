@@ -254,12 +254,22 @@ SCENES: dict[str, Scene] = {
         [],
     ),
     "late": (
-        status(polls="late", poll_failure="timed out after 1s", last_poll_at=NOW - timedelta(seconds=12)),
+        status(
+            polls="late",
+            poll_failure="GET http://169.254.169.254/metadata/scheduledevents: timed out",
+            poll_failure_summary="timed out",
+            last_poll_at=NOW - timedelta(seconds=12),
+        ),
         past(1),
         [],
     ),
     "nameless": (
-        status(UNMATCHED, vm=Vm(names=(), vm_id=""), vm_failure="/metadata/instance: 403 Forbidden"),
+        status(
+            UNMATCHED,
+            vm=Vm(names=(), vm_id=""),
+            vm_failure="GET http://169.254.169.254/metadata/instance: 403 Forbidden",
+            vm_failure_summary="/metadata/instance: 403 Forbidden",
+        ),
         [],
         [],
     ),
@@ -311,7 +321,8 @@ SCENES: dict[str, Scene] = {
     "failing": (
         status(
             polls="overdue",
-            poll_failure="connection refused by 169.254.169.254:80",
+            poll_failure="GET http://169.254.169.254/metadata/scheduledevents: connection refused",
+            poll_failure_summary="connection refused",
             last_poll_at=NOW - timedelta(seconds=212),
         ),
         past(1),
@@ -325,7 +336,11 @@ SCENES: dict[str, Scene] = {
         past(1),
         PAUSES,
     ),
-    "refused": (status(policy=replace(POLICY, rejected=REFUSED), mode="observe"), past(1), PAUSES),
+    "refused": (
+        status(policy=replace(POLICY, rejected=REFUSED, rejected_summary="line 9, approve"), mode="observe"),
+        past(1),
+        PAUSES,
+    ),
 }
 
 
@@ -534,6 +549,29 @@ def test_the_page_starts_with_what_an_operator_must_do(tab: Tab, server: WebServ
     header, _ = tab.ask(TOP)
     assert header[:3] == ["web_3", "! policy rejected", "ready"]
     assert tab.ask("document.querySelector('.attention.fix').getAttribute('role')") == "status"
+
+
+def test_a_headline_is_a_sentence_and_the_exact_error_stands_below_it_in_small_print(
+    tab: Tab, server: WebServer
+) -> None:
+    expected = {
+        "failing": (
+            r"✕ Azure's metadata service has not answered since .* UTC: connection refused\.",
+            "GET http://169.254.169.254/metadata/scheduledevents: connection refused",
+        ),
+        "refused": (r"! The policy file is rejected: line 9, approve\.", REFUSED),
+    }
+    size = "parseFloat(getComputedStyle(document.querySelector('.attention {}')).fontSize)"
+    for width in (PHONE, DESKTOP):
+        tab.look(width)
+        for scene, (headline, detail) in expected.items():
+            open_scene(tab, server, f"{scene}/")
+            assert re.fullmatch(headline, tab.ask("document.querySelector('.attention h2').innerText"))
+            shown = tab.ask("document.querySelector('.attention .detail').innerText")
+            assert shown.startswith(detail[:200])
+            assert tab.ask(size.format(".detail")) < tab.ask(size.format("p"))
+    open_scene(tab, server, "held/")
+    assert tab.ask("document.querySelector('.attention .detail')") is None
 
 
 def test_the_output_of_a_failed_hook_is_as_large_as_what_failed(tab: Tab, server: WebServer) -> None:
