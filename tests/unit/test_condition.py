@@ -7,7 +7,7 @@ import pytest
 from status_samples import NOW, a_status, a_workflow
 
 from scheduled_events_agent.cli.doctor import check_running_agent
-from scheduled_events_agent.status import Condition, Status, Vm
+from scheduled_events_agent.status import ClockWrong, Condition, Status, Vm
 from scheduled_events_agent.status.attention import exit_code
 from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.workflow import StageStatus, WaitReason
@@ -22,6 +22,14 @@ UNANSWERED: dict[str, Any] = {"last_poll_at": None, "polls": "late", "poll_failu
 UNMATCHED = a_workflow(
     event={"type": "Preempt", "not_before": NOW + timedelta(seconds=30)},
     decision={"rule": None, "affects": "unknown", "prepare": (), "approve": "never"},
+)
+OF_OLD_NAME = a_workflow(
+    event={"resources": ("web-1",)},
+    decision={"affects": "others"},
+    named_as="web-1",
+    phase="held",
+    prepare=StageStatus(state="succeeded", done=("drain",), run=1),
+    wait_reason=WaitReason(kind="other_vm"),
 )
 
 DRAINED_EARLY = a_workflow(
@@ -158,6 +166,20 @@ STATES: dict[str, tuple[Status, Shown]] = {
             "Azure's metadata service has not answered since 22:09:00 UTC: timed out.",
             ("unhealthy",),
         ),
+    ),
+    "the name became another VM's while it is prepared": (
+        after(60, vm=Vm(names=("web-2",), vm_id="id"), pending=(OF_OLD_NAME,), ready=False),
+        Shown(
+            "act",
+            3,
+            False,
+            "This VM is prepared for the Reboot of web-1, and its name is web-2 now.",
+            ("vm_changed",),
+        ),
+    ),
+    "the clock is wrong": (
+        after(60, clock_wrong=ClockWrong(seconds_ahead=600.0, since=NOW, command="timedatectl")),
+        Shown("fix", 0, True, "The clock of this VM is 10 minutes ahead of Azure's.", ("clock_wrong",)),
     ),
     "the state file cannot be written": (
         after(60, faults=("its disk is full",), faults_since=NOW),
