@@ -572,7 +572,17 @@ def test_an_event_of_a_name_that_this_vm_no_longer_has_is_one_cause() -> None:
         == "This VM is prepared for the Reboot of web-1 and 1 other event, and its name is web-2 now."
     )
     assert found.consequence == "The agent acts on no other event of web-1. Azure starts this one at 22:26:12 UTC."
-    assert found.commands[0].effect == ("edit policy.yaml: vm.name, or one of vm.aliases: web-1, then reload")
+    effect = "edit policy.yaml: vm.name: web-1, or the same in vm.aliases, then reload"
+    assert [(one.command.split()[1], one.effect) for one in found.commands] == [
+        ("check", effect),
+        ("doctor", "find the problem"),
+    ]
+    service = a_status(pending=(of_old_name(),), reload_command="systemctl reload it", **RENAMED)
+    assert [(one.command.split()[1], one.effect) for one in one_of(service).commands] == [
+        ("reload", effect),
+        ("check", "see before the reload that the policy is right"),
+        ("doctor", "find the problem"),
+    ]
     assert with_summaries(a_status(pending=(of_old_name(),), **RENAMED)).health == (
         "This VM is prepared for the Reboot of web-1, and its name is web-2 now.",
     )

@@ -301,8 +301,9 @@ def _event_commands(
     if kind == "hook_missing" and workflow.wait_reason:
         yield _edit(status, f"hook {workflow.wait_reason.detail} again", "; recovery goes on by itself")
     if kind == "vm_changed":
-        yield _edit(status, f"vm.name, or one of vm.aliases: {workflow.named_as}")
-        yield _check(status, "see before the reload that the policy is right")
+        yield _edit(status, f"vm.name: {workflow.named_as}, or the same in vm.aliases")
+        if status.reload_command:  # else the command above is check
+            yield _check(status, "see before the reload that the policy is right")
         yield _doctor(status)
     if kind == "not_acting":
         yield _edit(status, "mode: act", ", or restart it without --observe")
