@@ -208,7 +208,7 @@ def test_an_operator_resolves_it_once_and_for_all(lost: Machine, mode: str) -> N
     agent = lost.start(policy)
     assert agent.ask("state_lost") == RESOLVED
     assert not is_open(agent)
-    assert agent.records("state_settled") == ["the loss of state is settled: resolved by kim"]
+    assert agent.records("state_settled") == ["resolved by kim"]
     assert agent.ask("state_lost") == NOTHING
     assert not is_open(lost.start(policy))
 
@@ -253,7 +253,7 @@ def test_it_ends_when_all_hooks_of_on_clear_have_succeeded(lost: Machine) -> Non
     agent.end("greet")
     assert agent.turn()
     assert not is_open(agent)
-    assert agent.records("state_settled") == ["the loss of state is settled: on_clear has succeeded"]
+    assert agent.records("state_settled") == ["on_clear has succeeded"]
     assert not is_open(lost.start(POLICY))
 
 

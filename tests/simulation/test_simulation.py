@@ -25,6 +25,7 @@ from scheduled_events_agent.engine import engine as engine_module
 from scheduled_events_agent.engine.document_tracker import DocumentTracker
 from scheduled_events_agent.engine.hook_runs import HookRuns
 from scheduled_events_agent.engine.outbox import Outbox
+from scheduled_events_agent.hooks.run import HookResult
 from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule
@@ -132,11 +133,16 @@ def _open_gate(name: str) -> dict[str, Any]:
 REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approval.apply_approval_answer, stages.cancel_stage
 REAL_FINISH, REAL_END = Engine.finish, stages.with_result
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = DocumentTracker.receive, recommendations.expires_at, signals._create
-REAL_CLEAR = HookRuns.decide_on_clear
+REAL_CLEAR, REAL_END_CLEAR = HookRuns.decide_on_clear, HookRuns.end_on_clear
 REAL_UNSETTLED = is_unsettled
 REAL_LOAD_NEXT, REAL_COMMIT = OutboxTable.load_next, CrashingStore.commit
 REAL_NEXT, REAL_FINISH_HOOK = phases.next_transition, signals._finish_hook
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_commit_perform
+
+
+def _clear_that_always_succeeds(self: HookRuns, result: HookResult, now: datetime, **_: bool) -> bool:
+    REAL_END_CLEAR(self, result, now, is_required=True)
+    return True
 
 
 def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Transition:
@@ -414,6 +420,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "6: a failed approval is given up": Mutant(
         WORKFLOW, {"apply_approval_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
+    ),
+    "7: a loss of state is settled by hooks that fail": Mutant(
+        HookRuns,
+        {"end_on_clear": _clear_that_always_succeeds},
+        "(7) a loss of state",
+        frozenset({"on clear", "lost state", "bad hooks"}),
+    ),
+    "7: a loss of state is forgotten at the next start": Mutant(
+        Store, {"load_unsettled_loss": lambda _: None}, "(7) a loss of state", frozenset({"lost state"})
     ),
     "7: approvals after the state was lost": Mutant(
         WORKFLOW, _open_gate("state_loss_gate"), "(1, 2, 7)", frozenset({"lost state"})

@@ -125,6 +125,8 @@ class CrashingStore(Store):
         super().set_meta(facts)
         if self.simulation is not None and facts.get("state_lost") == "":
             self.simulation.forget_loss()
+        if self.simulation is not None and facts.get("unsettled_loss") == "":
+            self.simulation.settle_loss()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -196,6 +198,9 @@ class VmSimulation(Simulation[Trouble], Machine):
         self._words: dict[str, set[str]] = {}
         self._torn: dict[str, bytes] | None = None
         self._is_state_lost = False
+        self._has_unsettled_loss = False
+        self._has_cleared = False
+        """Whether on_clear has succeeded since state was lost."""
         self._was_ready: bool | None = None
         self._transactions = 0
         self._crashes = self._plan_crashes()
@@ -472,9 +477,15 @@ class VmSimulation(Simulation[Trouble], Machine):
             self.oracle.lost()
             self._words = {}
             self._is_state_lost = True
+            self._has_unsettled_loss = True
+            self._has_cleared = False
             self._was_ready = None
         # The power may have gone while the agent wrote that it has decided.
         self._is_state_lost &= bool(store.get_meta("state_lost"))
+        is_unsettled_on_disk = store.load_unsettled_loss() is not None
+        if self._has_unsettled_loss and not is_unsettled_on_disk:
+            self.settle_loss()
+        self._has_unsettled_loss = is_unsettled_on_disk
         self._body, self._succeeded_at, self._document_at = ("", b""), None, None
         self._mail, self._document, self._results, self._answers = Mail(self), None, [], []
         self._executor = VmExecutor(self)
@@ -525,6 +536,12 @@ class VmSimulation(Simulation[Trouble], Machine):
         if self.oracle.is_blind or not self.oracle.has_name:
             raise BrokenError("(7) the agent forgets that its state was lost before it knows what is pending")
         self._is_state_lost = False
+
+    def settle_loss(self) -> None:
+        """The agent does not report any more that its state was lost."""
+        if not self._has_cleared:
+            raise BrokenError("(7) a loss of state counts as settled, and on_clear has not succeeded since")
+        self._has_unsettled_loss = False
 
     def _kill(self) -> None:
         self._crash("kill -9")
@@ -753,6 +770,7 @@ class VmSimulation(Simulation[Trouble], Machine):
             succeeded = engine.run_cycle(document_at)
             self.oracle.turned(may_be_late=not self.oracle.has_name)
             self._see_readiness()
+            self._see_loss()
             self._see_drops()
             if succeeded:
                 engine.maintain()
@@ -785,10 +803,19 @@ class VmSimulation(Simulation[Trouble], Machine):
                 self.oracle.unready(self.name_of(workflow.event.id))
         self.oracle.ready(is_ready=is_ready(self.engine.workflows))
 
+    def _see_loss(self) -> None:
+        """What status, page and alerts say of a loss of state is what is on disk."""
+        assert self.engine is not None
+        if (self.engine.snapshot.state_lost is not None) != self._has_unsettled_loss:
+            raise BrokenError(f"(7) a loss of state is unsettled, {self._has_unsettled_loss}, and not reported so")
+
     def note_taken(self, item: Any) -> None:
         match item:
-            case HookDone(effect=RunOnClear()):
+            case HookDone(effect=RunOnClear(), result=result):
                 self.oracle.on_clear_runs -= 1
+                assert self.engine is not None
+                is_required = self.engine.settings.hooks[result.hook].required
+                self._has_cleared |= result.outcome == "succeeded" or not is_required
             case HookDone(result=result) if self._is_stopping and result.outcome != "succeeded":
                 self._forget(item)
             case HookDone(effect=RunHook() as effect, result=result):

@@ -560,7 +560,7 @@ class Engine:
             self._store.set_unsettled_loss(None)
             self._unsettled_loss = None
             self._log.info("the loss of state is settled", log_id=LogId.STATE_SETTLED, reason=reason)
-            self._reporter.record("state_settled", f"the loss of state is settled: {reason}", now)
+            self._reporter.record("state_settled", reason, now)
         self._has_cleared = False
 
     def _for_present_event(self, request: Request) -> Request:

@@ -438,7 +438,7 @@ def _of_state(status: Status) -> Iterator[Attention]:
         return
     hooks = f"the recover hooks ({', '.join(loss.recover)})" if loss.recover else "the recover hooks"
     line = command(status.command_options, "resolve", STATE_LOST)
-    resolve = SuggestedCommand(command=line, effect="only when this VM is in service: you have done what they do")
+    resolve = SuggestedCommand(command=line, effect="only when you have done manually what these hooks do")
     if loss.is_foreign:
         line = command(status.command_options, "history")
         history = SuggestedCommand(command=line, effect="show what was prepared")
