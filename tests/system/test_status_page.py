@@ -375,7 +375,7 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
     return {**files, **answers}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[WebServer]:
     pages: dict[str, Callable[[], Response]] = {}
     for name in SCENES:

@@ -81,7 +81,7 @@ Outputs = Mapping[str, Sequence[str]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``status``."""
     parser.description = (
-        "Asks the running agent for its status. First comes what needs a person, with the commands and the name "
+        "Asks the running agent for its status. First comes what needs a person, with the commands and the place "
         "of its section in the runbook; then each pending event: how long is left, what is done or waited for, "
         "and why. If no agent answers, shows the state file. Exit code 0: the agent is healthy; 1: it is not, or "
         "none answers; 2: wrong usage; 3: an operator must act on an event, also if no agent runs."
