@@ -1,10 +1,13 @@
 """The states in which no event could be acted on, and those that only look so, on all surfaces that show them."""
 
+import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from status_samples import NOW, a_status, a_workflow
+from test_attention import NEEDED
 
 from scheduled_events_agent.cli.doctor import check_running_agent
 from scheduled_events_agent.status import ClockWrong, Condition, Status, Vm
@@ -127,7 +130,7 @@ STATES: dict[str, tuple[Status, Shown]] = {
     "the disk may be a copy, and an event is pending": (
         after(0.2, vm_confirmed=False, pending=(a_workflow(),)),
         Shown(
-            "act", 1, False, "The metadata service has not said since the boot which VM this is.", ("vm_unknown",)
+            "act", 3, False, "The metadata service has not said since the boot which VM this is.", ("vm_unknown",)
         ),
     ),
     "no answer has ever come": (
@@ -195,6 +198,40 @@ def test_each_state_is_shown_alike_on_all_surfaces(state: str) -> None:
     kinds = tuple(one.kind for one in status.attention)
     found = Shown(status.condition, exit_code(status), status.health == "ok", status.headline, kinds)
     assert found == expected
+
+
+ON_THE_PAGE = {
+    "nothing is pending": "nothing is pending",
+    "nothing is pending, and the agent only observes": "an agent only observes",
+    "an event is pending": "an event is pending",
+    "polls have failed for ten seconds": "polls fail",
+    "polls have failed for `healthy_within`": "polls have failed for long",
+    "no answer has ever come": "no answer has ever come",
+    "no answer has come for `healthy_within`": "no answer and no name",
+    "the VM's name is not known": "the name is not known yet",
+    "the VM's name is not known after five minutes": "the name is not known after five minutes",
+    "the VM's name is not known, and an event is pending": "the name is not known, an event is pending",
+    "a reload has changed the VM's name while it was prepared": "vm_changed",
+    "the service has not said since the boot which VM this is": "the disk may be a copy",
+    "the same after three minutes": "the disk may be a copy, after three minutes",
+    "the same after ten seconds, and an event is pending": "the disk may be a copy, and an event is pending",
+    "the state file cannot be written": "the state file cannot be written",
+    "an operator must act on an event": "prepare_failed",
+    "the state was lost, and a rule recovers": "state_lost",
+    "something is to be repaired today": "web_config_rejected",
+}
+SIGNS: dict[Condition, str] = {"good": "✓", "busy": "▸", "unknown": "?", "fix": "!", "act": "✕"}
+
+
+def test_the_page_has_what_each_state_shows() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+) \| (\d) \| (\d+) \| (\S) \|$", page, re.MULTILINE)
+    assert [row for row, *_ in rows] == [*ON_THE_PAGE]
+    for row, *expected in rows:
+        name = ON_THE_PAGE[row]
+        status = with_summaries(STATES[name][0] if name in STATES else NEEDED[name][0])
+        code, health = exit_code(status), 200 if status.health == "ok" else 503
+        assert [str(code), str(health), SIGNS[status.condition]] == expected, row
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -365,48 +365,41 @@ def _of_identity(status: Status) -> Iterator[Attention]:
     started_at = status.started_at
     if started_at is None or (status.vm.names and status.vm_confirmed):
         return
-    why = f": {status.vm_failure_summary}" if status.vm_failure_summary else ""
-    commands = (_doctor(status), _edit(status, "vm.name: this VM's name in Azure"))
-    pending = _of_unknown_vm(status.pending) if status.mode == "act" else []
-    uptime = status.at - started_at
-    if not status.vm.names and pending:
-        first = min(pending, key=_starts_at)
-        others = f", nor of {len(pending) - 1} more" if len(pending) > 1 else ""
+    pending = [workflow for workflow in status.pending if workflow.decision.affects != "others"]
+    ahead = [
+        one for one in pending if status.mode == "act" and one.event.status == "Scheduled" and _may_start(one)
+    ]
+    first = min(ahead, key=_starts_at, default=None)
+    if status.vm.names:
+        within = _CONFIRMED_WITHIN_IF_PENDING if pending else _CONFIRMED_WITHIN
+        message = "The metadata service has not said since the boot which VM this is"
+        consequence = "Its disk may be a copy of another VM's: until it is known, no event is acted on."
+    elif first:
+        within = timedelta(0)
+        others = f", nor of {len(ahead) - 1} more" if len(ahead) > 1 else ""
         type_ = first.event.type or "event"
-        yield Attention(
-            kind="vm_unknown",
-            severity="act",
-            since=first.first_seen_at,
-            event_id=first.event.id,
-            workflow_id=first.id,
-            message=_sentence(
-                f"It is not known whether the {type_} is of this VM{others}, for its name is not known{why}"
-            ),
-            consequence=f"Azure starts it {_when(first, status.at)}, prepared or not.",
-            deadline=first.event.not_before,
-            detail=status.vm_failure,
-            commands=commands,
-        )
-    elif not status.vm.names and uptime >= _NAMED_WITHIN and status.polls != "overdue":
-        yield Attention(
-            kind="vm_unknown",
-            severity="act",
-            since=started_at,
-            message=_sentence(f"The name of this VM is not known{why}"),
-            consequence="The agent cannot match any event to this VM.",
-            detail=status.vm_failure,
-            commands=commands,
-        )
-    elif status.vm.names and uptime >= (_CONFIRMED_WITHIN_IF_PENDING if status.pending else _CONFIRMED_WITHIN):
-        yield Attention(
-            kind="vm_unknown",
-            severity="act",
-            since=started_at,
-            message=_sentence(f"The metadata service has not said since the boot which VM this is{why}"),
-            consequence="Its disk may be a copy of another VM's: until it is known, no event is acted on.",
-            detail=status.vm_failure,
-            commands=commands,
-        )
+        message = f"It is not known whether the {type_} is of this VM{others}, for its name is not known"
+        consequence = f"Azure starts it {_when(first, status.at)}, prepared or not."
+    else:
+        within = _NAMED_WITHIN
+        message = "The name of this VM is not known"
+        consequence = "The agent cannot match any event to this VM."
+    is_known_cause = not first and status.polls == "overdue"
+    if status.at - started_at < within or is_known_cause:
+        return
+    why = f": {status.vm_failure_summary}" if status.vm_failure_summary else ""
+    yield Attention(
+        kind="vm_unknown",
+        severity="act",
+        since=first.first_seen_at if first else started_at,
+        event_id=first.event.id if first else "",
+        workflow_id=first.id if first else "",
+        message=_sentence(f"{message}{why}"),
+        consequence=consequence,
+        deadline=first.event.not_before if first else None,
+        detail=status.vm_failure,
+        commands=(_doctor(status), _edit(status, "vm.name: this VM's name in Azure")),
+    )
 
 
 def _of_unknown_vm(pending: Iterable[WorkflowView]) -> list[WorkflowView]:
