@@ -103,6 +103,35 @@ def test_a_policy_file_that_is_rejected(agent: Agent) -> None:
     wait_none(agent, "policy_rejected")
 
 
+def test_a_vm_that_is_drained_long_before_its_time_until_an_operator_approves(
+    agent: Agent, sim: Simulator
+) -> None:
+    policy: dict[str, Any] = {"hooks": agent.hooks("drain", "resume")}
+    rule = {**DRAIN, "approve": "never"}
+    agent.write_policy(**policy, rules=[{**rule, "lead": "1h"}])
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=3600)
+    agent.wait_hook("drain")
+    agent.wait_phase(event, "held")
+    assert kinds(agent.status()) == []
+    agent.write_policy(**policy, rules=[{**rule, "lead": "1m"}])
+    agent.reload()
+    found = wait_kind(agent, "out_of_service")
+    assert (found["severity"], found["event_id"], found["deadline"]) == ("fix", event, None)
+    assert found["message"].endswith(": earlier than its lead.")
+    assert agent.status()["headline"] == found["message"]
+    assert agent.get("/healthz")[0] == 200
+    assert not agent.is_ready()
+    assert agent.say("hold", event).returncode == 0
+    wait_none(agent, "out_of_service")
+    assert agent.say("release", event).returncode == 0
+    wait_kind(agent, "out_of_service")
+    assert agent.say("approve", event).returncode == 0
+    sim.wait_gone(event)
+    agent.wait_hook("resume")
+    wait_none(agent, "out_of_service")
+
+
 def test_an_event_stays_prepared_if_the_agent_stops_acting(agent: Agent, sim: Simulator) -> None:
     policy: dict[str, Any] = {
         "rules": [{**DRAIN, "approve": "never", "lead": "1h"}],
