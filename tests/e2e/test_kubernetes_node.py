@@ -79,6 +79,23 @@ def test_a_node_is_cordoned_drained_approved_and_uncordoned(
     assert "unschedulable" not in api.store.get(NODES, "", "vm-1")["spec"]
 
 
+def test_a_drain_that_is_denied_needs_an_operator_and_says_which_right_is_missing(
+    sim: Simulator, api: KubeApi, start: Callable[..., Agent], tmp_path: Path
+) -> None:
+    agent = start()
+    api.kubeconfig(service_account("default", "agent", "vm-1")).replace(tmp_path / "kubeconfig")
+    event = sim.schedule("Reboot", notice_seconds=900)
+    agent.wait_phase(event, "held")
+    (found,) = agent.status()["attention"]
+    assert (found["kind"], found["severity"]) == ("prepare_failed", "act")
+    assert [one["command"].split()[1] for one in found["commands"]] == ["retry", "approve"]
+    shown = agent.run("status", "--config", str(agent.config), "--state-dir", str(agent.state_dir))
+    assert (shown.returncode, 'cannot get resource "nodes"' in " ".join(shown.stdout.split())) == (3, True)
+    api.kubeconfig(ADMIN).replace(tmp_path / "kubeconfig")
+    assert agent.say("retry", event).returncode == 0
+    sim.wait_approved(event)
+
+
 @pytest.mark.nightly
 def test_a_drain_that_a_budget_keeps_ends_before_the_hook_is_ended_and_names_the_pod(
     sim: Simulator, api: KubeApi, start: Callable[..., Agent]
