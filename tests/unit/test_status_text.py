@@ -211,7 +211,7 @@ def test_a_hook_whose_time_has_passed_is_not_listed_as_next(changes: dict[str, A
             "never: Azure may start it at any moment",
         ),
         ({"decision": {"affects": "others"}}, "not by this VM, which it does not name"),
-        ({"decision": {"affects": "unknown"}}, "not before it is known whether it names this VM"),
+        ({"decision": {"affects": "unknown", "rule": None}}, "not before it is known whether it names this VM"),
     ],
 )
 def test_the_state_of_the_approval_is_shown(changes: dict[str, Any], approval: str) -> None:

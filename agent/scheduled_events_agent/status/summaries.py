@@ -59,6 +59,8 @@ def _approval(status: Status, workflow: Workflow) -> str:
         text = "none: it would have no effect"
     elif workflow.is_over or workflow.was_started:
         text = "none was given by this VM"
+    elif decision.affects == "unknown":
+        text = "not before it is known whether it names this VM"
     elif not decision.rule:
         text = "none: the event is only observed"
     else:
@@ -71,8 +73,6 @@ def _expected_approval(status: Status, workflow: Workflow) -> str:
     decision = workflow.decision
     if decision.affects == "others":
         return "not by this VM, which it does not name"
-    if decision.affects == "unknown":
-        return "not before it is known whether it names this VM"
     if workflow.operator_action == "approve":
         return "when prepared" if decision.has_preparation else "at once"
     not_before = workflow.event.not_before
