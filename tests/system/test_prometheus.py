@@ -500,6 +500,42 @@ def live_nameless(directory: Path) -> list[Timeline]:
     return [timeline]
 
 
+def live_renamed(directory: Path) -> list[Timeline]:
+    """The policy gives the VM another name while it is prepared for an event."""
+    policy: dict[str, Any] = {"rules": [{**DRAIN, "approve": "manual", "lead": "2h"}]}
+    with living(directory, **policy) as (sim, agent):
+        event = sim.schedule("Reboot", notice_seconds=3600, lasts_seconds=None)
+        agent.wait_phase(event, "prepared")
+        agent.write_policy(**policy, hooks=agent.hooks("drain", "resume"), vm={"name": "vm-9"})
+        agent.reload()
+        wait_attention(agent, "vm_changed")
+        renamed = expose(agent)
+        sim.cancel(event)
+        wait_count(agent, 1, "closed_total")
+        closed = expose(agent)
+    timeline = Timeline("a VM that gets another name while it is prepared")
+    timeline.hold(renamed, 1)
+    timeline.hold(renamed, 50, "OperatorNeeded")
+    timeline.hold(closed, 10)
+    return [timeline]
+
+
+def live_in_another_time(directory: Path) -> list[Timeline]:
+    """The clock of the VM is behind, then right again."""
+    with living(directory) as (sim, agent):
+        sim.fault(None, "clock_ahead")
+        wait_attention(agent, "clock_wrong")
+        wrong = expose(agent)
+        sim.clear_faults()
+        agent.wait_metric(0.0, "attention", kind="clock_wrong")
+        right = expose(agent)
+    timeline = Timeline("a clock that is behind")
+    timeline.hold(wrong, 5)
+    timeline.hold(wrong, 60, "SetupBroken")
+    timeline.hold(right, 10)
+    return [timeline]
+
+
 def live_unnotified(directory: Path) -> list[Timeline]:
     """A service rejects its notifications."""
     with (
@@ -693,6 +729,8 @@ LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_unheard,
     live_begun_early,
     live_nameless,
+    live_renamed,
+    live_in_another_time,
     live_unnotified,
     live_without_table,
     live_refused,
