@@ -34,6 +34,7 @@ invariants:
        second, and runs again later
     14 an operator hears that a hold is set, or that an approval is taken back, only when no approval is under way
        that Azure may still accept
+    15 when an event starts that its rule wants prepared, the agent says whether it was not, and why
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -96,6 +97,12 @@ class Life:
     policies: int = 0
     """How many policies there had been when it was first seen."""
     succeeded: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
+    """Prepare hooks of which the agent knows that they need not run again."""
+    is_announced: bool = False
+    """It was first read as Scheduled."""
+    is_doubtful: bool = False
+    """The agent has crashed since, or did not know its VM's name: what it knew at the start is not certain."""
     has_failed: bool = False
     failed_hook: str = ""
     """The hook at which its preparation has failed."""
@@ -237,11 +244,12 @@ class Oracle:
             life = self.lives.get(name)
             if life is None:
                 life = Life(name, type_, resources, status, is_state_lost, policies=self._policies)
-                life.read_at = self._now()
+                life.read_at, life.is_announced = self._now(), status == "Scheduled"
                 self.lives[name] = life
                 self._fresh.append(life)
             life.status, life.current_id, life.not_before = status, current_id, not_before
             life.is_missing, life.lacked_since = False, None
+            life.is_doubtful |= not self.has_name
             rule = self.rule(life)
             is_bare = rule is not None and (rule.drain_for or not rule.prepare)
             if status == "Scheduled" and rule is not None and is_bare:
@@ -416,6 +424,8 @@ class Oracle:
             life.has_failed, life.failed_hook = True, hook
         elif stage == "prepare" and has_failed:
             life.succeeded.add(hook)
+        if stage == "prepare" and (outcome == "succeeded" or (has_failed and not is_required)):
+            life.done.add(hook)
         if stage == "recover" and has_failed and is_required:
             life.stuck_at = life.last_stuck_at = hook
             self._allowed.discard((event, hook))
@@ -475,6 +485,7 @@ class Oracle:
         self.runs, self._fresh, self.is_blind, self.on_clear_runs = [], [], True, 0
         for life in self.lives.values():
             life.is_posted = life.is_missing = False
+            life.is_doubtful = True
             life.lacked_since = None
         self._notices += self._unwritten
         self._unwritten = []
@@ -512,7 +523,7 @@ class Oracle:
             for target in self.targets
             if one[1] in target.kinds
             and (type_ in target.when.type or not target.when.type)
-            and (VM in vms or "others" in target.when.affects)
+            and (VM in vms or "others" in target.when.affects or one[1] == "vm_unknown")
         ]
         if self._policies == 1 and is_named:
             for notice in self._unwritten:
@@ -533,7 +544,8 @@ class Oracle:
     def has_written_news(self) -> None:
         """They are on disk."""
         for notice in self._unwritten:
-            notice.is_sure = self.has_name  # without one, whom the event affects is not known
+            # Without a name, whom the event affects is not known.
+            notice.is_sure = self.has_name or notice.news[1] == "vm_unknown"
         self._notices += self._unwritten
         self._unwritten = []
 
@@ -588,6 +600,32 @@ class Oracle:
         is_ours = not (life.was_started or is_held or life.is_history_unknown or life.read_at is None)
         if is_ours and not self._is_early_by_clock(life, rule):
             self._expect(life.may_be_begun, f"(10) {name} starts and is not prepared for")
+
+    def shown_start(self, name: str, reason: str) -> None:
+        """That the event has started is on disk. ``reason``: why it is not prepared, as the agent says."""
+        life = self.lives.get(name)
+        if life is None or life.is_doubtful or self._policies > 1:
+            return
+        expected = self._unprepared(life)
+        self._expect(
+            not expected or reason in expected, f"(15) {name} starts, and is unprepared: {reason or 'no'}"
+        )
+
+    def _unprepared(self, life: Life) -> set[str]:
+        """What the agent may say of an event that starts; nothing: whatever it likes."""
+        rule = self.rule(life)
+        if rule is None or not (rule.prepare or rule.drain_for) or life.type == RECOMMENDATION:
+            return {""}
+        if not life.is_announced:
+            return {"" if life.is_history_unknown else "no_notice"}
+        if rule.prepare and life.done.issuperset(rule.prepare):
+            return {""}
+        if len(life.words) > 1 or not rule.prepare:
+            return set()
+        if life.words == {"hold"}:
+            return {"held"}
+        of_failure = {"hook_failed", "failure_allowed"} if life.has_failed else set()
+        return {"unfinished", "immediately", "time", "manual"} | of_failure
 
     def neglected(self, name: str, seconds: float) -> None:
         """The event stood there for so long while nothing went wrong."""

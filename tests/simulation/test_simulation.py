@@ -53,6 +53,7 @@ from scheduled_events_agent.workflow import (
     signals,
     stages,
 )
+from scheduled_events_agent.workflow.unprepared import with_start_noted
 
 
 @pytest.mark.parametrize("first", [0, 50])
@@ -134,7 +135,7 @@ REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approval.apply_app
 REAL_FINISH, REAL_END = Engine.finish, stages.with_result
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = DocumentTracker.receive, recommendations.expires_at, signals._create
 REAL_CLEAR, REAL_END_CLEAR = HookRuns.decide_on_clear, HookRuns.end_on_clear
-REAL_UNSETTLED = is_unsettled
+REAL_UNSETTLED, REAL_NOTE = is_unsettled, with_start_noted
 REAL_LOAD_NEXT, REAL_COMMIT = OutboxTable.load_next, CrashingStore.commit
 REAL_NEXT, REAL_FINISH_HOOK = phases.next_transition, signals._finish_hook
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.run_cycle, Engine._decide_commit_perform
@@ -326,6 +327,13 @@ def _load_newest(self: OutboxTable, target: str, after_id: int) -> OutboxItem | 
     return notice
 
 
+def _note_without_hold(step: Transition, context: Context) -> Transition:
+    """What is said of a start, as if no operator had held the event."""
+    workflow = step.workflow
+    noted = REAL_NOTE(replace(step, workflow=replace(workflow, operator_action="", unprepared=None)), context)
+    return replace(noted, workflow=replace(noted.workflow, operator_action=workflow.operator_action))
+
+
 def _only_holds_wait(workflow: Workflow, action: OperatorAction) -> bool:
     return action == "hold" and REAL_UNSETTLED(workflow, action)
 
@@ -477,6 +485,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "14: a release does not wait for the answer to the approval": Mutant(
         engine_module, {"is_unsettled": _only_holds_wait}, "(14)", frozenset({"operator"}), first=360
+    ),
+    "15: what is said of a start is forgotten": Mutant(
+        WORKFLOW, {"with_start_noted": lambda step, _: step}, "(15)"
+    ),
+    "15: a hold is not looked at": Mutant(
+        WORKFLOW, {"with_start_noted": _note_without_hold}, "(15)", frozenset({"operator"})
     ),
     "9: results are lost": Mutant(engine_module, {"advance": _proceed_that_loses_what_fails}, "", first=129),
 }

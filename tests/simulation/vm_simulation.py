@@ -82,7 +82,7 @@ _TARGETS = ("chat", "pager")
 _NEWS: dict[RecordKind, NotificationKind] = {
     "seen": "seen", "named": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held",
     "approved": "approved", "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
-    "approval_needed": "approval_needed", "hook_missing": "hook_missing",
+    "approval_needed": "approval_needed", "hook_missing": "hook_missing", "vm_unknown": "vm_unknown",
 }  # fmt: skip
 # Of each two neighbors the rules share hooks, of the first and the last they do not.
 _OVERLAPPING: tuple[dict[str, tuple[str, ...]], ...] = (
@@ -861,6 +861,7 @@ class VmSimulation(Simulation[Trouble], Machine):
         for answer in self._answers:
             self.oracle.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
         self._results, self._answers = [], []
+        self._check_starts(steps)
         # An approval that is on the disk and not on its way is rare, and what it costs if it is forgotten is most.
         if self.has("power cuts") and any(
             isinstance(effect, Approve) for step in steps for effect in step.effects
@@ -874,6 +875,18 @@ class VmSimulation(Simulation[Trouble], Machine):
         if self.is_cut_after_commit:
             self.is_cut_after_commit = False
             raise PowerCut
+
+    def _check_starts(self, steps: Sequence[Transition]) -> None:
+        for step in steps:
+            kinds = [note.kind for note in step.records]
+            if "started" not in kinds:
+                continue
+            name = self._names[step.workflow.id]
+            # After the end of another event, the agent may take this one for that event under a new id.
+            is_itself = self.name_of(step.workflow.id.partition("@")[0].upper()) == name
+            unprepared = step.workflow.unprepared if "unprepared" in kinds else None
+            if is_itself:
+                self.oracle.shown_start(name, unprepared.kind if unprepared else "")
 
     def _check_comparison(self, document: Document) -> None:
         """The agent has compared it, and could not write what follows."""

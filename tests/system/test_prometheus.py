@@ -294,6 +294,32 @@ def live_held(directory: Path) -> list[Timeline]:
     return [timeline]
 
 
+def live_unprepared(directory: Path) -> list[Timeline]:
+    """Azure starts an event before its time, and one that an operator holds."""
+    with living(directory, rules=[{**DRAIN, "lead": "1m"}]) as (sim, agent):
+        idle = expose(agent)
+        event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
+        agent.wait_phase(event, "waiting")
+        sim.start_event(event)
+        wait_count(agent, 1, "unprepared_total", reason="time")
+        sim.end(event)
+        wait_count(agent, 1, "closed_total")
+        early = expose(agent)
+        held = sim.schedule("Redeploy", notice_seconds=900, lasts_seconds=None)
+        agent.say("hold", held)
+        sim.start_event(held)
+        wait_count(agent, 1, "unprepared_total", reason="held")
+        sim.end(held)
+        wait_count(agent, 2, "closed_total")
+        over = expose(agent)
+    timeline = Timeline("events that start unprepared")
+    timeline.hold(idle, 10)
+    timeline.hold(early, 10, "Unprepared")
+    timeline.hold(early, 10)
+    timeline.hold(over, 10)
+    return [timeline]
+
+
 def live_careless(directory: Path) -> list[Timeline]:
     """A hook fails that is not required."""
     with living(directory) as (sim, agent):
@@ -720,6 +746,7 @@ def nobody() -> Timeline:
 LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_well,
     live_held,
+    live_unprepared,
     live_careless,
     live_as_wanted,
     live_warned,

@@ -198,6 +198,8 @@ class Engine:
         self._store.record("agent_started", what, now, detail=self.boot_id)
         self.agent_log = tuple(self._store.load_last_start_and_stop())
         self._count_settings()
+        for workflow in workflows:
+            self._metrics.count_unprepared(workflow)  # the event's reboot may have come before a scrape
         if workflows:
             # The policy may be another one than the last agent had.
             self._signals += [AgentRestarted(), PolicyChanged()]

@@ -111,10 +111,9 @@ def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: dateti
 
 
 def unprepared_message(workflow: Workflow) -> str:
-    """Why Azure has started the event unprepared, as a clause; "" if it has not, or no rule wants it prepared."""
-    unprepared = workflow.unprepared
-    has_started = workflow.was_started or workflow.outcome == "completed"
-    if unprepared is None or workflow.decision.rule is None or not has_started:
+    """Why Azure has started the event unprepared, as a clause; "" if it has not."""
+    unprepared = workflow.started_unprepared
+    if unprepared is None:
         return ""
     why = _UNPREPARED_MESSAGES[unprepared.kind].format(
         at=utc(unprepared.at, workflow.first_seen_at) if unprepared.at else "",

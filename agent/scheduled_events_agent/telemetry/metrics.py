@@ -283,12 +283,17 @@ class Metrics:
                 self.hook_failures.labels(record.stage).inc()
         elif record.kind == "without_slot":
             self.fleet_begun_without_slot.labels(record.detail).inc()
-        elif record.kind == "unprepared" and workflow.unprepared is not None:
-            self.unprepared.labels(workflow.unprepared.kind).inc()
+        elif record.kind == "unprepared":
+            self.count_unprepared(workflow)
         elif record.kind == "recovery_failed":
             self.recovery_failures.inc()
         elif record.kind == "closed":
             self.closed.labels(event_type(event.type), workflow.outcome).inc()
+
+    def count_unprepared(self, workflow: Workflow) -> None:
+        """Count the event if it has started unprepared."""
+        if unprepared := workflow.started_unprepared:
+            self.unprepared.labels(unprepared.kind).inc()
 
     def expose(self) -> bytes:
         """All metrics in Prometheus' text format. Those of pending events are rendered only after a change."""

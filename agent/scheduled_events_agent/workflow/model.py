@@ -221,6 +221,12 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether preparation has begun and is not yet undone."""
         return self.is_open and self.prepare.state != "idle"
 
+    @property
+    def started_unprepared(self) -> Unprepared | None:
+        """Why it was not prepared when Azure started it; None if it was, or if it has not started."""
+        has_started = self.was_started or self.outcome == "completed"
+        return self.unprepared if has_started and self.decision.rule is not None else None
+
 
 class HookFinished(msgspec.Struct, frozen=True, kw_only=True):
     """A hook has ended."""
