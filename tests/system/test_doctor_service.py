@@ -98,6 +98,9 @@ def test_a_service_that_is_masked_is_to_be_unmasked_first(service: Service) -> N
     assert code == 1
     assert checks["service"] == [["error", "installed, masked, inactive (dead), runs as root", way_out]]
     assert checks["agent"][0][2] == way_out
+    shown = service.machine.run("scheduled-events-agent", "status", check=False).stdout
+    assert shown.startswith("ACT  No agent runs: its service is masked. ")
+    assert shown.splitlines()[1] == f"     {way_out}"
 
     service.systemctl("unmask")
     service.systemctl("enable")
@@ -123,6 +126,20 @@ def test_a_service_that_fails_at_each_start_is_told_why_and_is_no_other_agent(se
     assert waiting.startswith("it failed: ")
     assert reason in waiting
     assert waiting.endswith("; correct that, then systemd starts it again")
+    # Also status says why, and what comes before a start.
+    message, problem, first, *_ = service.machine.run(
+        "scheduled-events-agent", "status", check=False
+    ).stdout.splitlines()
+    assert message.startswith("ACT  No agent runs: the policy file is rejected: line 1. ")
+    assert problem.strip().startswith(reason)
+    assert first.startswith("     scheduled-events-agent check ")
+    # With a good file, the service's own last words count.
+    service.machine.write("/etc/scheduled-events-agent/policy.yaml", "{}\n")
+    service.add_drop_in("[Service]\nExecStart=\nExecStart=/bin/sh -c 'echo needs Python >&2; exit 78'\n")
+    service.machine.run("systemctl", "restart", "scheduled-events-agent", check=False)
+    message, problem, *_ = service.machine.run("scheduled-events-agent", "status", check=False).stdout.splitlines()
+    assert message.startswith("ACT  No agent runs: its service has failed. ")
+    assert problem == "     needs Python"
 
 
 def test_a_unit_that_was_edited_and_not_read_again_is_a_warning(service: Service) -> None:
