@@ -859,6 +859,13 @@ def test_the_identity_of_another_vm_leaves_nothing_behind(engine: Engine, operat
     assert (operator.get_meta("vm_name"), operator.get_meta("vm_group")) == ("", "")
 
 
+def test_a_name_that_the_service_changes_counts_as_one_that_the_policy_changes(engine: Engine) -> None:
+    engine.receive(Identity(name="vm-9", vm_id="id-1"))
+    assert engine.run_cycle(datetime.now(UTC))
+    (workflow,) = engine.workflows.values()
+    assert (workflow.named_as, workflow.is_named_otherwise) == ("vm-1", True)
+
+
 def test_without_a_change_no_decision_is_repeated(
     tmp_path: Path, executor: Approvals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
