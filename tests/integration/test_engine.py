@@ -20,6 +20,7 @@ from state_file import do_not_wait_for_locks, locked, query, refuse_writes
 from scheduled_events_agent.engine import (
     Engine,
     Executor,
+    FleetUpdate,
     HookCommand,
     HookDone,
     Host,
@@ -36,6 +37,7 @@ from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.policy.settings import (
     AgentSettings,
+    FleetSettings,
     ImdsSettings,
     NotificationKind,
     NotifyTarget,
@@ -428,6 +430,36 @@ def test_a_drain_keeps_its_length_when_the_clock_is_set(jump: float, tmp_path: P
             assert executor.requests == []
         assert engine.run_cycle(machine.wait(2.0))
         assert executor.requests == [["E1"]]
+    finally:
+        store.close()
+
+
+def test_an_outage_of_the_fleets_store_that_counts_while_a_cycle_is_stored_wakes_the_next_one(
+    tmp_path: Path, executor: Approvals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
+    try:
+        fleet = FleetSettings(leases="default", max_events=1, on_unavailable="begin")
+        rule = Rule(name="drain", drain_for=120.0, approve="when-prepared")
+        settings = Settings(rules=(rule,), fleet=fleet)
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
+        engine.start()
+        engine.receive(Identity(name="vm-1", vm_id="id-1"))
+        event = replace(EVENT, not_before=machine.now() + timedelta(minutes=15))
+        engine.receive(Document(incarnation="", events=(event,)))
+        away = machine.monotonic() - 59.0
+        engine.receive(FleetUpdate(error="no route", unavailable_from=away, settings=fleet))
+        commit = store.commit
+
+        def commit_slowly(*arguments: Any) -> CommitResult:
+            machine.wait(2.0)
+            return commit(*arguments)
+
+        monkeypatch.setattr(store, "commit", commit_slowly)
+        now = machine.now()
+        assert engine.run_cycle(now)
+        assert [workflow.phase for workflow in engine.workflows.values()] == ["waiting"]
+        assert engine.wake_at == now + timedelta(seconds=1)
     finally:
         store.close()
 

@@ -405,7 +405,8 @@ class Engine:
             document_at=document_at,
             stale_after=max(_STALE_SECONDS, 2.0 * settings.imds.poll_interval),
             is_state_lost=self._is_state_lost,
-            fleet=self.fleet.view(settings, self.names(), self._machine.monotonic()),
+            # As old as ``now``: else what becomes due between two contexts of a cycle would wake nothing.
+            fleet=self.fleet.view(settings, self.names(), self.cycle_began_at),
             holds=self.remembered.holds,
             expired=self.remembered.expired,
         )
