@@ -361,3 +361,12 @@ def test_the_start_of_an_event_of_an_unknown_vm_ends_its_incident() -> None:
     agent.tick(10)
     agent.document(started(an_event()))
     assert agent.told(PAGERDUTY) == ["vm_unknown: trigger critical", "started: resolve info"]
+
+
+def test_an_agent_that_only_observes_pages_no_one_about_an_unknown_vm() -> None:
+    workflow = a_workflow()
+    step = Transition(workflow=workflow, records=(Record(kind="vm_unknown", text="x"),))
+    ((_, notification),) = notifications_of([step], a_status(mode="observe"))
+    assert (notification.deadline, notification.commands, notification.severity) == (None, (), "")
+    assert matches(EVERY, step, notification, ())
+    assert not matches(PAGERDUTY, step, notification, ())
