@@ -129,8 +129,8 @@ def test_a_sleeping_agent_notifies_the_service_manager_when_polling_fails(tmp_pa
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         wait_asleep(daemon, azure)
         azure.fault("vm-1", "status", status=500)
-        failing = "Nothing was pending at the last successful poll"
-        azure.wait_until(lambda: daemon._reporter.reported == failing, "it is sent", PATIENCE)
+        failing = "Azure's metadata service has not answered since "
+        azure.wait_until(lambda: (daemon._reporter.reported or "").startswith(failing), "it is sent", PATIENCE)
         azure.clear_faults()
         azure.wait_until(lambda: daemon._reporter.reported == "Nothing is pending", "its end is sent", PATIENCE)
 
