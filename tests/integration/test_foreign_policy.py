@@ -39,7 +39,6 @@ NAMED = ("token", "sas", "web.yml")
 REJECTING = [["run"], ["notify", "test"], ["fleet", "status"], ["fleet", "release", "1"], ["doctor"]]
 READING = [
     ["explain", "DIR/event.json", "--vm", "vm-1"],
-    ["status"],
     ["history"],
     *([action, "1"] for action in ("approve", "hold", "release", "retry", "resolve")),
 ]
@@ -165,6 +164,18 @@ def test_what_only_reads_the_policy_answers_for_every_owner_alike(
     assert listener.close() == 0
 
 
+def test_status_names_the_owner_as_what_keeps_an_agent_from_starting(
+    policy: Path, listener: Listener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.chown(policy, STRANGER, STRANGER)
+    with noting_opened() as opened:
+        assert main(words_of(["status"], policy)) == 1
+    assert opened.isdisjoint(str(policy.parent / name) for name in NAMED)
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"the policy file is rejected: {policy} can be changed by its owner, uid {STRANGER}" in out
+    assert listener.close() == 0
+
+
 def test_check_reports_the_owner_and_sends_nothing(
     policy: Path, listener: Listener, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +186,7 @@ def test_check_reports_the_owner_and_sends_nothing(
 
 
 def test_every_command_that_takes_a_policy_is_tried_here() -> None:
-    tried = {words[0] for words in (*REJECTING, *READING, ["check"])}
+    tried = {words[0] for words in (*REJECTING, *READING, ["status"], ["check"])}
     assert commands_with_config(build_parser()) == tried | FOR_THE_SERVICE
 
 

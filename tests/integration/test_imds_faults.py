@@ -70,6 +70,7 @@ class Service:
         self._answer = answer
 
     names: tuple[str, ...] = ()
+    clock_skew_seconds: float | None = None
 
     @property
     def needs_answer(self) -> bool:

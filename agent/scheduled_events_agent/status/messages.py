@@ -6,7 +6,7 @@ Invariant: a text states only what the workflow or the journal states, and nothi
 
 import re
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -355,7 +355,7 @@ def hook_time(hook: RunningHook, now: datetime) -> str:
     so_far = format_elapsed(hook.since, now)
     if hook.limit_seconds is None:
         return f"{so_far} so far"
-    limit = format_elapsed(hook.since, hook.since + timedelta(seconds=hook.limit_seconds))
+    limit = _format_seconds(hook.limit_seconds)
     return f"{so_far} of at most {re.sub(' 0[smh]$', '', limit)}"
 
 
@@ -477,7 +477,11 @@ def utc(at: datetime, now: datetime | None = None) -> str:
 
 def format_elapsed(earlier: datetime, later: datetime) -> str:
     """The time between, in at most two units, rounded down; 0s if there is none."""
-    seconds = max(0, int((later - earlier).total_seconds()))
+    return _format_seconds((later - earlier).total_seconds())
+
+
+def _format_seconds(length: float) -> str:
+    seconds = max(0, int(length))
     minutes = seconds // 60
     hours = seconds // 3600
     days = seconds // 86400
