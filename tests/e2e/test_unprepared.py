@@ -1,5 +1,6 @@
 """An event that Azure starts before it is prepared, and one of which the VM is not known, with a real agent."""
 
+import pytest
 from harness import Agent, Simulator
 from receiver import Receiver
 
@@ -37,6 +38,28 @@ def test_what_azure_starts_unprepared_is_said_everywhere_and_counted_over_a_rest
     agent.start()
     agent.wait_metric(1, "unprepared_total", reason="time")
     assert sum(kind == "unprepared" for (kind,) in agent.journal("kind")) == 1
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["started", "over"])
+def test_it_is_said_of_an_event_that_azure_starts_while_the_name_is_not_known(
+    agent: Agent, sim: Simulator, *, is_over: bool
+) -> None:
+    agent.write_policy(rules=[LATE], hooks=agent.hooks("drain", "resume"))
+    sim.fault(None, "status", on="instance")
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+    agent.wait_until(agent.pending, "it is pending")
+    sim.start_event(event)
+    agent.wait_until(lambda: agent.pending()[event]["event"]["status"] == "Started", "it has started")
+    if is_over:
+        sim.end(event)
+        agent.wait_until(lambda: agent.pending()[event]["is_over"], "it is over")
+        agent.kill()
+        agent.start()
+    assert agent.metric("unprepared_total", reason="vm_unknown") == 0
+    sim.clear_faults()
+    agent.wait_metric(1, "unprepared_total", reason="vm_unknown")
+    assert agent.wait_log("unprepared")["reason"] == "unprepared: nothing said whether it names this VM"
 
 
 def test_a_target_is_notified_once_of_an_event_while_the_name_is_not_known(agent: Agent, sim: Simulator) -> None:

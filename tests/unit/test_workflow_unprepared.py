@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from test_workflow import START, Agent, a_rule, an_event, started
 from test_workflow_fleet import FULL
 
+from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.workflow import ClockChanged, FleetView, PolicyChanged, next_wake_at
 
@@ -241,6 +242,29 @@ def test_its_vm_was_not_known() -> None:
     assert said(agent) == []
     agent.reload(DRAIN, names=("vm_1",))
     agent.document(started(EVENT))
+    assert said(agent) == ["unprepared: nothing said whether it names this VM"]
+
+
+@pytest.mark.parametrize("names", [(), ("vm_1",)], ids=["no name", "a name that may be another VM's"])
+@pytest.mark.parametrize("is_over", [False, True], ids=["pending", "over"])
+@pytest.mark.parametrize("boot_id", ["boot 1", "boot 2"], ids=["same boot", "reboot"])
+def test_nothing_moved_until_it_was_known_which_vm_this_is(
+    names: tuple[str, ...], boot_id: str, *, is_over: bool
+) -> None:
+    """As where the metadata service has not said that since the boot: no document counts before."""
+    agent = Agent(DRAIN, names=names)
+    agent.send(Seen(EVENT))
+    if boot_id != "boot 1":
+        agent.restart(boot_id, document=False)
+    if boot_id == "boot 1" or not is_over:  # else the reboot was its start
+        agent.send(Seen(started(EVENT)))
+    agent.wait(16 * 60)
+    if is_over:
+        agent.send(Missing(EVENT.key))
+        agent.send(Gone(EVENT.key))
+    agent.context = replace(agent.context, document_at=agent.context.now)
+    agent.reload(DRAIN, names=("vm_1",))
+    agent.document(*([] if is_over else [started(EVENT)]))
     assert said(agent) == ["unprepared: nothing said whether it names this VM"]
 
 

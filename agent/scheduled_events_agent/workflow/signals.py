@@ -108,7 +108,7 @@ def _create(event: ScheduledEvent, context: Context) -> Transition | None:
         boot_id=context.boot_id,
         is_history_unknown=context.is_state_lost,
     )
-    workflow = replace(workflow, unprepared=of_new(workflow))
+    workflow = replace(workflow, unprepared=of_new(workflow, context))
     records = [
         Record(kind="seen", text=_describe(event, context.now)),
         Record(kind="decided", text=decision.reason),
@@ -220,7 +220,8 @@ def _decide_anew(workflow: Workflow, context: Context) -> Transition:
     records = _records_of_names(workflow.event, old.affects, new.affects, context.now)
     if is_news:
         records = (*records, Record(kind="decided", text=text))
-    is_known_late = old.affects == "unknown" and old.rule is None and workflow.was_started
+    has_started = workflow.was_started or workflow.outcome == "completed"
+    is_known_late = old.affects == "unknown" and old.rule is None and has_started
     wait_reason = workflow.wait_reason
     if is_news and wait_reason is not None and wait_reason.kind in ("would_begin", "would_run_on_start"):
         wait_reason = None  # its text contains the decision, so it is noted again

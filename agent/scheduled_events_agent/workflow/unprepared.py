@@ -32,12 +32,15 @@ def with_reason(workflow: Workflow, context: Context) -> Workflow:
     return replace(workflow, unprepared=_why_unprepared(workflow, context))
 
 
-def of_new(workflow: Workflow) -> Unprepared | None:
-    """Why an event that is seen for the first time is not prepared, if Azure has started it already."""
-    if not workflow.event.is_started or workflow.is_history_unknown:
-        return None
+def of_new(workflow: Workflow, context: Context) -> Unprepared | None:
+    """Why an event that is seen for the first time is not prepared: it has started, or the VM is not known."""
     may_be_wanted = wants_preparation(workflow) or workflow.decision.affects == "unknown"
-    return Unprepared(kind="no_notice") if may_be_wanted else None
+    if workflow.is_history_unknown or not may_be_wanted:
+        return None
+    if workflow.event.is_started:
+        return Unprepared(kind="no_notice")
+    # What is listed moves only when it is known which VM this is. Azure may start it before.
+    return Unprepared(kind="vm_unknown") if context.document_at is None else None
 
 
 def with_start_noted(transition: Transition, context: Context) -> Transition:
