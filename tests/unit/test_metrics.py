@@ -290,6 +290,14 @@ def test_an_event_without_a_matching_rule_counts_under_none(metrics: Metrics) ->
     assert counted(metrics, "scheduled_events_decisions_total") == {("never", "none"): 1}
 
 
+def test_an_event_that_is_over_is_not_announced_while_the_name_is_not_known(
+    metrics: Metrics, pending: list[Workflow]
+) -> None:
+    over = replace(make_workflow(phase="waiting"), is_over=True, outcome="canceled")
+    pending.append(replace(over, decision=replace(over.decision, rule=None, affects="unknown")))
+    assert samples(metrics, PENDING) == {}
+
+
 def test_a_failed_recovery_is_counted_and_shown_until_it_is_solved(
     metrics: Metrics, pending: list[Workflow]
 ) -> None:

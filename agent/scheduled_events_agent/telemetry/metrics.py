@@ -346,7 +346,9 @@ class _Pending(Collector):
             event = workflow.event
             decision = workflow.decision
             what = (event.id or event.key, event_type(event.type), _status(event.status), decision.affects)
-            if not event.is_recommendation:
+            # Until this VM's name is known, an event that is over stays as it was.
+            has_vanished = workflow.is_over and workflow.phase not in ("recovering", "recovery_failed")
+            if not (event.is_recommendation or has_vanished):
                 time = event.not_before.timestamp() if event.not_before else 0.0
                 times[*what, workflow.phase, decision.rule or "none"] = time
             hooks += sum(
