@@ -47,8 +47,8 @@ def find_runbook(address: str, package: Path) -> str:
 
     ``package``: the folder of the agent's code, in a checkout or installed.
     """
-    host = address.partition("//")[2].partition("/")[0]
-    if not host.endswith(".invalid"):
+    server = address.partition("//")[2].partition("/")[0]
+    if not server.endswith(".invalid"):
         return address
     in_checkout = package.parent.parent / "docs/runbook.md"
     installed = [place / "share/scheduled-events-agent/runbook.md" for place in package.parents]

@@ -1,7 +1,8 @@
 """Takes the documentation's pictures of the status page: ``make pictures``, as root on Debian.
 
 The agent is the real one, Azure is the simulator, and the policies are those of the pages that show the pictures.
-All of it runs in namespaces of its own, so that the default paths, ports and endpoint are free.
+All of it runs in namespaces of its own, so that the default paths, ports and endpoint are free. There the agent is
+where its packages install it, for the page shows the path of its runbook.
 """
 
 import sys
@@ -25,6 +26,7 @@ from chromium import Tab, browser, install
 from container import CHECKOUT
 from test_tutorial import Shell, section, steps
 
+PACKAGE = CHECKOUT / "agent/scheduled_events_agent"
 WIDTH = 900
 _COLORS = "64"  # more make a file larger, and no picture better
 _TRIES = 60  # a second apart, until an agent listens
@@ -33,11 +35,15 @@ _TRIES = 60  # a second apart, until an agent listens
 _ENTER = """
 ip link set lo up
 ip address add 169.254.169.254 dev lo
-for folder in etc home var/lib; do mount -t overlay overlay -o "lowerdir=$ROOT/$folder:/$folder" "/$folder"; done
+for folder in etc home usr var/lib; do
+    mount -t overlay overlay -o "lowerdir=$ROOT/$folder:/$folder" "/$folder"
+done
 mount --bind "$ROOT/home/you" /home/you
 mkdir -m 700 "$ROOT/state" && mount --bind "$ROOT/state" /var/lib/scheduled-events-agent
 exec "$@"
 """
+_CODE = "/usr/lib/scheduled-events-agent"
+_RUNBOOK = "/usr/share/scheduled-events-agent/runbook.md"
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _FAILING_HOOK = "#!/bin/sh\nexit 1\n"
 
@@ -68,7 +74,11 @@ def main() -> int:
 
 
 def lay_out(root: Path) -> None:
-    """What a machine with the policy of README.md has; its hooks fail."""
+    """What a machine with a package and the policy of README.md has; its hooks fail."""
+    shutil.copytree(PACKAGE, root / _CODE[1:] / PACKAGE.name)
+    runbook = root / _RUNBOOK[1:]
+    runbook.parent.mkdir(parents=True)
+    shutil.copy(CHECKOUT / "docs/runbook.md", runbook)
     for folder in ("etc/scheduled-events-agent/hooks", "home/you", "var/lib/scheduled-events-agent"):
         (root / folder).mkdir(parents=True)
     readme = (CHECKOUT / "README.md").read_text("utf-8")
@@ -89,20 +99,27 @@ def take_all(folder: Path) -> None:
         take_tutorial(tab, folder / "tutorial-drained.png", folder / "tutorial-held.png")
 
 
+def open_shell() -> Shell:
+    """A shell whose agent is the one that ``lay_out`` has installed."""
+    shell = Shell(Path.home())
+    shell.run(f"export PYTHONPATH={_CODE}")
+    return shell
+
+
 def take_held(tab: Tab, picture: Path) -> None:
     """The page of an installed agent whose drain has failed."""
-    shell = Shell(Path.home())
+    shell = open_shell()
     shell.run("cd")
     shell.run("scheduled-events-agent simulate --vm web-3 --bind 169.254.169.254 --port 80 &")
     shell.run("scheduled-events-agent run &")
-    show(tab, shell, "http://127.0.0.1:9769/", "is held", "(failed)")
+    show(tab, shell, "http://127.0.0.1:9769/", "is held", "(failed)", _RUNBOOK)
     tab.click("details[open] summary")  # the timeline makes the picture too long
     shoot(tab, picture, "pending")
 
 
 def take_tutorial(tab: Tab, drained: Path, held: Path) -> None:
     """The page after step 5 of the tutorial, and in step 6, of the agent that its commands start."""
-    shell = Shell(Path.home())
+    shell = open_shell()
     page = "http://127.0.0.1:9770/"
     for step in (*steps(section(3, 3)), *steps(section(5, 5))):
         shell.run(step.command)
@@ -111,7 +128,7 @@ def take_tutorial(tab: Tab, drained: Path, held: Path) -> None:
     shell.run("wait %?simulate")
     for step in takewhile(lambda step: " status " not in step.command, steps(section(6, 6))):
         shell.run(step.command)
-    show(tab, shell, page, "is held", "(failed)")
+    show(tab, shell, page, "is held", "(failed)", _RUNBOOK)
     shoot(tab, held, "pending")
 
 
