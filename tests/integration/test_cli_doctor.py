@@ -279,7 +279,7 @@ def test_a_denial_without_a_sign_of_the_proxy_is_no_clean_bill_for_it(
     simulator.fault("vm-1", "denied")
     report = examine(simulator.endpoint("vm-1"))
     assert report.states("endpoint", "proxy") == ["error", "warning"]
-    assert "perhaps the VM's Guest Proxy Agent" in report.one("endpoint").message
+    assert "if it is the VM's Guest Proxy Agent, allow user " in report.one("endpoint").message
     assert report.one("proxy").message.startswith("a proxy denies requests, as Azure's Guest Proxy Agent does: ")
 
 

@@ -475,7 +475,7 @@ def test_a_token_is_never_sent_unencrypted() -> None:
         (answer("400 Bad", b'{"error":"invalid_request","error_description":"Identity not found"}'), "denied",
          "Identity not found"),
         (answer("404 Not Found"), "denied", "this VM has no managed identity, or several: assign one"),
-        (answer("403 Forbidden"), "denied", "a proxy denies it, perhaps the VM's Guest Proxy Agent"),
+        (answer("403 Forbidden"), "denied", "if it is the VM's Guest Proxy Agent, allow user "),
         (answer("421 Misdirected"), "throttled", "it answers 421"),
         (answer("429 Too Many", b"{}"), "throttled", "it answers 429"),
         (answer("410 Gone", b"{}"), "throttled", "it answers 410"),

@@ -15,6 +15,7 @@ import respx
 from scheduled_events_agent.http.errors import HttpErrorKind
 from scheduled_events_agent.imds.client import Identity, ImdsClient, ImdsError
 from scheduled_events_agent.imds.document import parse_document
+from scheduled_events_agent.imds.guest_proxy import caller
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 ENDPOINT = "http://127.0.0.1:8080"
@@ -30,7 +31,10 @@ BAD_API_VERSION = (
     'For more information refer to aka.ms/azureimds", '
     '"newest-versions": [ "2025-04-07", "2024-07-17", "2024-03-15" ] }; check imds.api_version'
 )
-DENIED = "; a proxy denies it, perhaps the VM's Guest Proxy Agent (docs/metadata-proxy.md)"
+DENIED = (
+    f"; a proxy denies it; if it is the VM's Guest Proxy Agent, allow user {caller().user}, "
+    f"program {caller().program}, path /metadata/scheduledevents in its rules (docs/metadata-proxy.md)"
+)
 SOMETHING_ELSE = "; something other than the metadata service answers: check imds.endpoint"
 
 

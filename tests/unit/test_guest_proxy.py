@@ -16,7 +16,9 @@ from scheduled_events_agent.imds.guest_proxy import GuestProxy, caller
 REAL = httpx.URL("http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01")
 OTHER = httpx.URL("http://127.0.0.1:8169/metadata/instance?api-version=2021-12-13")
 ASK = host.guest_proxy_command()
-DENIES = "the VM's Guest Proxy Agent denies it: allow "
+DENIES = "the VM's Guest Proxy Agent denies it: "
+MAYBE_DENIES = "a proxy denies it; if it is the VM's Guest Proxy Agent, "
+RULE = f"allow user {caller().user}, program {caller().program}, path "
 IN_RULES = " in its rules (docs/metadata-proxy.md)"
 NOT_READY = f"the VM's Guest Proxy Agent has no rules yet, or does not reach the host: {ASK}"
 LOST = f"the VM's Guest Proxy Agent has lost the record of this connection; if it stays: {ASK}"
@@ -50,10 +52,8 @@ def test_behind_the_proxy_a_failure_names_it(kind: HttpErrorKind, status: int | 
 
 
 def test_a_denial_says_what_a_rule_must_allow() -> None:
-    user, program = caller()
-    what = f"user {user}, program {program}, path "
-    assert behind_it().hint(OTHER, "denied", 403) == f"{DENIES}{what}/metadata/instance{IN_RULES}"
-    assert behind_it().hint(REAL, "denied", 403) == f"{DENIES}{what}/metadata/scheduledevents{IN_RULES}"
+    assert behind_it().hint(OTHER, "denied", 403) == f"{DENIES}{RULE}/metadata/instance{IN_RULES}"
+    assert behind_it().hint(REAL, "denied", 403) == f"{DENIES}{RULE}/metadata/scheduledevents{IN_RULES}"
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_a_denial_says_what_a_rule_must_allow() -> None:
     [
         ("server_error", 500, ""),
         ("refused", None, ""),
-        ("denied", 401, "a proxy denies it, perhaps the VM's Guest Proxy Agent (docs/metadata-proxy.md)"),
-        ("denied", 403, "a proxy denies it, perhaps the VM's Guest Proxy Agent (docs/metadata-proxy.md)"),
+        ("denied", 401, f"{MAYBE_DENIES}{RULE}/metadata/scheduledevents{IN_RULES}"),
+        ("denied", 403, f"{MAYBE_DENIES}{RULE}/metadata/scheduledevents{IN_RULES}"),
         ("unexpected_status", 421, LOST),  # no other program answers so
     ],
 )

@@ -73,14 +73,14 @@ class GuestProxy:
         if status == 421:
             return f"the VM's Guest Proxy Agent has lost the record of this connection; if it stays: {ask}"
         is_there = bool(self.evidence(url))
-        if kind == "denied" and not is_there:
-            return f"a proxy denies it, perhaps the VM's Guest Proxy Agent ({PAGE})"
-        if status == 401:
+        if status == 401 and is_there:
             return f"the host wants what the VM's Guest Proxy Agent has signed: {ask}"
         if kind == "denied":
             user, program = caller()
-            what = f"user {user}, program {program}, path {url.path}"
-            return f"the VM's Guest Proxy Agent denies it: allow {what} in its rules ({PAGE})"
+            rule = f"allow user {user}, program {program}, path {url.path} in its rules ({PAGE})"
+            if is_there:
+                return f"the VM's Guest Proxy Agent denies it: {rule}"
+            return f"a proxy denies it; if it is the VM's Guest Proxy Agent, {rule}"
         if kind == "server_error" and is_there:
             return f"the VM's Guest Proxy Agent has no rules yet, or does not reach the host: {ask}"
         if kind == "refused" and is_there:
