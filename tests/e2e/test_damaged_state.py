@@ -65,6 +65,7 @@ def expect_loss(agent: Agent, *, quarantined: float) -> None:
     assert agent.metric("store_errors_total", kind="damaged") == quarantined
     (warned,) = [one for one in doctor_states(agent) if one["severity"] == "warning"]
     assert "resolve state_lost" in warned["hint"]
+    assert warned["hint"].endswith("runbook.md#state_lost")
 
 
 def test_a_state_lost_while_the_vm_was_prepared_needs_an_operator_until_it_is_resolved(

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from status_samples import a_workflow
 
 from scheduled_events_agent import RUNBOOK, __version__, host
 from scheduled_events_agent.cli.config import load_policy
@@ -44,6 +45,7 @@ from scheduled_events_agent.status import (
     Vm,
 )
 from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.workflow import StageStatus, WaitReason
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
 STATUS = Status(
@@ -488,16 +490,18 @@ def test_a_healthy_agent_that_differs_from_the_policy_is_a_warning(
     assert found.message == (f"{runs}, {doubt}" if doubt else runs)
 
 
-def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
+def test_an_agent_that_needs_a_person_is_a_warning_with_the_first_entry() -> None:
     held = Attention(
         kind="prepare_failed", severity="act", since=None, message="The Reboot of vm-1 is held: it failed."
     )
-    broken = Attention(kind="policy_rejected", severity="fix", since=None, message="The policy file is rejected.")
-    for attention, expected in (((held, broken), "warning"), ((broken,), "ok")):
-        found = check_running_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
-        assert found.severity == expected
-        assert (held.message in found.message) == (expected == "warning")
-        assert found.hint.endswith(f"; runbook {RUNBOOK}#prepare_failed") == (expected == "warning")
+    away = Attention(kind="out_of_service", severity="fix", since=None, message="vm-1 is out of service.")
+    for attention in ((held, away), (away,)):
+        first = attention[0]
+        status = msgspec.structs.replace(STATUS, attention=attention, condition=first.severity)
+        found = check_running_agent("17", status, None)
+        told = f"runs (pid 17), version {__version__}: {first.message}"
+        assert (found.severity, found.message) == ("warning", told)
+        assert found.hint.endswith(f"; runbook {RUNBOOK}#{first.kind}")
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
@@ -509,6 +513,12 @@ def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     told += "timed out."
     assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
     assert found.hint.endswith(f"; runbook {RUNBOOK}#unhealthy")
+    held = a_workflow(
+        phase="held", prepare=StageStatus(state="failed", run=1), wait_reason=WaitReason(kind="prepare_failed")
+    )
+    beside = with_summaries(msgspec.structs.replace(ill, pending=(held,)))
+    assert [one.kind for one in beside.attention] == ["prepare_failed", "unhealthy", "unhealthy"]
+    assert check_running_agent("17", beside, None).hint == found.hint
     assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(
         "agent",
         "the agent (pid 17) does not answer",

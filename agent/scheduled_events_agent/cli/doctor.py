@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 import scheduled_events_agent
-from scheduled_events_agent import __version__, host, notifications
+from scheduled_events_agent import RUNBOOK, __version__, host, notifications
 from scheduled_events_agent.cli import add_state_options, doctor_checks
 from scheduled_events_agent.cli.config import find_config, load_trusted_policy, state_dir_of
 from scheduled_events_agent.cli.doctor_checks import (
@@ -629,7 +629,7 @@ def _check_state_lost(directory: Path, options: CommandOptions) -> Iterator[Find
     with suppress(StoreError), closing(Store.open_readonly(directory)) as store:
         if loss := store.load_unsettled_loss():
             resolve = as_typed(command(options, "resolve", STATE_LOST))
-            hint = f"when this machine is in service: {resolve}; runbook {kind_of_loss(loss)}"
+            hint = f"when this machine is in service: {resolve}; runbook {RUNBOOK}#{kind_of_loss(loss)}"
             yield warning("state", loss_message(loss), hint)
 
 
@@ -701,13 +701,15 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     look = f"see {as_typed(command(status.command_options, 'status'))}"
     if status.health != "ok":
         problems = " ".join(status.health)
+        worst = next(one for one in status.attention if one.message in status.health)
         return failure(
-            "agent",
-            f"{runs}, and is not healthy: {problems}",
-            f"{look}, and its log; runbook {status.attention[0].runbook}",
+            "agent", f"{runs}, and is not healthy: {problems}", f"{look}, and its log; runbook {worst.runbook}"
         )
-    if needs := [one for one in status.attention if one.severity == "act"]:
-        return warning("agent", f"{runs}: {needs[0].message}", f"{look}; runbook {needs[0].runbook}")
+    needs = [
+        warning("agent", f"{runs}: {one.message}", f"{look}; runbook {one.runbook}") for one in status.attention
+    ]
+    if status.condition == "act":
+        return needs[0]
     if status.condition == "unknown":
         return warning("agent", f"{runs}: {status.headline}", "see the check endpoint; if it stays, its log")
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
@@ -728,4 +730,4 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     for is_so, problem, advice in warnings:
         if is_so:
             return warning("agent", f"{runs}, {problem}", advice)
-    return ok("agent", runs)
+    return needs[0] if needs else ok("agent", runs)
