@@ -422,7 +422,7 @@ def test_without_an_agent_the_state_file_is_shown(state_dir: Path, run: Run) -> 
     start = f"scheduled-events-agent run --state-dir {state_dir}"
     doctor = f"scheduled-events-agent doctor --state-dir {state_dir}"
     assert without_ages(out) == (
-        "ACT  No agent runs. Until one does, no event is prepared for, approved or recovered from.\n"
+        "ACT  No agent runs. Until one runs, no event is prepared for, approved or recovered from.\n"
         f"     {start.ljust(len(doctor))}  start it\n"
         f"     {doctor}  find the problem\n"
         f"     runbook {RUNBOOK}#unhealthy\n"
@@ -653,7 +653,7 @@ def test_without_an_agent_a_bad_policy_file_is_named_before_a_start_is_tried(
     first, second, third = out.splitlines()[0], out.splitlines()[1], out.partition("scheduled-events-agent")[2]
     assert first == (
         f"ACT  No agent runs: the policy file is rejected: {summary}. "
-        "Until one does, no event is prepared for, approved or recovered from."
+        "Until one runs, no event is prepared for, approved or recovered from."
     )
     assert second.startswith(f"     {policy}{detail}")
     assert third.startswith(" check ")
@@ -679,7 +679,10 @@ def test_without_an_agent_a_policy_that_others_can_change_is_named(
     policy.write_text("{}")
     out = run("status", "--state-dir", str(state_dir), "--config", str(policy))[1]
     risk = f"{policy} can be changed by every account: chmod go-w {policy}"
-    assert out.startswith(f"ACT  No agent runs: the policy file is rejected: {risk}. ")
+    rejected = "the policy file is rejected: other accounts could change it, or a file that it names."
+    headline, detail, *_ = out.splitlines()
+    assert headline.startswith(f"ACT  No agent runs: {rejected} ")
+    assert detail == f"     {policy}:1: {risk}"
 
 
 def test_a_service_that_would_go_on_with_the_accepted_policy_is_only_started(

@@ -263,6 +263,7 @@ SCENES: dict[str, Scene] = {
         past(1),
         [],
     ),
+    "blind": (status(PREPARING, polls="late", last_poll_at=NOW - timedelta(seconds=12)), [], []),
     "nameless": (
         status(
             UNMATCHED,
@@ -511,7 +512,21 @@ def test_a_harmless_failure_is_shown_without_a_warning(tab: Tab, server: WebServ
     assert pager == f"pager: fails since {since}: it answers 401; 2 waiting; 3 lost since {since}: too old"
     open_scene(tab, server, "idle/")
     facts = tab.ask(FACTS)
+    assert facts["Health"] == "ok"
     assert facts.keys() & {"Fleet", "Needs a restart", "Notifications", "History"} == set()
+
+
+def test_health_is_ok_only_if_documents_are_up_to_date(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    expected = {
+        "preparing": "ok",
+        "blind": "not known yet",
+        "fresh": "not known yet",
+        "failing": "not healthy, see above",
+    }
+    for name, health in expected.items():
+        open_scene(tab, server, f"{name}/")
+        assert tab.ask(FACTS)["Health"] == health, name
 
 
 # The text of each part of the top of the page, as it can be seen.

@@ -41,6 +41,7 @@ _ROOT_HINTS: dict[Use, str] = {
     "code": "run that command: an agent that runs as root or LocalSystem does not start before",
     "exchange": "run that command: an agent that runs as root or LocalSystem does not use the file before",
 }
+_UNTRUSTED = "other accounts could change it, or a file that it names"
 _TRUST_HINT = "run that command, unless you trust these accounts"
 _STATE_HINT = "name another directory with agent.state_dir"
 HOOK_HINT = "correct it: until then the hook fails, and a failed prepare hook holds its event"
@@ -133,7 +134,7 @@ def require_trusted(loaded: LoadedPolicy, *, is_reload: bool = False) -> LoadedP
         exposed += _exposed_files(loaded, "exchange", is_root=True)
     if exposed:
         found = problems(loaded, exposed)
-        raise UntrustedPolicyError(tuple(map(str, found)), content=loaded.content, summary=found[0].message)
+        raise UntrustedPolicyError(tuple(map(str, found)), content=loaded.content, summary=_UNTRUSTED)
     return loaded
 
 

@@ -73,7 +73,7 @@ _MESSAGES: dict[AttentionKind, str] = {
 }
 NO_AGENT = "no agent runs"
 """The fault of ``Status`` if none does."""
-_ABSENT = "Until one does, no event is prepared for, approved or recovered from."
+_ABSENT = "Until one runs, no event is prepared for, approved or recovered from."
 _UNREADY = "/readyz answers 503 since {unready_since}: no traffic until this is settled."
 _CONSEQUENCES: dict[AttentionKind, str] = {
     "recovery_failed": _UNREADY,
@@ -337,7 +337,8 @@ def _of_agent(status: Status) -> Iterator[Attention]:
         )
     if status.polls == "overdue":
         since = status.last_poll_at or status.started_at
-        ago = f" since {utc(since, status.at)}" if since else ""
+        start = "" if status.last_poll_at else "the agent started at "
+        ago = f" since {start}{utc(since, status.at)}" if since else ""
         yield Attention(
             kind="unhealthy",
             severity="act",

@@ -222,8 +222,8 @@
 
   const agent = () => {
     const {policy, vm, rules, fleet} = status;
-    const health = status.health !== "ok" ? "not healthy, see above"
-      : status.condition === "unknown" ? "not known yet, see above" : "ok";
+    const isUnknown = status.condition === "unknown" || status.polls !== "current";
+    const health = status.health !== "ok" ? "not healthy, see above" : isUnknown ? "not known yet" : "ok";
     const acts = status.mode === "act" ? "acts" : "only observes: runs no hooks, approves nothing";
     const hash = policy.hash ? [", SHA-256 ", el("code", {}, policy.hash.slice(0, 12))] : "";
     const changed = policy.changed_at
