@@ -363,6 +363,16 @@ def test_the_start_of_an_event_of_an_unknown_vm_ends_its_incident() -> None:
     assert agent.told(PAGERDUTY) == ["vm_unknown: trigger critical", "started: resolve info"]
 
 
+@pytest.mark.parametrize("event", [started(an_event()), a_recommendation()])
+def test_an_event_that_will_not_start_pages_no_one_about_an_unknown_vm(event: ScheduledEvent) -> None:
+    agent = Told(advice(), a_rule(), names=())
+    agent.document(event)
+    agent.tick(10)
+    assert "vm_unknown" in [notification.kind for _, notification in agent.history]
+    assert not [heard for heard in agent.told(PAGERDUTY) if heard.startswith("vm_unknown")]
+    assert kubernetes_types(agent)["VmUnknown"] == "Normal"
+
+
 def test_an_agent_that_only_observes_pages_no_one_about_an_unknown_vm() -> None:
     workflow = a_workflow()
     step = Transition(workflow=workflow, records=(Record(kind="vm_unknown", text="x"),))

@@ -82,7 +82,7 @@ def notifications_of(
             if (kind := _KINDS.get(record.kind)) is None:
                 continue
             need = needs.get(workflow.id) if kind in _ASKING else None
-            if kind == "vm_unknown" and status.mode == "act":
+            if kind == "vm_unknown":
                 need = _need_of_unknown_vm(workflow, status)
             addition = record.text if record.addition is None else record.addition
             says_start = record.kind in ("started", "named") or (kind == "recovered" and not workflow.was_started)
@@ -114,14 +114,18 @@ def notifications_of(
             )
 
 
-def _need_of_unknown_vm(workflow: Workflow, status: Status) -> Attention:
+def _need_of_unknown_vm(workflow: Workflow, status: Status) -> Attention | None:
+    """What is needed before the event starts; None if it has started already, or will not."""
+    event = workflow.event
+    if status.mode != "act" or event.status != "Scheduled" or event.is_recommendation:
+        return None
     doctor = command(status.command_options, "doctor")
     return Attention(
         kind="vm_unknown",
         severity="act",
         since=workflow.vm_unknown_since,
         message="",
-        deadline=None if workflow.event.is_started else workflow.event.not_before,
+        deadline=event.not_before,
         commands=(SuggestedCommand(command=doctor, effect="find the problem"),),
     )
 
@@ -141,7 +145,7 @@ def matches(
             # ignores one about an incident that was never opened.
             return True
         if notification.kind in ("held", "vm_unknown") and not notification.severity:
-            return False  # a rule or an operator wants it so, or the agent only observes
+            return False  # a rule or an operator wants it so, or there is nothing to do before a start
     facts = MatchContext(names=names, not_before_seen_at=transition.workflow.not_before_seen_at)
     if notification.kind == "vm_unknown":
         # It may be this VM's: of the conditions only those about the event itself count.
