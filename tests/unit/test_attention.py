@@ -424,6 +424,8 @@ def test_an_api_server_that_is_away_is_reported_once() -> None:
     assert found.kind == "kubernetes_unavailable"
     leases = replace(NO_STORE, error=REFUSED)
     assert one_of(a_status(kubernetes_failure=API_AWAY, fleet=leases)).kind == "fleet_unavailable"
+    words = replace(NO_STORE, error=f"this account may not list Leases in the namespace default: {REFUSED}")
+    assert one_of(a_status(kubernetes_failure=API_AWAY, fleet=words)).kind == "fleet_unavailable"
     denied = replace(events, failure=replace(target_failure, reason="events is forbidden"))
     status = a_status(kubernetes_failure=API_AWAY, notify=(denied,), fleet=NO_STORE)
     kinds = [one.kind for one in attention(status)]

@@ -556,7 +556,7 @@ def _of_kubernetes(status: Status) -> Iterator[Attention]:
     failure = status.kubernetes_failure
     if failure is None or status.at - failure.since < _KUBERNETES_WITHIN:
         return
-    if status.fleet is not None and status.fleet.error == failure.reason:
+    if status.fleet is not None and status.fleet.error.endswith(failure.reason):  # what it asked for comes first
         return
     yield Attention(
         kind="kubernetes_unavailable",
