@@ -65,6 +65,22 @@ def faulty(event, context):
 signals._create = faulty
 sys.exit(main(sys.argv[1:]))
 """
+# An agent to which minutes are nothing: what a failing API server needs to have lasted has passed at once.
+IN_A_HURRY = """
+import sys
+from datetime import timedelta
+from scheduled_events_agent.status import attention
+from scheduled_events_agent.cli import main
+attention._KUBERNETES_WITHIN = timedelta(0)
+sys.exit(main(sys.argv[1:]))
+"""
+# No API server listens there.
+KUBECONFIG = """
+clusters: [{name: here, cluster: {server: "https://127.0.0.1:1"}}]
+users: [{name: agent, user: {token: t}}]
+contexts: [{name: agent, context: {cluster: here, user: agent}}]
+current-context: agent
+"""
 
 Series = dict[str, float]
 
@@ -83,6 +99,13 @@ class BuggyAgent(Agent):
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-c", WITH_BUG, *arguments]
+
+
+class HastyAgent(Agent):
+    """An agent that does not wait five minutes before it calls an API server unavailable."""
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-c", IN_A_HURRY, *arguments]
 
 
 class Timeline:
@@ -552,6 +575,8 @@ def live_in_another_time(directory: Path) -> list[Timeline]:
         sim.fault(None, "clock_ahead")
         wait_attention(agent, "clock_wrong")
         wrong = expose(agent)
+        # Its clock is ten minutes behind that of the service, which Prometheus has, too.
+        wrong = Moment(wrong.at + 600, wrong.series)
         sim.clear_faults()
         agent.wait_metric(0.0, "attention", kind="clock_wrong")
         right = expose(agent)
@@ -612,6 +637,27 @@ def live_without_table(directory: Path) -> list[Timeline]:
     timeline.hold(waiting, 3, "EventPending", "FleetUnavailable")
     timeline.hold(canceled, 10, "FleetUnavailable")
     timeline.hold(begun, 10, "FleetUnavailable", "BegunWithoutSlot")
+    return [timeline]
+
+
+def live_without_cluster(directory: Path) -> list[Timeline]:
+    """The Kubernetes API server cannot be reached; then the policy no longer reports to it."""
+    directory.mkdir(parents=True)
+    kubeconfig = directory / "kubeconfig"
+    kubeconfig.write_text(KUBECONFIG, encoding="utf-8")
+    cluster = {"node": "vm-1", "kubeconfig": str(kubeconfig)}
+    with living(directory / "agent", HastyAgent, kubernetes=cluster) as (_, agent):
+        wait_attention(agent, "kubernetes_unavailable")
+        failing = expose(agent)
+        agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+        agent.reload()
+        wait_reloaded(agent)
+        wait_attention(agent, "kubernetes_unavailable", 0)
+        over = expose(agent)
+    timeline = Timeline("an API server that cannot be reached")
+    timeline.hold(failing, 5)
+    timeline.hold(failing, 8, "KubernetesUnavailable")
+    timeline.hold(over, 10)
     return [timeline]
 
 
@@ -760,6 +806,7 @@ LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_in_another_time,
     live_unnotified,
     live_without_table,
+    live_without_cluster,
     live_refused,
     live_without_disk,
     live_without_its_state,
@@ -962,9 +1009,20 @@ def test_prometheus_raises_the_alerts_and_serves_the_dashboard(programs: Path, t
             texts = " ".join(text for alert in fires.values() for text in alert["annotations"].values())
             assert "error expanding" not in texts
             assert "<no value>" not in texts
-            empty = {
-                title for title, query in dashboard_queries() if not prometheus.ask("query", query=query)["result"]
-            }
+
+            def without_result() -> set[tuple[str, str]]:
+                """Title and query."""
+                queries = dashboard_queries()
+                return {one for one in queries if not prometheus.ask("query", query=one[1])["result"]}
+
+            without_at_first = without_result()
+            ill.start_event(event)
+            unprepared = "increase(scheduled_events_unprepared_total[5m]) > 0"
+            troubled.wait_until(
+                lambda: prometheus.ask("query", query=unprepared)["result"],
+                "it was scraped that the event has started unprepared",
+            )
+            empty = {title for title, _ in without_at_first & without_result()}
             # Where nothing need have happened: a panel with several queries is named for each.
             assert empty - FLEET_PANELS <= {"Measured pauses", "Agent trouble", "Notifications"}
             assert empty >= FLEET_PANELS
