@@ -23,6 +23,7 @@ from scheduled_events_agent.fleet.backend import BackendError
 from scheduled_events_agent.http.errors import parse_date
 from scheduled_events_agent.kubernetes import client, leases
 from scheduled_events_agent.kubernetes.leases import ANNOTATION, LABEL, LeaseBackend, connect
+from scheduled_events_agent.kubernetes.node_status import NodeStatus
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
@@ -295,6 +296,10 @@ def test_an_answer_that_is_no_list_is_an_error(
     assert (failed.kind, words in str(failed)) == (kind, True), str(failed)
     assert failed.retry_after == {"too many requests": 3.0, "unauthorized": 5.0}.get(fault, 0.0)
     assert (len(api.calls), len(asked.requests)) == (1, 1), "it is not asked again here"
+    with pytest.raises(client.ApiError) as of_node:
+        NodeStatus(store._client, "vm-1", "").read()
+    # Attention lists the API server once: it tells by this that both have failed for one reason.
+    assert str(failed).endswith(str(of_node.value))
     api.recover()
     assert store.list() == []
 
