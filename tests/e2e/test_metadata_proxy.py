@@ -138,6 +138,7 @@ def test_what_the_proxy_does_is_said_and_no_approval_is_lost(sim: Simulator, age
     wait_logged(agent, POLLING, row.sentence)
     agent.wait_until(lambda: row.sentence in printed_by(agent, "status"), "status said why")
     agent.wait_until(lambda: row.sentence in line_of(agent, row.check), "doctor said why")
+    assert "Azure's Guest Proxy Agent is there" in line_of(agent, "proxy")
     assert agent.ran() == []
     assert sim.approvals() == ()
 

@@ -272,11 +272,11 @@ def _check_imds(settings: Settings, status: Status | str, agent: Caller) -> Iter
         instance = client.probe("instance")
     except ImdsError as error:
         yield doctor_checks.check_unreachable("endpoint", error)
-        if error.is_of_guest_proxy:
+        if guest_proxy.evidence(httpx.URL(endpoint)):
             yield check_proxy()
-            yield from waiting(_NEED_AN_ANSWER, "endpoint")
         else:
-            yield from waiting(("proxy", *_NEED_AN_ANSWER), "endpoint")
+            yield from waiting(["proxy"], "endpoint")
+        yield from waiting(_NEED_AN_ANSWER, "endpoint")
         return
     answered_at = datetime.now(UTC)
     direct = check_proxy(instance)
