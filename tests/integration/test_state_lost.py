@@ -326,6 +326,15 @@ def test_a_stop_while_on_clear_runs_does_not_settle_it(lost: Machine) -> None:
     assert is_open(lost.start(POLICY))
 
 
+def test_a_stop_does_not_settle_it_either_while_a_hook_runs_that_is_not_required(lost: Machine) -> None:
+    agent = lost.start(replace(POLICY, on_clear=("tell",)))
+    agent.read()
+    agent.engine.begin_stop()
+    agent.end("tell", "canceled")
+    agent.engine.finish()
+    assert is_open(lost.start(POLICY))
+
+
 def test_a_success_of_on_clear_that_cannot_be_written_is_written_later(lost: Machine, tmp_path: Path) -> None:
     agent = lost.start(CLEARING)
     agent.read()

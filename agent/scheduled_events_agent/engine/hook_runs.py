@@ -212,7 +212,7 @@ class HookRuns:
         """Note that a hook of on_clear has ended. Returns whether all of them have run now and succeeded."""
         if self._is_on_clear_interrupted and result.outcome == "canceled":
             self._on_clear.insert(0, result.hook)
-        elif result.outcome != "succeeded" and is_required:
+        elif result.outcome == "canceled" or (result.outcome != "succeeded" and is_required):
             self._has_on_clear_failed = True
         log_id = LogId.HOOK_SUCCEEDED if result.outcome == "succeeded" else LogId.HOOK_FAILED
         write_log = getattr(self._log, log_id.level)
