@@ -102,7 +102,9 @@ class Life:
     is_announced: bool = False
     """It was first read as Scheduled."""
     is_doubtful: bool = False
-    """The agent has crashed since, or did not know its VM's name: what it knew at the start is not certain."""
+    """The agent has crashed since: what it knew at the start is not certain."""
+    is_nameless: bool = False
+    """It was listed while the agent did not know its VM's name."""
     has_failed: bool = False
     failed_hook: str = ""
     """The hook at which its preparation has failed."""
@@ -249,7 +251,7 @@ class Oracle:
                 self._fresh.append(life)
             life.status, life.current_id, life.not_before = status, current_id, not_before
             life.is_missing, life.lacked_since = False, None
-            life.is_doubtful |= not self.has_name
+            life.is_nameless |= not self.has_name
             rule = self.rule(life)
             is_bare = rule is not None and (rule.drain_for or not rule.prepare)
             if status == "Scheduled" and rule is not None and is_bare:
@@ -620,12 +622,13 @@ class Oracle:
             return {"" if life.is_history_unknown else "no_notice"}
         if rule.prepare and life.done.issuperset(rule.prepare):
             return {""}
-        if len(life.words) > 1 or not rule.prepare:
+        if len(life.words) > 1 or not rule.prepare or (life.is_nameless and life.is_history_unknown):
             return set()
-        if life.words == {"hold"}:
+        if life.words == {"hold"} and not life.is_nameless:
             return {"held"}
         of_failure = {"hook_failed", "failure_allowed"} if life.has_failed else set()
-        return {"unfinished", "immediately", "time", "manual"} | of_failure
+        of_name = {"vm_unknown"} if life.is_nameless else set()
+        return {"unfinished", "immediately", "time", "manual"} | of_failure | of_name
 
     def neglected(self, name: str, seconds: float) -> None:
         """The event stood there for so long while nothing went wrong."""

@@ -492,6 +492,9 @@ MUTANTS: dict[str, Mutant] = {
     "15: a hold is not looked at": Mutant(
         WORKFLOW, {"with_start_noted": _note_without_hold}, "(15)", frozenset({"operator"})
     ),
+    "15: an event of an unknown VM counts as prepared": Mutant(
+        WORKFLOW, {"of_new": lambda *_: None}, "(15)", frozenset({"late name"})
+    ),
     "9: results are lost": Mutant(engine_module, {"advance": _proceed_that_loses_what_fails}, "", first=129),
 }
 
