@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from mutants import break_workflow
 from runs import run_seed, run_seeds
 from simulation import START
-from vm_simulation import TROUBLES, CrashingStore, Trouble
+from vm_simulation import TROUBLES, CrashingStore, Trouble, new_metrics
 
 from scheduled_events_agent.daemon.inbox import Inbox
 from scheduled_events_agent.engine import Engine, Executor, HookDone, Host
@@ -67,6 +67,11 @@ def test_a_seed_always_gives_the_same_run() -> None:
     one, other = run_seed(11), run_seed(11)
     assert one == other
     assert len(one.journal) > 5
+
+
+def test_a_bug_that_another_life_has_met_does_not_count() -> None:
+    new_metrics().bugs.inc()
+    assert not run_seed(217773675).broken
 
 
 def test_every_trouble_is_simulated() -> None:
