@@ -715,6 +715,25 @@ A_SERVICE = OwnService(
 NEEDS_PYTHON = "scheduled-events-agent: needs Python 3.11, 3.12, 3.13 or 3.14 in /usr/bin; found 3.9"
 
 
+def test_a_policy_that_only_root_would_reject_is_no_reason_why_a_service_of_another_account_does_not_run(
+    state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    monkeypatch.setattr(host, "is_privileged", lambda: True)
+    monkeypatch.setattr(host, "find_write_risk", lambda path, _user=None: f"{path} can be changed by app")
+    monkeypatch.setattr(host, "find_wrong_owner", lambda _path, _user: None)
+    (tmp_path / "none.yaml").write_text("{}")
+    for account, reason in (
+        ("app", ""),
+        ("root", ": the policy file is rejected: other accounts could change it"),
+    ):
+        service = A_SERVICE._replace(account=account)
+        monkeypatch.setattr(processes, "own_service", lambda service=service: service)
+        headline = run("status")[1].splitlines()[0]
+        assert headline.startswith(f"ACT  No agent runs{reason}"), account
+        assert ("rejected" in headline) == bool(reason)
+
+
 @pytest.mark.parametrize(
     ("service", "reason", "detail"),
     [

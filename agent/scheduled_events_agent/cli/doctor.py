@@ -354,7 +354,7 @@ def _check_policy(loaded: LoadedPolicy, service: OwnService | None, account: str
         units_error = service.units_error if service is not None else ""
         yield from _check_hooks(loaded, found, account, units_error=units_error)
         yield from _check_secrets(account, is_loaded=service is not None and service.has_credentials)
-        is_root_service = service is not None and _is_system(service.account)
+        is_root_service = service is not None and doctor_checks.is_system(service.account)
         yield from _check_permissions(loaded, found, is_root_service=is_root_service)
         return
     yield from (hidden(check, host.account_name()) for check in ("hooks", "secrets", "permissions"))
@@ -421,7 +421,7 @@ def _check_units(loaded: LoadedPolicy) -> Iterator[Finding]:
 def _access_error(hook: Hook, account: str | None) -> str | None:
     """Why the account that runs the hook cannot, after the key that is wrong. Raises HostError."""
     who = account or host.account_name()
-    if hook.user not in (None, who) and not _is_system(who):
+    if hook.user not in (None, who) and not doctor_checks.is_system(who):
         return f"user: {who} cannot run it as {hook.user}"
     if hook.run and is_foreign_path(hook.run[0]):
         return f"run: {hook.run[0]} is a path of another system"
@@ -544,11 +544,7 @@ def _own_code_risk() -> str | None:
 
 def _is_root(account: str | None) -> bool:
     """Whether the agent, with this account or that of this process, is root or LocalSystem."""
-    return _is_system(account) if account is not None else host.is_privileged()
-
-
-def _is_system(account: str) -> bool:
-    return account.rpartition("\\")[2].casefold() in ("root", "localsystem", "system")
+    return doctor_checks.is_system(account) if account is not None else host.is_privileged()
 
 
 def _check_fleet(settings: Settings, account: str | None) -> Finding:

@@ -405,3 +405,8 @@ def check_other_agents(
             "installed": "is installed and does not run; it would approve events too",
         }[other.state]
         yield warning("other-agents", f"{other.name} {what} ({other.where})", other.hint)
+
+
+def is_system(account: str) -> bool:
+    """Whether it is root or LocalSystem."""
+    return account.rpartition("\\")[2].casefold() in ("root", "localsystem", "system")

@@ -3,12 +3,13 @@
 Invariant: it names only what it has found. What this account may not see is passed over.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from scheduled_events_agent import host
-from scheduled_events_agent.cli.config import find_config, load_trusted_policy, policy_file
-from scheduled_events_agent.cli.doctor_checks import UNMASK
+from scheduled_events_agent.cli.config import find_config, load_policy, load_trusted_policy, policy_file
+from scheduled_events_agent.cli.doctor_checks import UNMASK, is_system
 from scheduled_events_agent.daemon.fallback import NoFallbackError, find_fallback
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.host.conflicts import OwnService
@@ -27,12 +28,14 @@ def find_start_failure(
 
     ``config`` and ``state_option``: --config and --state-dir. ``is_service``: whether a service manager starts it.
     """
-    if failure := _policy_failure(find_config(config), state_option, is_service=is_service):
-        return failure
     service: OwnService | None = None
     if is_service:
         with suppress(host.HostError):
             service = processes.own_service()
+    # Only an agent that is root rejects a policy that others could change.
+    load = load_trusted_policy if service is None or is_system(service.account) else load_policy
+    if failure := _policy_failure(find_config(config), state_option, load, is_service=is_service):
+        return failure
     if service is not None and service.is_masked:
         return StartFailure(reason="its service is masked", detail=UNMASK)
     if risk := _state_risk(state_dir.absolute(), service):
@@ -42,10 +45,15 @@ def find_start_failure(
     return None
 
 
-def _policy_failure(policy: Path | None, state_option: str | None, *, is_service: bool) -> PolicyFailure | None:
-    """Why no start uses the policy file; a service may go on with the policy that was accepted last."""
+def _policy_failure(
+    policy: Path | None, state_option: str | None, load: Callable[[Path | None], object], *, is_service: bool
+) -> PolicyFailure | None:
+    """Why no start uses the policy file; a service may go on with the policy that was accepted last.
+
+    ``load`` reads it, and raises ConfigError.
+    """
     try:
-        load_trusted_policy(policy)
+        load(policy)
     except ConfigError as error:
         problems = error.problems
         if isinstance(error.__cause__, PermissionError) and not host.is_privileged():
