@@ -173,6 +173,7 @@ def test_the_wheel_has_all_of_the_agent_its_configuration_and_its_unit(wheels: P
         for path in (CHECKOUT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    sources[f"{share}/runbook.md"] = CHECKOUT / "docs/runbook.md"
     assert {name for name in executable if ".dist-info/" not in name} == {*sources}
     wrong = [name for name, path in sources.items() if os.access(path, os.X_OK) != executable[name]]
     assert wrong == []
