@@ -592,7 +592,8 @@ def test_promtool_accepts_the_rules(rendered: dict[str, Rendered], programs: Pat
     assert (rule["apiVersion"], rule["metadata"]["name"]) == ("monitoring.coreos.com/v1", "node-events")
     assert rule["spec"] == yaml.safe_load((ROOT / "config/prometheus/rules.yaml").read_text("utf-8"))
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
-    assert "SUCCESS: 24 rules found" in promtool(programs, "check", "rules", "rules.yaml", cwd=tmp_path)
+    count = sum(len(group["rules"]) for group in rule["spec"]["groups"])
+    assert f"SUCCESS: {count} rules found" in promtool(programs, "check", "rules", "rules.yaml", cwd=tmp_path)
 
 
 # --- as part of another chart
