@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -754,9 +755,10 @@ def test_the_image_runs_unprivileged_approves_is_healthy_and_stops_on_request(
 ) -> None:
     config = json.loads(images("inspect", "--type=image", "scheduled-events-agent"))["Docker"]["config"]
     assert config["User"] == "65532:65532"
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    source = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
     labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
-    assert (labels["version"], labels["source"]) == (__version__, project["urls"]["Source"])
+    filled_in = None if (urlsplit(source).hostname or "").endswith(".invalid") else source
+    assert (labels["version"], labels.get("source")) == (__version__, filled_in)
     assert list(config["Volumes"]) == ["/var/lib/scheduled-events-agent"]
     etc = tmp_path / "etc"
     etc.mkdir()
