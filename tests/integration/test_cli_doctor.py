@@ -1,6 +1,7 @@
 """doctor as a command, against the simulator, against endpoints that are none, and beside a running agent."""
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -750,6 +751,20 @@ def test_a_state_directory_on_the_temporary_disk_is_a_failure(
 # --- the agent
 
 
+def wait_polled(port: int) -> None:
+    """Wait until the agent whose pages are there knows what is pending."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
+        connection.request("GET", "/status")
+        status = json.loads(connection.getresponse().read())
+        connection.close()
+        if status["condition"] != "unknown":
+            return
+        assert time.monotonic() < deadline, status["headline"]
+        time.sleep(0.05)
+
+
 def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
@@ -762,6 +777,7 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
         for line in process.stderr:
             if "agent started" in line:
                 break
+        wait_polled(int(listen.rpartition(":")[2]))
         report = examine(endpoint.url, listen=listen)
         assert report.one("agent") == Check("ok", f"runs (pid {process.pid}), version {__version__}", "")
         assert process.poll() is None
@@ -799,6 +815,7 @@ def test_an_agent_that_differs_from_the_policy_file_is_a_warning(
         for line in process.stderr:
             if "agent started" in line:
                 break
+        wait_polled(int(listen.rpartition(":")[2]))
         runs = f"runs (pid {process.pid}), version {__version__}, "
         assert look(policy) == Check(
             "warning",

@@ -137,7 +137,13 @@ def test_a_service_that_fails_at_each_start_is_told_why_and_is_no_other_agent(se
     service.machine.write("/etc/scheduled-events-agent/policy.yaml", "{}\n")
     service.add_drop_in("[Service]\nExecStart=\nExecStart=/bin/sh -c 'echo needs Python >&2; exit 78'\n")
     service.machine.run("systemctl", "restart", "scheduled-events-agent", check=False)
-    message, problem, *_ = service.machine.run("scheduled-events-agent", "status", check=False).stdout.splitlines()
+
+    def status_with_reason() -> list[str]:
+        told = service.machine.run("scheduled-events-agent", "status", check=False).stdout.splitlines()
+        return told if "     needs Python" in told else []
+
+    # The journal may have them a moment later than systemd's state of the unit.
+    message, problem, *_ = service.machine.wait_for(status_with_reason, "status gave the last words")
     assert message.startswith("ACT  No agent runs: its service has failed. ")
     assert problem == "     needs Python"
 
