@@ -436,7 +436,8 @@ class FleetOracle:
         if own is None or self._limit is None or not self._simulation.has_ages:
             return
         for other in self.lives.values():
-            if other is life or not self._is_waiting(other):
+            # One that is under way on another VM has its slot.
+            if other is life or self._is_under_way(other) or not self._is_waiting(other):
                 continue
             known_at = min((one.made_at for one in other.records.values()), default=inf)
             is_calm = self._trouble_until(simulation.vms.values()) <= other.announced_at

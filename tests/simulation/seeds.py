@@ -16,6 +16,7 @@ FAILED_FLEET_SEEDS: tuple[int, ...] = (
     7000055,
     7000092,
     80087138,
+    154977837,
 )
 _HEX_DIGITS = 7
 
