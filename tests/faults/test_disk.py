@@ -95,7 +95,7 @@ def check_stuck(agent: Agent, sim: Simulator, kind: str, reason: str) -> None:
     failed = agent.wait_log("writing the state file fails")
     assert (failed["kind"], failed["level"]) == (kind, "warning")
     assert failed["reason"] == f"cannot write {agent.state_dir / 'state.db'}: {reason}"
-    trouble = f"nothing can be done until the state file can be written: {failed['reason']}\n"
+    trouble = f"Nothing can be done until the state file can be written: {failed['reason']}.\n"
     agent.wait_until(lambda: agent.get("/healthz") == (503, trouble), "/healthz said so")
     failures = agent.metric("store_errors_total", kind=kind)
     agent.wait_until(lambda: agent.metric("store_errors_total", kind=kind) > failures, "it tried again")
