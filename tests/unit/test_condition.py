@@ -218,7 +218,7 @@ ON_THE_PAGE = {
     "the state file cannot be written": "the state file cannot be written",
     "an operator must act on an event": "prepare_failed",
     "the state was lost, and a rule recovers": "state_lost",
-    "something is to be repaired today": "web_config_rejected",
+    "a fault must be repaired today": "web_config_rejected",
 }
 SIGNS: dict[Condition, str] = {"good": "✓", "busy": "▸", "unknown": "?", "fix": "!", "act": "✕"}
 

@@ -59,7 +59,7 @@ from scheduled_events_agent.policy.settings import (
 )
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import STATE_LOST, command, quoted
-from scheduled_events_agent.status.attention import kind_of_loss, loss_message
+from scheduled_events_agent.status.attention import is_inability, kind_of_loss, loss_message
 from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 
@@ -697,7 +697,7 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     look = f"see {as_typed(command(status.command_options, 'status'))}"
     if status.health != "ok":
         problems = " ".join(status.health)
-        worst = next(one for one in status.attention if one.message in status.health)
+        worst = next(filter(is_inability, status.attention))
         return failure(
             "agent", f"{runs}, and is not healthy: {problems}", f"{look}, and its log; runbook {worst.runbook}"
         )

@@ -275,7 +275,7 @@ class ImdsClient:
             response = self._client.send(request)
         except REQUEST_ERRORS as error:
             failure = classify(error)
-            what = failure.message if failure.kind in ("refused", "malformed") else str(error)
+            reason = failure.message if failure.kind in ("refused", "malformed") else str(error)
             detail = f": {error}" if failure.kind == "malformed" else ""
         else:
             # httpx's own stream refers to the response: each answer would stay in memory until garbage collection.
@@ -283,15 +283,15 @@ class ImdsClient:
             self._guest_proxy.see(response.headers)
             return response
         of_proxy = self._guest_proxy.hint(request.url, failure.kind)
-        raise _error(request, what, failure.kind, detail=detail, of_proxy=of_proxy)
+        raise _error(request, reason, failure.kind, detail=detail, of_proxy=of_proxy)
 
     def _error_for_status(self, request: httpx.Request, response: httpx.Response) -> ImdsError:
         status = response.status_code
-        what = f"{status} {response.reason_phrase or '(unknown status)'}"
+        reason = f"{status} {response.reason_phrase or '(unknown status)'}"
         detail = f": {excerpt(response.content)}" if response.content else ""
         failure = error_for_status(response, _KIND_OF_STATUS)
         of_proxy = self._guest_proxy.hint(request.url, failure.kind, status)
-        error = _error(request, what, failure.kind, detail=detail, of_proxy=of_proxy)
+        error = _error(request, reason, failure.kind, detail=detail, of_proxy=of_proxy)
         error.status = status
         error.retry_after = failure.retry_after
         return error
@@ -325,16 +325,16 @@ def connect(
 
 
 def _error(
-    request: httpx.Request, what: str, kind: HttpErrorKind, *, detail: str = "", of_proxy: str = ""
+    request: httpx.Request, reason: str, kind: HttpErrorKind, *, detail: str = "", of_proxy: str = ""
 ) -> ImdsError:
-    """``detail``: the rest of the sentence ``what``. ``of_proxy``: the hint, if Azure's proxy is the reason."""
+    """``detail``: the rest of the sentence ``reason``. ``of_proxy``: the hint, if Azure's proxy is the reason."""
     # If an approval is rejected, that is rather because of the event than because of the api-version.
     is_about_event = request.method == "POST" and kind == "bad_request"
     hint = "" if is_about_event else _HINTS.get(kind, "")
     if of_proxy:
         hint = f"; {of_proxy}"
-    message = f"{request.method} {request.url}: {what}{detail}{hint}"
-    summary = what if request.url.path == _DOCUMENT_PATH else f"{request.url.path}: {what}"
+    message = f"{request.method} {request.url}: {reason}{detail}{hint}"
+    summary = reason if request.url.path == _DOCUMENT_PATH else f"{request.url.path}: {reason}"
     error = ImdsError(message, kind=kind, summary=summary)
     error.is_of_guest_proxy = bool(of_proxy)
     return error

@@ -122,29 +122,30 @@ def has_deadline(one: Attention) -> bool:
 
 
 def condition(status: Status) -> Condition:
-    """The state of the agent in one word, for everything that shows a sign or a color."""
+    """The agent's condition, for everything that shows a sign or a color."""
     if status.attention:
         return status.attention[0].severity
     if any(map(is_for_this_vm, status.pending)):
         return "busy"
-    is_known = status.vm.names and status.vm_confirmed and status.polls == "current"
-    return "good" if is_known and not _of_unknown_vm(status.pending) else "unknown"
+    is_vm_known = bool(status.vm.names) and status.vm_confirmed
+    is_matched = all(workflow.is_over or workflow.decision.affects != "unknown" for workflow in status.pending)
+    return "good" if is_vm_known and status.polls == "current" and is_matched else "unknown"
 
 
 def health(found: Iterable[Attention]) -> Literal["ok"] | tuple[str, ...]:
     """Why no event could be acted on, given all that needs a person: the answer of ``/healthz``."""
-    return tuple([one.message for one in found if _is_inability(one)]) or "ok"
+    return tuple([one.message for one in found if is_inability(one)]) or "ok"
 
 
 def exit_code(status: Status) -> int:
     """Exit code of ``status``. 3: an operator must act; 1: no agent runs, or it could act on no event."""
     acts = [one for one in status.attention if one.severity == "act"]
-    if any(one.event_id or not _is_inability(one) for one in acts):
+    if any(one.event_id or not is_inability(one) for one in acts):
         return 3
     return 1 if acts else 0
 
 
-def _is_inability(one: Attention) -> bool:
+def is_inability(one: Attention) -> bool:
     """Whether the agent could act on no event that came now."""
     return one.severity == "act" and one.kind in ("unhealthy", "vm_unknown", "vm_changed")
 
@@ -401,11 +402,6 @@ def _of_identity(status: Status) -> Iterator[Attention]:
         detail=status.vm_failure,
         commands=(_doctor(status), _edit(status, "vm.name: this VM's name in Azure")),
     )
-
-
-def _of_unknown_vm(pending: Iterable[WorkflowView]) -> list[WorkflowView]:
-    """The events of which it is not known whether they name this VM."""
-    return [workflow for workflow in pending if workflow.decision.affects == "unknown" and not workflow.is_over]
 
 
 def _when(workflow: WorkflowView, now: datetime) -> str:
