@@ -124,7 +124,7 @@ WAITING_FOR_NIGHT = Workflow(
     first_seen_at=SEEN_AT,
     not_before_seen_at=SEEN_AT,
     boot_id=BOOT,
-    wait_reason=WaitReason(kind="time", at=datetime(2026, 3, 7, 1, 0, tzinfo=UTC), detail="window nights opens"),
+    wait_reason=WaitReason(kind="window", at=datetime(2026, 3, 7, 1, 0, tzinfo=UTC), detail="window nights opens"),
     unprepared=Unprepared(kind="time", at=datetime(2026, 3, 7, 1, 0, tzinfo=UTC), detail="window nights opens"),
     vm_unknown_since=MIDWAY,
     is_vm_unknown_noted=True,

@@ -502,6 +502,28 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     assert agent.tick(1) == ["A: prepare drain"]
 
 
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ({"lead": 900.0}, "time"),
+        ({"lead": 900.0, "window": "night"}, "window"),  # the window opens before the lead
+        ({"lead": 4 * 86400.0, "window": "night"}, "time"),  # the lead comes before the window
+        ({"lead": 900.0, "window": "night", "approve": "manual"}, "time"),  # an operator needs no window
+        ({"approve": "manual"}, "time"),
+    ],
+)
+def test_only_an_event_that_begins_when_a_window_opens_waits_for_that(rule: dict[str, Any], kind: str) -> None:
+    night = MaintenanceWindow(start=time(2, 0), length=7200.0, days=("fri",))
+    agent = Agent(a_rule(**rule), windows={"night": night})
+    agent.document(an_event(not_before=START + timedelta(days=7)))
+    assert wait_kind(agent) == kind
+
+
+def wait_kind(agent: Agent) -> str:
+    reason = agent.of().wait_reason
+    return reason.kind if reason else ""
+
+
 def test_an_operator_approval_skips_the_lead() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     agent.document(an_event(not_before=START + timedelta(days=7)))
@@ -547,6 +569,8 @@ def test_an_event_announced_long_ahead_is_handled_in_the_maintenance_window() ->
     agent = Agent(a_rule(window="night", prepare=("drain",)), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(days=3))) == []
     opening = datetime(2026, 3, 3, 2, 0, tzinfo=UTC)
+    assert agent.of().wait_reason == WaitReason(kind="window", at=opening, detail="window night opens")
+    assert agent.wait_message() == "begins at 2026-03-03T02:00:00Z (window night opens)"
     assert next_wake_at(agent.workflows, agent.context) == opening
     agent.context = replace(agent.context, now=opening)
     assert agent.tick(0) == ["A: prepare drain"]
@@ -562,6 +586,7 @@ def test_an_event_before_the_next_window_is_handled_at_its_usual_lead_time() -> 
     agent = Agent(a_rule(window="night"), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
     assert agent.wait_message() == "begins at 2026-03-02T13:45:00Z (window night does not open before)"
+    assert wait_kind(agent) == "time"  # it waits for no window
     assert agent.tick(7200 - 901) == ["A: prepare drain"]
 
 

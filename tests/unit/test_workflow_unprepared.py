@@ -1,6 +1,6 @@
 """An event that Azure starts before it is prepared as its rule wants; and one of an unknown VM."""
 
-from datetime import timedelta
+from datetime import time, timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from test_workflow import START, Agent, a_rule, an_event, started
 from test_workflow_fleet import FULL
 
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
-from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
 from scheduled_events_agent.workflow import ClockChanged, FleetView, PolicyChanged, next_wake_at
 
 EVENT = an_event()
@@ -65,6 +65,14 @@ def test_its_time_had_not_come() -> None:
     agent = Agent(LATE)
     agent.document(EVENT)
     starts(agent, "its time had not come, it was to begin at 12:10:00 UTC (lead 5m)", "time")
+
+
+def test_its_window_had_not_opened() -> None:
+    """To people, the log and the metric this is a time that had not come."""
+    night = MaintenanceWindow(start=time(12, 10), length=60.0)
+    agent = Agent(replace(LATE, window="night", lead=60.0), windows={"night": night})
+    agent.document(EVENT)
+    starts(agent, "its time had not come, it was to begin at 12:10:00 UTC (window night opens)", "time")
 
 
 def test_an_answer_that_lacks_the_event_does_not_hide_why() -> None:

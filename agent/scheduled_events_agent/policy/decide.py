@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -58,6 +58,8 @@ class StartTime(NamedTuple):
     at: datetime
     reason: str
     """Why not earlier, as a clause; "" if at once."""
+    kind: Literal["time", "window"] = "time"
+    """window: a maintenance window opens then."""
 
 
 class LatestBegin(NamedTuple):
@@ -120,7 +122,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if opening == now:
                 return at_once
             if opening is not None:
-                return StartTime(opening, f"window {self.window_name} opens")
+                return StartTime(opening, f"window {self.window_name} opens", "window")
         return StartTime(latest_at, latest.reason)
 
     @property

@@ -21,6 +21,7 @@ W = TypeVar("W", bound=Workflow)
 
 _WAIT_MESSAGES = {
     "time": "begins at {at} ({detail})",
+    "window": "begins at {at} ({detail})",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
     "fleet": "waits for an answer of the fleet's store",
     "same_name": "another VM, with vmId {detail}, uses the name of this one in the fleet",

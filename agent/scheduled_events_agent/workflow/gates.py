@@ -130,7 +130,7 @@ def schedule_gate(workflow: Workflow, context: Context) -> GateResult:
         return ALLOW
     start = start_of(workflow, context)
     is_early = start.at > context.now
-    return GateResult("wait", WaitReason(kind="time", at=start.at, detail=start.reason)) if is_early else ALLOW
+    return GateResult("wait", WaitReason(kind=start.kind, at=start.at, detail=start.reason)) if is_early else ALLOW
 
 
 def stale_gate(_: Workflow, context: Context) -> GateResult:

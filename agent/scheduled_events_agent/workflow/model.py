@@ -32,8 +32,8 @@ RecordKind = Literal[
     "vm_unknown", "closed", "operator", "restarted", "expired",
 ]  # fmt: skip
 WaitKind = Literal[
-    # before it begins
-    "time", "would_begin", "would_run_on_start", "observes", "slot",
+    # before it begins; window: until its maintenance window opens
+    "time", "window", "would_begin", "would_run_on_start", "observes", "slot",
     # before it begins, and before it is approved
     "fleet", "same_name",
     # while it is prepared for

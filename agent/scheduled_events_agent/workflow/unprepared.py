@@ -122,7 +122,7 @@ def _is_draining(workflow: Workflow, context: Context) -> bool:
 
 def _why_not_begun(workflow: Workflow) -> Unprepared | None:
     reason = workflow.wait_reason
-    kinds: dict[str, UnpreparedKind] = {"time": "time", "slot": "slot", "fleet": "fleet"}
+    kinds: dict[str, UnpreparedKind] = {"time": "time", "window": "time", "slot": "slot", "fleet": "fleet"}
     if reason is None or reason.kind not in kinds:
         return workflow.unprepared
     if workflow.decision.approve == "manual" and workflow.approval_needed_since is not None:
