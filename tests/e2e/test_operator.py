@@ -235,7 +235,7 @@ def test_a_hold_during_an_approval_is_answered_after_the_approval(
     done = ask(agent, "hold", event)
     if is_taken:
         assert (done.returncode, done.stdout) == (1, "rejected: Azure has accepted the approval\n")
-        assert agent.pending()[event]["operator_action"] == ""
+        assert agent.pending()[event]["operator"] is None
         assert agent.pending()[event]["phase"] == "approved"
     else:
         assert (done.returncode, done.stdout) == (0, "hold: set; the event is held\n")
@@ -255,12 +255,12 @@ def test_a_release_of_an_approval_under_way_says_what_became_of_it(
     if is_taken:
         assert (done.returncode, done.stdout) == (1, "rejected: Azure has accepted the approval\n")
         found = agent.pending()[event]
-        assert (found["phase"], found["operator_action"]) == ("approved", "approve")
+        assert (found["phase"], found["operator"]["action"]) == ("approved", "approve")
     else:
         assert (done.returncode, done.stdout.partition(":")[0]) == (0, "released")
         sim.wait_polls(8)
         assert sim.approvals(event) == ()
-        assert agent.pending()[event]["operator_action"] == ""
+        assert agent.pending()[event]["operator"] is None
 
 
 def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, agent: Agent) -> None:

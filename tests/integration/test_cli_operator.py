@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from status_samples import APPROVED_BY_KIM, HELD_BY_KIM
 
 from scheduled_events_agent import cli, host
 from scheduled_events_agent.cli import operator
@@ -89,13 +90,13 @@ def test_a_hold_without_a_response_during_an_approval_is_reported_as_valid(
     run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
-    held = replace(PENDING, operator_action="hold", approval=Approval(state="requested"))
+    held = replace(PENDING, operator=HELD_BY_KIM, approval=Approval(state="requested"))
     keep(state_dir, held)
     with contextlib.closing(host.acquire_lock(state_dir / "lock")):  # as an agent that runs has it
         told = "scheduled-events-agent: held, unless Azure accepts the approval that is under way; see status\n"
         assert run("hold", "bbbb") == (1, told)
         assert "has not answered within 0.1 s" in run("release", "bbbb")[1]
-        keep(state_dir, replace(held, operator_action=""))
+        keep(state_dir, replace(held, operator=None))
         assert "has not answered within 0.1 s" in run("hold", "bbbb")[1]
 
 
@@ -103,7 +104,7 @@ def test_a_release_without_a_response_during_an_approval_is_reported_as_valid(
     run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
-    released = replace(PENDING, approval=Approval(state="requested", is_taken_back=True))
+    released = replace(PENDING, approval=Approval(state="requested", taken_back=APPROVED_BY_KIM))
     keep(state_dir, released)
     with contextlib.closing(host.acquire_lock(state_dir / "lock")):  # as an agent that runs has it
         told = (

@@ -313,7 +313,7 @@ def test_what_takes_back_an_approval_in_time_is_answered_then(
         assert operator.load_answer(request) == RequestAnswer(succeeded=True, message=message)
         # A second approval counts for itself.
         under_way.say("approve")
-        assert under_way.engine.workflows[workflow_id].approval.is_taken_back is False
+        assert under_way.engine.workflows[workflow_id].approval.taken_back is None
 
 
 def test_a_second_release_waits_as_the_first_one_does(under_way: Agent) -> None:
@@ -368,5 +368,5 @@ def test_what_was_taken_back_before_a_restart_is_not_sent_again(under_way: Agent
     second.read(EVENT)
     (workflow,) = second.engine.workflows.values()
     assert (workflow.operator_action, workflow.approval.state) == ("hold" if action == "hold" else "", "none")
-    assert workflow.approval.is_taken_back is False
+    assert workflow.approval.taken_back is None
     second.store.close()

@@ -29,6 +29,7 @@ from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
+    OperatorDecision,
     RememberedEvent,
     RememberedKey,
     RunHook,
@@ -186,7 +187,7 @@ HELD_BY_OPERATOR = Workflow(
     phase="held",
     phase_since=MIDWAY,
     prepare=DONE,
-    operator_action="hold",
+    operator=OperatorDecision(action="hold", user="lee", at=MIDWAY),
     early_until=MIDWAY + timedelta(days=2),
     handling_since=MIDWAY,
     wait_reason=WaitReason(kind="held"),
@@ -219,6 +220,7 @@ APPROVAL_SENT = Workflow(
     prepare=DONE,
     approval=Approval(
         state="requested",
+        taken_back=OperatorDecision(action="approve", user="kim", at=MIDWAY),
         failures=1,
         failing_since=MIDWAY,
         failure="the connection was reset",
@@ -238,7 +240,7 @@ APPROVED = Workflow(
     phase_since=MIDWAY,
     prepare=DONE,
     approval=Approval(state="confirmed"),
-    operator_action="approve",
+    operator=OperatorDecision(action="approve", user="kim", at=MIDWAY),
     handling_since=MIDWAY,
 )
 STARTED = Workflow(

@@ -335,8 +335,8 @@ def _load_newest(self: OutboxTable, target: str, after_id: int) -> OutboxItem | 
 def _note_without_hold(step: Transition, context: Context) -> Transition:
     """What is said of a start, as if no operator had held the event."""
     workflow = step.workflow
-    noted = REAL_NOTE(replace(step, workflow=replace(workflow, operator_action="", unprepared=None)), context)
-    return replace(noted, workflow=replace(noted.workflow, operator_action=workflow.operator_action))
+    noted = REAL_NOTE(replace(step, workflow=replace(workflow, operator=None, unprepared=None)), context)
+    return replace(noted, workflow=replace(noted.workflow, operator=workflow.operator))
 
 
 def _only_holds_wait(workflow: Workflow, action: OperatorAction) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from status_samples import NOW, a_status, a_workflow
+from status_samples import HELD_BY_KIM, NOW, a_status, a_workflow
 
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.status import (
@@ -305,17 +305,15 @@ def test_what_another_vm_prepared_stays_listed_though_no_rule_recovers() -> None
 
 
 WANTED = {
-    "an operator's own hold": a_workflow(
-        phase="held", operator_action="hold", wait_reason=WaitReason(kind="held")
-    ),
-    "a hold of what failed": held(operator_action="hold"),
+    "an operator's own hold": a_workflow(phase="held", operator=HELD_BY_KIM, wait_reason=WaitReason(kind="held")),
+    "a hold of what failed": held(operator=HELD_BY_KIM),
     "never": a_workflow(decision={"approve": "never"}, phase="held", wait_reason=WaitReason(kind="never")),
     "shared": a_workflow(decision={"affects": "shared"}, phase="held", wait_reason=WaitReason(kind="shared")),
     "of another VM": a_workflow(decision={"affects": "others"}),
     "an id that cannot be sent back": a_workflow(phase="held", wait_reason=WaitReason(kind="id")),
     "two failed approvals": a_workflow(phase="prepared", approval=Approval(failures=2)),
     "approvals that failed before a hold": a_workflow(
-        phase="held", operator_action="hold", wait_reason=WaitReason(kind="held"), approval=Approval(failures=3)
+        phase="held", operator=HELD_BY_KIM, wait_reason=WaitReason(kind="held"), approval=Approval(failures=3)
     ),
     "under way": a_workflow(phase="started", event={"status": "Started"}, was_started=True),
     "recovers": recovering(),
@@ -338,7 +336,7 @@ NO_TIME = a_workflow(event={"not_before": None}, decision={"approve": "never"}, 
         (EARLY, NOW, True),
         (EARLY, NOW + timedelta(hours=47, minutes=40), True),
         (EARLY, NOW + timedelta(hours=47, minutes=40, seconds=1), False),
-        (replace(EARLY, operator_action="hold"), NOW, False),
+        (replace(EARLY, operator=HELD_BY_KIM), NOW, False),
         (replace(EARLY, approval=Approval(state="confirmed")), NOW, False),
         (replace(EARLY, phase="prepared", wait_reason=WaitReason(kind="all_ready")), NOW, True),
         (replace(EARLY, phase="prepared", wait_reason=WaitReason(kind="too_early")), NOW, True),

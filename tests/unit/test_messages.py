@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 from msgspec.structs import replace
-from status_samples import NOW, a_workflow
+from status_samples import APPROVED_BY_KIM, HELD_BY_KIM, NOW, a_workflow
 
 from scheduled_events_agent.status import RunningHook, WorkflowView
 from scheduled_events_agent.status.actions import available_actions, short_ids
@@ -33,7 +33,7 @@ def test_pending_events_are_counted_with_those_that_may_need_attention() -> None
     pending = [
         a_workflow(phase="held", wait_message="preparation failed"),
         a_workflow(decision=MANUAL, phase="prepared"),
-        a_workflow(decision=MANUAL, phase="prepared", operator_action="approve"),
+        a_workflow(decision=MANUAL, phase="prepared", operator=APPROVED_BY_KIM),
         a_workflow(phase="started", event={"status": "Started"}),
         a_workflow(phase="recovering", is_over=True),
         a_workflow(decision={**OBSERVED, "affects": "others"}),
@@ -49,8 +49,8 @@ def test_pending_events_are_counted_with_those_that_may_need_attention() -> None
         (a_workflow(phase="held"), ("approve",)),
         (a_workflow(decision=MANUAL, phase="prepared", approval_needed_since=NOW), ("approve", "hold")),
         (a_workflow(decision=OBSERVED), ("approve",)),
-        (a_workflow(phase="held", operator_action="hold"), ("release", "approve")),
-        (a_workflow(phase="preparing", operator_action="approve"), ("release", "hold")),
+        (a_workflow(phase="held", operator=HELD_BY_KIM), ("release", "approve")),
+        (a_workflow(phase="preparing", operator=APPROVED_BY_KIM), ("release", "hold")),
         (a_workflow(phase="approved", approval=Approval(state="confirmed")), ()),
         (a_workflow(phase="started", event={"status": "Started"}), ()),
         (a_workflow(phase="recovering", is_over=True), ()),
@@ -225,7 +225,7 @@ LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "dur
         ),
         (a_workflow(LONG), Record(kind="approved", text="x"), "Reboot 602D9444: approved (rule impactful)"),
         (
-            a_workflow(LONG, operator_action="approve"),
+            a_workflow(LONG, operator=APPROVED_BY_KIM),
             Record(kind="approved", text="x"),
             "Reboot 602D9444: approved (an operator)",
         ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from status_samples import a_status, a_workflow
+from status_samples import APPROVED_BY_KIM, HELD_BY_KIM, a_status, a_workflow
 
 import scheduled_events_agent
 from scheduled_events_agent.imds.compare import Seen
@@ -198,8 +198,8 @@ def test_a_hook_whose_time_has_passed_is_not_listed_as_next(changes: dict[str, A
         ({"approval": Approval(state="requested", failures=1)}, "Azure is being asked; 1 failed so far"),
         ({"approval": Approval(failures=2)}, "2 failed so far; the agent tries again"),
         ({"was_started": True}, "none was given by this VM"),
-        ({"operator_action": "hold"}, "not by itself: Azure starts it at 22:26:12 UTC; an operator holds it"),
-        ({"operator_action": "approve"}, "when prepared; an operator has approved it"),
+        ({"operator": HELD_BY_KIM}, "not by itself: Azure starts it at 22:26:12 UTC; an operator holds it"),
+        ({"operator": APPROVED_BY_KIM}, "when prepared; an operator has approved it"),
         ({"phase": "held"}, "not by itself: Azure starts it at 22:26:12 UTC"),
         ({}, "by itself, when prepared"),
         ({"decision": {"approve": "immediately"}}, "by itself, at once"),

@@ -281,8 +281,8 @@ class World:
             self.names[workflow.id], workflow.event.status, workflow.phase,
             *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
-            approval.state, approval.is_taken_back, approval.is_outlived, min(approval.failures, 2), retry,
-            is_stale, drain, workflow.operator_action,
+            approval.state, approval.taken_back is not None, approval.is_outlived, min(approval.failures, 2),
+            retry, is_stale, drain, workflow.operator_action,
             workflow.is_over, workflow.was_started, workflow.is_history_unknown, workflow.unprepared,
             workflow.wait_reason and replaced(workflow.wait_reason, at=None), workflow.outcome, speaks,
             workflow.early_until is not None,
@@ -1448,7 +1448,7 @@ def _admit_and_forget(event: ScheduledEvent, context: Context) -> Any:
 
 
 def _answer_that_leaves_it_taken_back(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Any:
-    forgotten = replaced(workflow, approval=replaced(workflow.approval, is_taken_back=False))
+    forgotten = replaced(workflow, approval=replaced(workflow.approval, taken_back=None))
     return REAL["apply_approval_answer"](forgotten, signal, context)
 
 
@@ -1459,8 +1459,8 @@ def _answer_that_counts_for_each_appearance(workflow: Workflow, signal: Approval
 
 def _start_that_overlooks_holds(step: Transition, context: Context) -> Any:
     workflow = step.workflow
-    noted = REAL["with_start_noted"](replaced(step, workflow=replaced(workflow, operator_action="")), context)
-    return replaced(noted, workflow=replaced(noted.workflow, operator_action=workflow.operator_action))
+    noted = REAL["with_start_noted"](replaced(step, workflow=replaced(workflow, operator=None)), context)
+    return replaced(noted, workflow=replaced(noted.workflow, operator=workflow.operator))
 
 
 def _expiry_that_ends_the_hold(*arguments: Any) -> Any:
@@ -1603,7 +1603,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     ),
     "an approval that is needed is noted for ever": (
         {"why_approval_needed": lambda workflow, context: REAL["why_approval_needed"](
-            replaced(workflow, operator_action=""), context
+            replaced(workflow, operator=None), context
         )},
         "(14)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),

@@ -10,6 +10,7 @@ from scheduled_events_agent.workflow import (
     ACTION_TEXTS,
     Context,
     OperatorAction,
+    OperatorDecision,
     Workflow,
     evaluate_approval_gates,
     is_applied,
@@ -31,7 +32,7 @@ def why_rejected(request: Request, workflow: Workflow | None, context: Context, 
         case "hold":
             return _why_no_hold(workflow)
         case "approve":
-            return why_not_acting or _why_no_approval(workflow, context)
+            return why_not_acting or _why_no_approval(workflow, request.user, context)
         case _:
             return _CONFIRMED if workflow.approval.state == "confirmed" and workflow.operator_action else ""
 
@@ -54,8 +55,9 @@ def _why_no_hold(workflow: Workflow) -> str:
     return _CONFIRMED if workflow.approval.state == "confirmed" else ""
 
 
-def _why_no_approval(workflow: Workflow, context: Context) -> str:
-    result = evaluate_approval_gates(replace(workflow, operator_action="approve"), context)
+def _why_no_approval(workflow: Workflow, user: str, context: Context) -> str:
+    approved = replace(workflow, operator=OperatorDecision(action="approve", user=user, at=context.now))
+    result = evaluate_approval_gates(approved, context)
     return wait_message(workflow, result.wait_reason) if result.verdict == "deny" else ""
 
 

@@ -142,24 +142,20 @@ def _changes_of_holds(
     now: datetime,
 ) -> tuple[dict[RememberedKey, RememberedEvent], set[RememberedKey]]:
     """``expired``: ids of the workflows that have expired by these transitions."""
-    users = {
-        one.workflow_id: one.user for one in signals if isinstance(one, OperatorCommand) and one.action == "hold"
-    }
+    held_now = {one.workflow_id for one in signals if isinstance(one, OperatorCommand) and one.action == "hold"}
     put: dict[RememberedKey, RememberedEvent] = {}
     removed: set[RememberedKey] = set()
     for workflow in {transition.workflow.id: transition.workflow for transition in transitions}.values():
         key: RememberedKey = ("hold", workflow.event.key)
-        hold = known.get(key)
-        if workflow.is_over and workflow.id not in users and workflow.id not in expired:
+        if workflow.is_over and workflow.id not in held_now and workflow.id not in expired:
             continue
+        operator = workflow.operator
         has_started = workflow.was_started or workflow.event.is_started
-        if workflow.operator_action != "hold" or has_started:
+        if operator is None or operator.action != "hold" or has_started:
             removed.add(key)
             continue
         seen_at = workflow.missing_since or now
-        if hold is None or workflow.id in users:
-            user = users.get(workflow.id, "")
-            put[key] = RememberedEvent(user=user, at=now, last_seen_at=seen_at)
-        elif seen_at != hold.last_seen_at:
-            put[key] = replace(hold, last_seen_at=seen_at)
+        hold = RememberedEvent(user=operator.user, at=operator.at, last_seen_at=seen_at)
+        if hold != known.get(key):
+            put[key] = hold
     return put, removed

@@ -239,7 +239,7 @@ def is_applied(workflow: Workflow, action: OperatorAction) -> bool:
 def is_unsettled(workflow: Workflow, action: OperatorAction) -> bool:
     """Whether the action takes back an approval that is under way: Azure's answer shows whether it was in time."""
     approval = workflow.approval
-    takes_back = action == "hold" or (action == "release" and approval.is_taken_back)
+    takes_back = action == "hold" or (action == "release" and approval.taken_back is not None)
     return takes_back and approval.state == "requested" and is_applied(workflow, action)
 
 

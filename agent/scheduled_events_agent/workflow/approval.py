@@ -97,12 +97,13 @@ def apply_approval_answer(workflow: Workflow, signal: ApprovalAnswered, context:
     if not signal.error_kind:
         records = [Record(kind="approved", text="Azure has accepted the approval", addition="")]
         action = workflow.operator_action
-        is_taken_back = workflow.approval.is_taken_back
-        if action == "hold" or (is_taken_back and action == ""):  # it came after the approval was sent
+        operator = workflow.operator
+        taken_back = workflow.approval.taken_back
+        if action == "hold" or (taken_back is not None and action == ""):  # it came after the approval was sent
             text = f"the operator's {action or 'release'} is void: Azure has accepted the approval"
             records.append(Record(kind="operator", text=text))
-            action = "approve" if is_taken_back else ""
-        confirmed = replace(workflow, approval=Approval(state="confirmed"), operator_action=action)
+            operator = taken_back
+        confirmed = replace(workflow, approval=Approval(state="confirmed"), operator=operator)
         return Transition(workflow=confirmed, records=tuple(records))
     failures = workflow.approval.failures + 1
     # The service's limit is about a second: after a 429 the first pause is longer.

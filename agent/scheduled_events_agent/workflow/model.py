@@ -100,12 +100,22 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     failed_hook: str = ""  # until it is tried again
 
 
+class OperatorDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator has decided about the event: it counts until it is released, or void."""
+
+    action: Literal["approve", "hold"]
+    user: str
+    """"" if the system does not say who it was."""
+    at: datetime
+    """When it began to count. The same action again changes neither this nor the user."""
+
+
 class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far the approval has come."""
 
     state: Literal["none", "requested", "confirmed"] = "none"
-    is_taken_back: bool = False
-    """The operator has taken it back while it was under way: it still counts if Azure accepts it."""
+    taken_back: OperatorDecision | None = None
+    """An operator's approval that was taken back while this is under way: it counts if Azure accepts it."""
     is_outlived: bool = False
     """The event was over and came back while it was under way: its answer counts no more, then it is sent anew."""
     failures: int = 0
@@ -164,7 +174,7 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recover: StageStatus = StageStatus()
     drain_until: datetime | None = None
     approval: Approval = Approval()
-    operator_action: Literal["", "approve", "hold"] = ""
+    operator: OperatorDecision | None = None
     approval_needed_since: datetime | None = None
     early_until: datetime | None = None
     """If it is prepared earlier than its rule asks for, as NotBefore is now: when it would begin."""
@@ -205,6 +215,10 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def with_stage(self, stage: Stage, stage_status: StageStatus) -> "Workflow":
         changes: dict[str, Any] = {stage: stage_status}
         return replace(self, **changes)
+
+    @property
+    def operator_action(self) -> Literal["", "approve", "hold"]:
+        return self.operator.action if self.operator is not None else ""
 
     @property
     def is_missing(self) -> bool:

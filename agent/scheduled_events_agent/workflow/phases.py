@@ -173,7 +173,7 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Transition | WaitRe
     if result.verdict != "allow":
         return result.wait_reason
     exemption = _begins_without_slot_for(workflow, context)
-    is_early = schedule_gate(replace(workflow, operator_action=""), context).verdict != "allow"
+    is_early = schedule_gate(replace(workflow, operator=None), context).verdict != "allow"
     workflow = replace(
         workflow, handling_since=context.now, was_begun_early=is_early, lacks_slot=exemption == "late"
     )

@@ -21,6 +21,7 @@ from scheduled_events_agent.workflow.model import (
     Effect,
     HookFinished,
     OperatorCommand,
+    OperatorDecision,
     Outcome,
     Phase,
     PolicyChanged,
@@ -115,7 +116,7 @@ def _create(event: ScheduledEvent, context: Context) -> Transition | None:
     ]
     hold = context.holds.get(event.key)
     if hold is not None and not event.is_started:
-        workflow = replace(workflow, operator_action="hold")
+        workflow = replace(workflow, operator=OperatorDecision(action="hold", user=hold.user, at=hold.at))
         text = f"held by {hold.user or 'an operator'} since {show(hold.at)}"
         records.append(Record(kind="operator", text=text))
     return Transition(workflow=workflow, records=tuple(records))
@@ -327,7 +328,7 @@ def _resume(workflow: Workflow, event: ScheduledEvent, context: Context) -> Work
     Azure's confirmation and an operator's approval count for one appearance, a hold until its own end.
     """
     if workflow.is_over and workflow.operator_action == "hold" and workflow.event.key not in context.holds:
-        workflow = replace(workflow, operator_action="")
+        workflow = replace(workflow, operator=None)
     if workflow.is_over and not event.is_started:
         is_under_way = workflow.approval.state == "requested"
         approval = Approval(state="requested", is_outlived=True) if is_under_way else Approval()
@@ -407,7 +408,7 @@ def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context
     if action == "retry":
         return _retry(workflow, record, context)
     if action == "resolve" and not workflow.is_over:
-        released = replace(workflow, operator_action="")
+        released = replace(workflow, operator=None)
         transition = recommendations.end(released, f"{signal.user or 'an operator'} has resolved it")
         return replace(transition, records=(record, *transition.records))
     if action == "resolve":
@@ -419,9 +420,12 @@ def _apply_command(workflow: Workflow, signal: OperatorCommand, context: Context
     if workflow.phase == "held" and ends_hold and is_untouched:
         workflow = replace(workflow, phase="waiting")
     if is_withdrawal and workflow.operator_action == "approve" and workflow.approval.state == "requested":
-        workflow = replace(workflow, approval=replace(workflow.approval, is_taken_back=True))
-    counts = "" if action == "release" else action
-    return Transition(workflow=replace(workflow, operator_action=counts), records=(record,))
+        workflow = replace(workflow, approval=replace(workflow.approval, taken_back=workflow.operator))
+    if action == "release":
+        return Transition(workflow=replace(workflow, operator=None), records=(record,))
+    if action != workflow.operator_action:
+        workflow = replace(workflow, operator=OperatorDecision(action=action, user=signal.user, at=context.now))
+    return Transition(workflow=workflow, records=(record,))
 
 
 def _retry(workflow: Workflow, record: Record, context: Context) -> Transition:
@@ -494,7 +498,7 @@ def _restart(workflow: Workflow, context: Context) -> Transition:
         approval = replace(
             workflow.approval,
             state="none",
-            is_taken_back=False,
+            taken_back=None,
             is_outlived=False,
             retry_at=None,
             failing_since=since,

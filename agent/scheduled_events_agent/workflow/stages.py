@@ -166,9 +166,7 @@ def with_void_approval(transition: Transition, why: str) -> Transition:
     if workflow.operator_action != "approve" or workflow.approval.state == "confirmed":
         return transition
     record = Record(kind="operator", text=f"the operator's approval is void: {why}")
-    return replace(
-        transition, workflow=replace(workflow, operator_action=""), records=(*transition.records, record)
-    )
+    return replace(transition, workflow=replace(workflow, operator=None), records=(*transition.records, record))
 
 
 def with_result(stage_status: StageStatus, signal: HookFinished) -> StageStatus:
