@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -14,7 +16,8 @@ from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
-from scheduled_events_agent.store import Store
+from scheduled_events_agent.status import JournalRecord
+from scheduled_events_agent.store import MAX_EVENT_RECORDS, Store
 from scheduled_events_agent.workflow import Phase, Record, RecordKind, Transition, Workflow
 
 BEGAN = datetime.now(UTC).replace(hour=10, minute=0, second=0, microsecond=0) - timedelta(days=2)
@@ -35,6 +38,9 @@ FREEZE = replace(
     decision=replace(REBOOT.decision, rule="short-freeze"),
     first_seen_at=BEGAN + timedelta(days=1),
 )
+
+# The records about the agent, by the time of day; those at ten are from the time of the reboot.
+ALL = ["09:00:00", "10:01:10", "10:01:20", "10:01:30", "12:00:00", "13:00:00"]
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -148,13 +154,62 @@ def test_history_interleaves_agent_records_by_time(run: Run) -> None:
 def test_events_are_chosen(run: Run, options: list[str], expected: list[str]) -> None:
     array = json.loads(run(*options, "--json")[1])["histories"]
     assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == expected
-    has_notes = "--event" not in options and HALF_A_DAY_LATER not in options
-    assert any(item["workflow"] is None for item in array) is has_notes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ALL),
+        (["--limit", "0"], ALL),
+        (["--limit", "1"], ["13:00:00"]),  # the reboot is none of the shown events
+        (["--since", HALF_A_DAY_LATER], []),
+        (["--since", f"{DAY}T10:01:15Z"], ALL[2:]),
+        (["--event", "602d9444-a"], ALL[1:4]),
+        (["--event", "602d9444-b"], []),
+    ],
+)
+def test_text_and_json_have_the_same_records_of_the_journal(
+    run: Run, state_dir: Path, options: list[str], expected: list[str]
+) -> None:
+    with closing(Store.open_readonly(state_dir)) as store:
+        journal = [record for record in store.load_records() if f"{record.at:%H:%M:%S}" in expected]
+    journal.sort(key=lambda record: record.at)
+    items = json.loads(run(*options, "--json")[1])["histories"]
+    agent_records = [item["records"] for item in items if item["workflow"] is None]
+    assert [msgspec.convert(record, JournalRecord) for (record,) in agent_records] == journal
+    kinds = "agent started|machine paused|reload rejected|reloaded"
+    shown = re.findall(rf"(\d\d:\d\d:\d\d)\D[^:\n]*?  ({kinds})\b", run(*options)[1])
+    assert shown == [(f"{record.at:%H:%M:%S}", record.kind.replace("_", " ")) for record in journal]
+
+
+def test_an_event_with_very_many_records_about_the_agent_shows_the_latest(run: Run, state_dir: Path) -> None:
+    began = FREEZE.first_seen_at + timedelta(seconds=1)
+    texts = [f"rules: {number:04}" for number in range(MAX_EVENT_RECORDS + 100)]
+    with closing(Store.open_client(state_dir)) as store:
+        store.record_all([("reloaded", text, began) for text in texts])
+    for chosen in ("", "--event 602d9444-b", "--limit 1"):
+        for form in ("", "--json"):
+            assert re.findall(r"rules: \d+", run(*chosen.split(), *form.split())[1]) == texts[100:]
+            everything = run(*chosen.split(), *form.split(), "--limit", "0")[1]
+            assert re.findall(r"rules: \d+", everything) == texts
+
+
+def test_a_record_about_the_agent_during_two_events_is_once_in_the_json(run: Run, state_dir: Path) -> None:
+    at = BEGAN + timedelta(minutes=5)
+    second = replace(FREEZE, first_seen_at=at - timedelta(seconds=1))
+    with closing(Store.open_client(state_dir)) as store:
+        commit(store, second, 0, "held", note("seen", "Freeze Scheduled"))
+        store.record("machine_paused", "was paused for 7.1s", at)
+    out = run("--json")[1]
+    assert out.count("was paused for 7.1s") == 1
+    lines = run()[1].splitlines()
+    assert sum("was paused for 7.1s" in line for line in lines) == 2  # it concerns both timelines
 
 
 def test_json_is_a_list_of_events_with_their_entries_and_of_notes(run: Run) -> None:
-    first, reboot, *_ = json.loads(run("--json")[1])["histories"]
+    first, reboot, paused, *_ = json.loads(run("--json")[1])["histories"]
     assert (first["workflow"], [entry["kind"] for entry in first["records"]]) == (None, ["agent_started"])
+    assert (paused["workflow"], [entry["kind"] for entry in paused["records"]]) == (None, ["machine_paused"])
     assert reboot["workflow"]["decision"]["rule"] == "impactful"
     assert [entry["kind"] for entry in reboot["records"]] == [
         "seen", "decided", "hook_finished", "held", "closed",
@@ -185,7 +240,7 @@ def test_an_exact_id_is_chosen_over_a_prefix(run: Run, state_dir: Path) -> None:
     commit(store, replace(FREEZE, id="longer", event=event), 0, "held", note("seen", "Freeze Scheduled"))
     store.close()
     array = json.loads(run("--event", "602d9444-aaaa", "--json")[1])["histories"]
-    assert [item["workflow"]["event"]["id"] for item in array] == ["602D9444-AAAA"]
+    assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == ["602D9444-AAAA"]
 
 
 def test_an_empty_result_is_reported(run: Run) -> None:

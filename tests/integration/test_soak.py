@@ -60,7 +60,7 @@ def test_a_journal_pruned_as_fast_as_it_grows_reuses_its_pages(tmp_path: Path) -
     try:
         for day in range(60):
             for entry in range(10):
-                store.record("note", "x" * (500 + 150 * entry), BEGAN + timedelta(days=day))
+                store.record("machine_paused", "x" * (500 + 150 * entry), BEGAN + timedelta(days=day))
             store.prune(BEGAN + timedelta(days=day - 10))
             pages.append(query(store, "PRAGMA page_count")[0][0])
         assert len(store.load_journal()) == 110

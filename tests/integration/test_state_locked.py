@@ -61,10 +61,10 @@ def test_an_error_of_sqlite_has_the_kind_of_its_cause(code: int, kind: str) -> N
 
 def test_a_locked_file_and_a_full_disk_are_distinguished(store: Store) -> None:
     with locked(store.path.parent), pytest.raises(StoreError) as of_lock:
-        store.record("note", "one", NOW)
+        store.record("machine_paused", "one", NOW)
     leave_pages(store, 0)
     with pytest.raises(StoreError) as of_room:
-        store.record_all([("note", "x" * 8000, NOW)] * 2000)
+        store.record_all([("machine_paused", "x" * 8000, NOW)] * 2000)
     assert (of_lock.value.kind, of_room.value.kind) == ("locked", "full")
 
 
@@ -125,7 +125,7 @@ def test_of_very_many_records_the_latest_are_kept(store: Store) -> None:
     teller = EventReporter(store, Metrics(tuple), CommandOptions())
     with locked(store.path.parent):
         for number in range(150):
-            teller.record("note", str(number), NOW)
+            teller.record("machine_paused", str(number), NOW)
     teller.flush()
     assert [entry.text for entry in store.load_records()] == [str(number) for number in range(50, 150)]
 
@@ -141,7 +141,7 @@ def test_an_agent_that_starts_waits_for_a_lock(tmp_path: Path) -> None:
         threading.Timer(0.5, other.execute, ["ROLLBACK"]).start()
 
     with contextlib.closing(Store.open(tmp_path, NOW, let_go)) as store:
-        store.record("note", "it works", NOW)
+        store.record("machine_paused", "it works", NOW)
         assert store._connection.execute("PRAGMA busy_timeout").fetchone() == (2000,)
     other.close()
     assert [error.kind for error in reported] == ["locked"]

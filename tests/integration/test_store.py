@@ -33,7 +33,7 @@ from scheduled_events_agent.imds.client import Identity
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Decision, Hook, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
-from scheduled_events_agent.status import CommandOptions, JournalRecord, Vm
+from scheduled_events_agent.status import AgentRecordKind, CommandOptions, JournalRecord, Vm
 from scheduled_events_agent.store import (
     FILE_NAME,
     Backlog,
@@ -458,6 +458,15 @@ def test_the_latest_records_about_the_agent_are_kept(store: Store, monkeypatch: 
     assert [entry.text for entry in store.load_records()] == [f"note {number}" for number in range(70, 100)]
 
 
+def test_the_latest_records_of_each_kind_about_the_agent_are_loaded(store: Store) -> None:
+    for number in range(5):
+        store.record("machine_paused", f"pause {number}", NOW)
+        store.record_all([("reloaded", f"reload {number} {again}", NOW) for again in range(10)])
+    store.commit([make_step("one", "note")], NOW)
+    texts = [record.text for record in store.load_records(limit=2)]
+    assert texts == ["pause 3", "pause 4", "reload 4 8", "reload 4 9"]
+
+
 def test_long_texts_are_cut_in_the_journal(store: Store) -> None:
     store.commit([make_step("one", "x" * 100_000)], NOW)
     store.record("reload_rejected", "y" * 100_000, NOW)
@@ -529,7 +538,7 @@ def test_a_small_reserve_is_filled_up_and_a_large_one_left_alone(store: Store) -
     assert store.ensure_reserve() == ""
     assert store._connection.total_changes == changes
     for _ in range(30):
-        store.record("note", "x" * 8000, NOW)
+        store.record("machine_paused", "x" * 8000, NOW)
         change(store, "INSERT INTO meta VALUES (hex(randomblob(8)), hex(randomblob(50000)))")
     assert store.reserve_bytes() < store_file.RESERVE_BYTES * 3 // 4
     assert store.ensure_reserve() == ""
@@ -872,20 +881,21 @@ def test_the_log_is_truncated_when_a_long_reader_has_closed(store: Store) -> Non
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM journal").fetchone()
         while log.stat().st_size < 8 * 2**20:
-            store.record("note", "x" * 60_000, NOW)
+            store.record("machine_paused", "x" * 60_000, NOW)
     for _ in range(100):  # one to move everything into the file, the next to begin a new log
-        store.record("note", "x" * 60_000, NOW)
+        store.record("machine_paused", "x" * 60_000, NOW)
     assert log.stat().st_size < 6 * 2**20
 
 
 def test_starts_after_a_crash_are_counted_though_the_first_crash_was_long_ago(tmp_path: Path) -> None:
     store = Store.open(tmp_path, NOW)
-    for minutes, kind in (
+    records: tuple[tuple[int, AgentRecordKind], ...] = (
         (70, "agent_started"),
         (40, "agent_started"),
         (30, "machine_paused"),
         (20, "agent_started"),
-    ):
+    )
+    for minutes, kind in records:
         store.record(kind, "it", NOW - timedelta(minutes=minutes), detail="boot")
     notes = store.load_starts_and_stops(NOW - timedelta(hours=1))
     store.close()

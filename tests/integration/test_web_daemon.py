@@ -22,14 +22,14 @@ import pytest
 import structlog
 from msgspec.structs import replace
 from static_policy import Given
-from test_daemon import running
+from test_daemon import open_pages, running
 
 from scheduled_events_agent.cli.status import ask_status
 from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.policy.settings import AgentSettings
 from scheduled_events_agent.simulator import Simulator
-from scheduled_events_agent.status import Status
+from scheduled_events_agent.status import JournalRecord, Status
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.web import endpoints as module
@@ -297,6 +297,50 @@ def test_a_hung_disk_keeps_the_status_and_the_last_known_history(
         assert get(port, "/history")[0].status == 200
         may_go_on.set()
         second.join()
+
+
+def test_history_has_the_records_about_the_agent_without_what_only_the_journal_may_show(tmp_path: Path) -> None:
+    began = datetime.now(UTC) - timedelta(hours=1)
+    rejected = "p.yaml:7: hooks.drain.run: expected a list such as [one, two]; got SECRET"
+    with closing(Store.open(tmp_path, began)) as store:
+        for number in range(25):
+            at = began + timedelta(seconds=number)
+            store.record("agent_started", "version 0.1.0, mode act", at, detail="SECRET boot")
+            store.record("machine_paused", f"was paused for {number}.0s", at)
+            store.record("notification_lost", f"pager: seen of E{number}: HTTP 422", at)
+            store.record("reload_rejected", rejected, at)
+            store.record("on_clear", "hook x: cannot be started (no such file): /opt/SECRET (not_started)", at)
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        azure.wait_approved(azure.schedule("Reboot", notice_seconds=600))
+        daemon.reload()
+        wait_until(lambda: any(record.kind == "reloaded" for record in load_agent_records(tmp_path)))
+        answer, body = get(open_pages(daemon).port, "/history")
+        journal = load_agent_records(tmp_path)
+    assert answer.status == 200
+    items = msgspec.json.decode(body)["histories"]
+    (event,) = [item for item in items if item["workflow"]]
+    records = [item["records"][0] for item in items if item["workflow"] is None]
+    assert items.index(event) < items.index(
+        next(item for item in items if item["records"][0]["kind"] == "reloaded")
+    )
+    kinds = {record.kind for record in journal}
+    expected = [[r for r in journal if r.kind == kind][-module._RECENT :] for kind in kinds]
+    in_journal = sorted((record.at, record.kind) for records in expected for record in records)
+    assert sorted((datetime.fromisoformat(one["at"]), one["kind"]) for one in records) == in_journal
+    texts = {kind: [one["text"] for one in records if one["kind"] == kind] for kind in kinds}
+    assert texts["machine_paused"] == [f"was paused for {number}.0s" for number in range(5, 25)]
+    assert texts["notification_lost"][-1] == "pager: seen of E24: HTTP 422"
+    assert texts["reloaded"] == ["rules: all"]
+    assert set(texts["on_clear"]) == {""}
+    assert set(texts["reload_rejected"]) == {
+        "the policy file is rejected; the policy that was accepted last stays in force"
+    }
+    assert "SECRET" not in body
+
+
+def load_agent_records(state_dir: Path) -> list[JournalRecord]:
+    with closing(Store.open_readonly(state_dir)) as store:
+        return store.load_records()
 
 
 def test_the_history_of_ninety_busy_days_is_read_quickly(tmp_path: Path) -> None:

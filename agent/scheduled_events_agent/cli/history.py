@@ -6,20 +6,19 @@ It only reads, and shows the texts of the journal unchanged.
 import argparse
 import heapq
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import find_by_prefix, find_state_dir
 from scheduled_events_agent.cli.status import title
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal, print_json
 from scheduled_events_agent.policy.durations import parse_duration, parse_time
-from scheduled_events_agent.status import History, HistoryItem, Journal, JournalRecord
-from scheduled_events_agent.status.messages import format_clock, format_elapsed, to_view
-from scheduled_events_agent.store import Store
+from scheduled_events_agent.status import History, JournalRecord
+from scheduled_events_agent.status.history import is_over, merge, place, to_journal
+from scheduled_events_agent.status.messages import format_clock, format_elapsed
+from scheduled_events_agent.store import MAX_EVENT_RECORDS, Store
 
 _DEFAULT_LIMIT = 20
 _HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_out": "red", "not_started": "red"}
@@ -46,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Shows the journal: for each event a timeline from first sight to recovery, with the ends of hooks and "
         "the last of their output. A change that says nothing new for this VM, such as another description or a "
-        "NotBefore moved by less than a minute, is recorded once a minute. Between them are the records about the "
-        "agent, unless an event is chosen."
+        "NotBefore moved by less than a minute, is recorded once a minute. Records about the agent are in the "
+        "timelines of the events during which they were made, and between these unless an event is chosen."
     )
     parser.add_argument("--event", metavar="ID", help="only this event: its id, or a beginning that fits only one")
     parser.add_argument(
@@ -61,12 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=_count,
         default=_DEFAULT_LIMIT,
-        help=f"the latest N events, and as many records about the agent (default: {_DEFAULT_LIMIT}; 0: all)",
+        help=f"the latest N events, as many records about the agent between them, and up to {MAX_EVENT_RECORDS} "
+        f"during each (default: {_DEFAULT_LIMIT}; 0: all)",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON: histories, oldest first, each {workflow, records}, with workflow null for records "
+        help="print JSON: histories, oldest first, each {workflow, records}, with workflow null for each record "
         "about the agent",
     )
     add_state_options(parser)
@@ -74,80 +74,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    shown = _load(arguments)
+    items = _load(arguments)
     if arguments.json:
-        histories = [
-            HistoryItem(workflow=to_view(item.workflow), records=item.records)
-            if isinstance(item, History)
-            else HistoryItem(workflow=None, records=(item,))
-            for item in _merge(shown)
-        ]
-        print_json(Journal(at=datetime.now(UTC), histories=tuple(histories)))
+        print_json(to_journal(items, datetime.now(UTC)))
         return 0
-    lines = list(_format_journal(shown, datetime.now(UTC), Terminal.of(sys.stdout)))
+    lines = list(_format_journal(items, datetime.now(UTC), Terminal.of(sys.stdout)))
     print(*(lines or ["The journal has no matching entries."]), sep="\n")
     return 0
 
 
-class _Shown(NamedTuple):
-    """The parts of the journal to show."""
-
-    histories: Sequence[History]
-    agent_records: Sequence[JournalRecord]
-    """Records about the agent itself, by time; shown in a timeline, or between timelines."""
-    is_chosen: bool
-    """Whether only one event is wanted: then no records of the agent are shown between timelines."""
-    limit: int
-    """The most records between timelines; -1: no limit."""
-
-
-def _load(arguments: argparse.Namespace) -> _Shown:
-    limit = arguments.limit or -1
+def _load(arguments: argparse.Namespace) -> list[History | JournalRecord]:
+    limit = arguments.limit or None
+    is_chosen = arguments.event is not None
     with closing(Store.open_readonly(find_state_dir(arguments))) as store:
         key: str | None = None
-        if arguments.event is not None:
+        if is_chosen:
             key = find_by_prefix(arguments.event, store.find_workflows())[0].event.key
         histories = store.load_histories(
-            since=arguments.since, limit=limit, is_wanted=lambda one: key is None or one.event.key == key
+            since=arguments.since, limit=limit or -1, is_wanted=lambda one: key is None or one.event.key == key
         )
-        agent_records = sorted(store.load_records(since=arguments.since), key=lambda record: record.at)
-    return _Shown(histories, agent_records, arguments.event is not None, limit)
+        agent_records = store.load_records(since=arguments.since)
+    return merge(
+        histories,
+        agent_records,
+        most_between=0 if is_chosen else limit,
+        most_during=limit and MAX_EVENT_RECORDS,
+    )
 
 
-def _merge(shown: _Shown) -> list[History | JournalRecord]:
-    """Events, and records of the agent that are in no timeline, oldest first."""
-    items: list[tuple[datetime, History | JournalRecord]] = [
-        (history.workflow.first_seen_at, history) for history in shown.histories
-    ]
-    if not shown.is_chosen:
-        placed = {index for history in shown.histories for index in _span(history, shown.agent_records)}
-        apart = [record for index, record in enumerate(shown.agent_records) if index not in placed]
-        items += [(record.at, record) for record in (apart if shown.limit < 0 else apart[-shown.limit :])]
-    return [item for _, item in sorted(items, key=lambda item: item[0])]
-
-
-def _span(history: History, agent_records: Sequence[JournalRecord]) -> range:
-    """The records of the agent from the time of the event. They are shown in its timeline."""
-    begins = bisect_left(agent_records, history.workflow.first_seen_at, key=lambda record: record.at)
-    if not _is_over(history):
-        return range(begins, len(agent_records))
-    return range(begins, bisect_right(agent_records, history.records[-1].at, key=lambda record: record.at))
-
-
-def _is_over(history: History) -> bool:
-    # An event of another machine was closed by a record alone.
-    return bool(history.records) and history.records[-1].kind == "closed"
-
-
-def _format_journal(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]:
+def _format_journal(items: Sequence[History | JournalRecord], now: datetime, terminal: Terminal) -> Iterator[str]:
     was_agent_record = True
-    for index, item in enumerate(_merge(shown)):
+    for index, (item, agent_records) in enumerate(place(items)):
         is_agent_record = not isinstance(item, History)
         if index and not (is_agent_record and was_agent_record):
             yield ""
         was_agent_record = is_agent_record
         if isinstance(item, History):
-            agent_records = [shown.agent_records[index] for index in _span(item, shown.agent_records)]
             yield from _timeline(item, agent_records, now, terminal)
         else:
             style = _STYLES.get(item.kind, "dim")
@@ -163,7 +125,7 @@ def _timeline(
     workflow = history.workflow
     began = history.workflow.first_seen_at
     event = workflow.event
-    if _is_over(history):
+    if is_over(history):
         end = history.records[-1]
         outcome = end.text
         period = f"until {format_clock(end.at, began)}, for {format_elapsed(began, end.at)}"

@@ -18,7 +18,7 @@ from scheduled_events_agent.notifications import (
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import CommandOptions, Status, Vm, to_json
 from scheduled_events_agent.status.messages import to_view
-from scheduled_events_agent.store import Backlog, CommitResult, Loss, Store, StoreError
+from scheduled_events_agent.store import AgentRecord, Backlog, CommitResult, Loss, Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -54,7 +54,7 @@ class Outbox:
         self._ended: list[NotificationDone] = []
         self._ended_ids: list[int] = []
         """Notifications still to be deleted, whose result has been handled."""
-        self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
+        self._unwritten: deque[AgentRecord] = deque(maxlen=_MAX_UNWRITTEN)
         self._has_new = False
         self._settled_for: Sequence[NotifyTarget] | None = None
         """The targets for which all known notifications were handled; None if something may have changed."""

@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from scheduled_events_agent.status import CommandOptions
+from scheduled_events_agent.status import AgentRecordKind, CommandOptions
 from scheduled_events_agent.status.actions import command, quoted
-from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.store import AgentRecord, Store, StoreError
 from scheduled_events_agent.telemetry.log import ChangeLogger, get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -30,7 +30,7 @@ class EventReporter:
         self._metrics = metrics
         self._log = get_logger()
         self._muted: set[str] = set()
-        self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
+        self._unwritten: deque[AgentRecord] = deque(maxlen=_MAX_UNWRITTEN)
         self._bugs = ChangeLogger("handling an event", LogId.EVENT_BUG)
 
     def report_transitions(self, transitions: Sequence[Transition], now: datetime) -> None:
@@ -108,7 +108,7 @@ class EventReporter:
         self._metrics.bugs.inc()
         self._bugs.failed(type(bug).__name__, f"{workflow_id}: {bug!r}", now)
 
-    def record(self, kind: str, text: str, now: datetime) -> None:
+    def record(self, kind: AgentRecordKind, text: str, now: datetime) -> None:
         """Write to the journal as soon as that is possible; the log has the message in any case."""
         self._unwritten.append((kind, text, now))
         self.flush()

@@ -3,6 +3,7 @@
 status.py     types that commands, pages and programs read; docs/json.md describes each field
 attention.py  what needs a person
 summaries.py  the whole status with its texts for people
+history.py    the journal as one list of events and of records about the agent
 messages.py   sentences for people, among them the two lines of an event's state: headline and activity
 actions.py    the actions that are open to an operator, and their command lines
 """
@@ -11,6 +12,7 @@ from scheduled_events_agent.status.status import (
     NO_OPTIONS,
     SCHEMA_VERSION,
     ActivePolicy,
+    AgentRecordKind,
     Attention,
     AttentionKind,
     ClockWrong,
@@ -42,6 +44,7 @@ __all__ = [
     "NO_OPTIONS",
     "SCHEMA_VERSION",
     "ActivePolicy",
+    "AgentRecordKind",
     "Attention",
     "AttentionKind",
     "ClockWrong",

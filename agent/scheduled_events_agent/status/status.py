@@ -18,6 +18,13 @@ SCHEMA_VERSION = 1
 """The version of all JSON output. A new field keeps it; a new meaning or name raises it."""
 
 
+AgentRecordKind = Literal[
+    "agent_started", "agent_stopped", "machine_paused", "notification_lost", "on_clear", "reload_rejected",
+    "reloaded", "state_lost", "state_recreated", "state_settled",
+]  # fmt: skip
+"""The kinds of records about the agent itself."""
+
+
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of the journal."""
 
@@ -63,7 +70,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     histories: tuple[HistoryItem, ...]
-    """``/history`` has the last 20 events with 41 records each, and 20 pauses."""
+    """Oldest first. ``/history`` has the last 20 events with 41 records each, and the last 20 records of each kind
+    about the agent, of these only what ``/status`` shows too."""
 
 
 class Vm(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.status.status import History, JournalRecord, StateLost
+from scheduled_events_agent.status.status import AgentRecordKind, History, JournalRecord, StateLost
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.outbox import Loss, OutboxTable
@@ -54,6 +54,8 @@ _COLUMNS = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome",
 _SELECT_RECORDS = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
 _SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
 
+AgentRecord = tuple[AgentRecordKind, str, datetime]
+"""An entry about the agent itself: its kind, text and time."""
 MetaKey = Literal[
     "vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "unsettled_loss", "hook_times", "lost_notices",
     "in_use", "created_at",
@@ -276,17 +278,17 @@ class Store:
                     raise WithdrawnError
             return self.outbox.add(stamp, notifications)
 
-    def record(self, kind: str, text: str, at: datetime, detail: str = "") -> None:
+    def record(self, kind: AgentRecordKind, text: str, at: datetime, detail: str = "") -> None:
         """Put a record about the agent itself into the journal."""
         with self._transaction():
             self._insert_records([(_stamp(at), "", "", kind, "", "", "", text, detail)])
 
-    def record_all(self, records: Iterable[tuple[str, str, datetime]]) -> None:
-        """Put entries about the agent itself into the journal: kind, text and time of each."""
+    def record_all(self, records: Iterable[AgentRecord]) -> None:
+        """Put entries about the agent itself into the journal."""
         with self._transaction():
             self._write_records(records)
 
-    def _write_records(self, records: Iterable[tuple[str, str, datetime]]) -> None:
+    def _write_records(self, records: Iterable[AgentRecord]) -> None:
         self._insert_records((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
 
     def load_remembered(self) -> dict[RememberedKey, RememberedEvent]:
@@ -332,11 +334,14 @@ class Store:
         return self._select_records("ORDER BY id")
 
     def load_records(
-        self, *, kind: str | None = None, since: datetime | None = None, limit: int = -1
+        self, *, kind: str | None = None, since: datetime | None = None, limit: int | None = None
     ) -> list[JournalRecord]:
-        """The latest entries about the agent itself, oldest first."""
-        newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
-        return self._select_records(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
+        """The entries about the agent itself, oldest first; ``limit``: only the latest of each kind."""
+        wanted = "workflow_id = '' AND kind = ifnull(?, kind) AND at >= ?"
+        latest = "row_number() OVER (PARTITION BY kind ORDER BY id DESC)"
+        ranked = f"SELECT id, {latest} AS rank FROM journal WHERE {wanted}"  # noqa: S608 - our own words
+        which = f"WHERE id IN (SELECT id FROM ({ranked}) WHERE rank <= ifnull(?, rank)) ORDER BY id"  # noqa: S608
+        return self._select_records(which, kind, _stamp(since) if since else "", limit)
 
     def load_starts_and_stops(self, since: datetime) -> list[JournalRecord]:
         """Starts and stops of the agent, oldest first: those since ``since``, and the last one before it."""
@@ -428,7 +433,7 @@ class Store:
     def end_notifications(
         self,
         ids: Iterable[int],
-        records: Iterable[tuple[str, str, datetime]] = (),
+        records: Iterable[AgentRecord] = (),
         losses: Mapping[str, Loss] | None = None,
     ) -> None:
         """Delete notifications that were delivered or are lost. ``losses``: the new ones of all targets.

@@ -20,14 +20,13 @@ from msgspec.structs import replace
 from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.status import (
     History,
-    HistoryItem,
     Journal,
     JournalRecord,
     Status,
     WebConfigRejected,
     to_json,
 )
-from scheduled_events_agent.status.messages import to_view
+from scheduled_events_agent.status.history import merge, to_journal, to_public
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
@@ -36,7 +35,8 @@ from scheduled_events_agent.web.static import FILES
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.workflow import Workflow
 
-# /history shows this many events and pauses, and records of each event. The page shows one record less.
+# /history shows this many events and records of each kind about the agent, and records of each event. The page
+# shows one of these less.
 _RECENT = 20
 _MAX_RECORDS = 41
 # The journal is read at most once in this time, and a client waits this long for a disk that hangs.
@@ -168,16 +168,11 @@ class Endpoints:
 
     def _history_page(self) -> Response:
         try:
-            recent, pauses = self._load_recent()
+            recent, agent_records = self._load_recent()
         except StoreError as error:
             return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
-        events = [HistoryItem(workflow=to_view(one.workflow), records=self._shown(one.records)) for one in recent]
-        paused = [HistoryItem(workflow=None, records=(pause,)) for pause in pauses]
-        items = sorted(
-            (*events, *paused),
-            key=lambda item: item.workflow.first_seen_at if item.workflow else item.records[0].at,
-        )
-        return _json_page(Journal(at=datetime.now(UTC), histories=tuple(items)))
+        histories = [replace(history, records=self._shown(history.records)) for history in recent]
+        return _json_page(to_journal(merge(histories, map(to_public, agent_records)), datetime.now(UTC)))
 
     def _shown(self, records: Sequence[JournalRecord]) -> tuple[JournalRecord, ...]:
         """The last records, with hooks' output only where the policy shows it."""
@@ -186,9 +181,9 @@ class Endpoints:
         return tuple(replace(record, detail="") for record in records[-_MAX_RECORDS:])
 
     def _load_recent(self) -> tuple[Sequence[History], Sequence[JournalRecord]]:
-        """The latest events and pauses. Raises StoreError."""
+        """The latest events, and records about the agent. Raises StoreError."""
         with closing(Store.open_readonly(self._state_dir)) as store:
-            return store.load_histories(limit=_RECENT), store.load_records(kind="machine_paused", limit=_RECENT)
+            return store.load_histories(limit=_RECENT), store.load_records(limit=_RECENT)
 
 
 def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalRecord, ...]:
