@@ -30,7 +30,6 @@ from scheduled_events_agent.status import (
     ActivePolicy,
     FleetState,
     History,
-    HistoryItem,
     Journal,
     JournalRecord,
     NotifiedTarget,
@@ -41,6 +40,7 @@ from scheduled_events_agent.status import (
     Vm,
     WorkflowView,
 )
+from scheduled_events_agent.status.history import merge, to_journal
 from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.web.server import Response, WebServer
@@ -145,6 +145,7 @@ def past(count: int) -> list[History]:
 PAUSES = [
     entry(90_000, "machine_paused", "was paused for 6.2s"),
     entry(7_000, "machine_paused", "was paused for 28.9s"),
+    entry(600, "reloaded", "rules: impactful"),  # of the records about the agent, the page shows pauses only
 ]
 PREPARING = workflow(
     event(),
@@ -363,10 +364,8 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
         return Response(HTTPStatus.OK, msgspec.json.encode(answer), "application/json")
 
     def history() -> Response:
-        _, recent, pauses = scene()
-        events = [HistoryItem(workflow=to_view(one.workflow), records=one.records) for one in recent]
-        notes = [HistoryItem(workflow=None, records=(pause,)) for pause in pauses]
-        return as_json(Journal(at=NOW, histories=(*events, *notes)))
+        _, recent, agent_records = scene()
+        return as_json(to_journal(merge(recent, agent_records), NOW))
 
     files = {f"{place}{path}": make for path, make in FILES.items()}
     answers = {
@@ -615,6 +614,8 @@ def test_past_events_and_pauses_are_shown_only_if_there_are_any(tab: Tab, server
     titles = "[...document.querySelectorAll('section[aria-labelledby] > h2')].map((one) => one.innerText)"
     open_scene(tab, server, "idle/")
     assert tab.ask(titles) == ["Recent events", "VM pauses", "Agent"]
+    pauses = tab.ask("document.querySelector('section[aria-labelledby=pauses]').innerText")
+    assert re.findall("was paused for .*|rules:.*", pauses) == ["was paused for 28.9s", "was paused for 6.2s"]
     open_scene(tab, server, "fresh/")
     assert tab.ask(titles) == ["Agent"]
 
