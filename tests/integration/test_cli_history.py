@@ -105,18 +105,19 @@ def test_history_shows_an_event_from_first_sight_to_end_with_hook_output(run: Ru
     assert (code, err) == (0, "")
     assert out == (
         "Reboot 602D9444-AAAA is over: completed\n"
-        f"  rule impactful; seen from {DAY} 10:00:00Z until 11:01:40Z, for 1h 1m\n"
-        "  10:00:00Z      +0s  seen             Reboot Scheduled\n"
-        "  10:00:00Z      +0s  decided          rule impactful matches it\n"
-        "  10:01:01Z   +1m 1s  hook finished    hook drain: exit code 3\n"
-        "                                       | one\n"
-        "                                       | \\x1b[2J\\x1b]0;two\\x07\n"
-        "  10:01:01Z   +1m 1s  held             held: exit code 3; Azure starts it at 10:20:00 UTC\n"
-        "  10:01:10Z  +1m 10s  machine paused   was paused for 6.2s\n"
-        "  10:01:20Z  +1m 20s  reload rejected  p.yaml:1: one\n"
-        "                                       p.yaml:2: two\n"
-        "  10:01:30Z  +1m 30s  agent started    version 0.1.0, mode act\n"
-        "  11:01:40Z   +1h 1m  closed           is over: completed\n"
+        f"  rule impactful; seen from {DAY} 10:00:00 UTC until {DAY} 11:01:40 UTC, for 1h 1m\n"
+        f"  {DAY} UTC\n"
+        "  10:00:00      +0s  seen             Reboot Scheduled\n"
+        "  10:00:00      +0s  decided          rule impactful matches it\n"
+        "  10:01:01   +1m 1s  hook finished    hook drain: exit code 3\n"
+        "                                      | one\n"
+        "                                      | \\x1b[2J\\x1b]0;two\\x07\n"
+        "  10:01:01   +1m 1s  held             held: exit code 3; Azure starts it at 10:20:00 UTC\n"
+        "  10:01:10  +1m 10s  machine paused   was paused for 6.2s\n"
+        "  10:01:20  +1m 20s  reload rejected  p.yaml:1: one\n"
+        "                                      p.yaml:2: two\n"
+        "  10:01:30  +1m 30s  agent started    version 0.1.0, mode act\n"
+        "  11:01:40   +1h 1m  closed           is over: completed\n"
     )
 
 
@@ -130,10 +131,10 @@ def test_history_interleaves_agent_records_by_time(run: Run) -> None:
     lines = run()[1].splitlines()
     heads = [line for line in lines if line and not line.startswith(" ")]
     assert heads == [
-        f"{DAY} 09:00:00Z  agent started: version 0.1.0, mode act",
+        f"{DAY} 09:00:00 UTC  agent started: version 0.1.0, mode act",
         "Reboot 602D9444-AAAA is over: completed",
-        f"{DAY} 12:00:00Z  reloaded: rules: impactful",
-        f"{DAY} 13:00:00Z  reload rejected: p.yaml:1: one",
+        f"{DAY} 12:00:00 UTC  reloaded: rules: impactful",
+        f"{DAY} 13:00:00 UTC  reload rejected: p.yaml:1: one",
         "Freeze 602D9444-BBBB is pending: held",
     ]
     assert lines[lines.index(heads[3]) + 1] == "    p.yaml:2: two"
@@ -222,7 +223,7 @@ def test_a_clock_that_was_set_back_changes_no_order(run: Run, state_dir: Path) -
     commit(store, FREEZE, 60, "recovering", note("recovering", "recovers"))
     commit(store, FREEZE, 10, "closed", note("closed", "is over: completed"))
     store.close()
-    lines = run("--event", "602d9444-b")[1].splitlines()[2:]
+    lines = run("--event", "602d9444-b")[1].splitlines()[3:]
     assert [re.split(r"  +", line)[-2] for line in lines] == ["seen", "recovering", "closed"]
 
 
@@ -231,7 +232,7 @@ def test_history_shows_pauses_inside_the_timeline(run: Run, state_dir: Path) -> 
     store.record("machine_paused", "was paused for 7.1s", FREEZE.first_seen_at + timedelta(seconds=5))
     store.close()
     lines = run("--event", "602d9444-b")[1].splitlines()
-    assert lines[-1] == "  10:00:05Z  +5s  machine paused  was paused for 7.1s"
+    assert lines[-1] == "  10:00:05  +5s  machine paused  was paused for 7.1s"
 
 
 def test_an_exact_id_is_chosen_over_a_prefix(run: Run, state_dir: Path) -> None:

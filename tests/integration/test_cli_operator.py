@@ -67,7 +67,7 @@ def test_an_event_that_is_over_is_reported_with_its_outcome(run: Run, command: s
     day = NOW - timedelta(days=1)
     assert (code, told) == (
         1,
-        f"scheduled-events-agent: event AAAA is over since {day:%Y-%m-%d %H:%M:%S}Z: canceled\n",
+        f"scheduled-events-agent: event AAAA is over since {day:%Y-%m-%d %H:%M:%S} UTC: canceled\n",
     )
 
 

@@ -131,13 +131,17 @@ def test_check_and_explain_say_when_preparation_begins_and_why(run: Run, tmp_pat
     payload = "33-docs-seed000-freeze-duration-minus1.json"
     rows = explain(run, str(path), payload, "--vm", "westno_1")
     why = "it names other VMs too and shared is hold, and preparation may take "
-    assert f"begins at 22:24:28Z ({why}2m30s) prepare not ready for 15s, then run drain" in " ".join(rows.split())
+    assert f"begins at 22:24:28 UTC ({why}2m30s) prepare not ready for 15s, then run drain" in " ".join(
+        rows.split()
+    )
     store = Store.open(tmp_path, datetime.now(UTC))
     hook = load_policy(path).settings.hooks["drain"]
     store.set_meta({"hook_times": encode(record_run({}, "drain", hook, "succeeded", 20.0))})
     store.close()
     rows = explain(run, str(path), payload, "--vm", "westno_1")
-    assert f"begins at 22:25:48Z ({why}1m10s) prepare not ready for 15s, then run drain" in " ".join(rows.split())
+    assert f"begins at 22:25:48 UTC ({why}1m10s) prepare not ready for 15s, then run drain" in " ".join(
+        rows.split()
+    )
 
 
 PLANS = (
@@ -674,17 +678,17 @@ def test_explain_shows_the_rule_the_reasons_the_plan_and_the_approval(run: Run, 
     assert explain(run, policy, payload, "--vm", "westno_1") == (
         """\
 rehearsal: no agent was asked
-This VM: westno_1. Time: 2022-04-11 22:10:00Z. Document: 2.
+This VM: westno_1. Time: 2022-04-11 22:10:00 UTC. Document: 2.
 
-Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:58Z)
+Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 22:26:58 UTC (in 16m 58s)
   event    Scheduled, from Platform, for an unknown time, \
 "Virtual machine is being paused because of a memory-preserving Live Migration operation."
   names    this VM and 1 other: WestNO_0, WestNO_1
   rule     not user-initiated: source is Platform, not User
            not short-freeze: duration is unknown, not below 9s
            rule impactful matches it: affects shared, type Freeze
-  begins   at 22:11:58Z (lead 15m)
-  prepare  not ready for 5s, then run drain, checkpoint, until 22:26:53Z at the latest
+  begins   at 22:11:58 UTC (lead 15m)
+  prepare  not ready for 5s, then run drain, checkpoint, until 22:26:53 UTC at the latest
   approve  not approved: it names several VMs (WestNO_0, WestNO_1) and shared is hold
   recover  once it is over: run resume
 """
@@ -703,7 +707,7 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:
         (
             "15-preempt-spot-vm.json",
             (
-                "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
+                "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37 UTC at the earliest; "
                 "a failed hook holds it"
             ),
         ),
@@ -762,16 +766,16 @@ def test_check_and_explain_say_what_becomes_of_a_recommendation(run: Run, tmp_pa
     [
         (
             40,
-            "not ready for 20s (50s, cut for the notice), then run drain, until 22:10:35Z at the latest",
-            "22:10:20Z",
+            "not ready for 20s (50s, cut for the notice), then run drain, until 22:10:35 UTC at the latest",
+            "22:10:20 UTC",
         ),
         (
             30,
-            "not ready for 15s (50s, cut for the notice), then run drain, until 22:10:25Z at the latest",
-            "22:10:15Z",
+            "not ready for 15s (50s, cut for the notice), then run drain, until 22:10:25 UTC at the latest",
+            "22:10:15 UTC",
         ),
-        (7200, "not ready for 50s, then run drain, until 2022-04-12 00:09:55Z at the latest", "22:10:50Z"),
-        (None, "not ready for 50s, then run drain", "22:10:50Z"),
+        (7200, "not ready for 50s, then run drain, until 2022-04-12 00:09:55 UTC at the latest", "22:10:50 UTC"),
+        (None, "not ready for 50s, then run drain", "22:10:50 UTC"),
     ],
 )
 def test_explain_shows_the_shortened_drain_and_the_time_for_hooks(
@@ -840,7 +844,7 @@ def test_explain_as_json_has_the_content_of_the_text(run: Run, policy: str) -> N
         "expected_approval": {
             "verdict": "allow",
             "at": "2022-08-09T16:52:37Z",
-            "text": "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
+            "text": "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37 UTC at the earliest; "
             "a failed hook holds it",
         },
     }
@@ -864,7 +868,7 @@ def test_explain_reads_standard_input(run: Run, policy: str, monkeypatch: pytest
     assert code == 0
     assert out == (
         "rehearsal: no agent was asked\n"
-        "This VM: a. Time: 2022-04-11 22:10:00Z. Document: 1.\n"
+        "This VM: a. Time: 2022-04-11 22:10:00 UTC. Document: 1.\n"
         "The document lists no event.\n"
     )
 
@@ -874,7 +878,7 @@ def test_explain_says_when_the_agent_only_observes(run: Run, tmp_path: Path) -> 
     out = explain(run, "p.yaml", "27-docs-flow-1-empty.json")
     assert out == (
         "rehearsal: no agent was asked\n"
-        "This VM: a, also known as b. Time: 2022-04-11 22:10:00Z. Document: 1.\n"
+        "This VM: a, also known as b. Time: 2022-04-11 22:10:00 UTC. Document: 1.\n"
         "The agent's mode is observe: nothing of what follows would be done.\n"
         "The document lists no event.\n"
     )
@@ -898,26 +902,26 @@ def test_explain_of_a_scenario_shows_each_event_at_the_time_when_it_is_announced
     path.write_text(SCENARIO, encoding="utf-8")
     expected = """\
 rehearsal: no agent was asked
-This VM: web_0. Time: 2026-01-05 12:00:00Z.
+This VM: web_0. Time: 2026-01-05 12:00:00 UTC.
 
-Reboot 00000000-0000-0000-0000-000000000001: not before 10m 0s from now (12:10:02Z)
-  time     12:00:02Z, 2s after the scenario began
+Reboot 00000000-0000-0000-0000-000000000001: not before 12:10:02 UTC (in 10m 0s)
+  time     12:00:02 UTC, 2s after the scenario began
   event    Scheduled, from User, for an unknown time, \
 "Virtual machine is going to be restarted as requested by authorized user."
   names    this VM only
   rule     rule user-initiated matches it: affects self, source User
   approve  at once
 
-Freeze A: not before 20m 0s from now (14:20:00Z)
-  time     14:00:00Z, 2h after the scenario began
+Freeze A: not before 14:20:00 UTC (in 20m 0s)
+  time     14:00:00 UTC, 2h after the scenario began
   event    Scheduled, from Platform, for about 30s, \
 "Virtual machine is being paused because of a memory-preserving Live Migration operation."
   names    this VM and 1 other: web_0, web_1
   rule     not user-initiated: source is Platform, not User
            not short-freeze: duration is 30s, not below 9s
            rule impactful matches it: affects shared, type Freeze
-  begins   at 14:05:00Z (lead 15m)
-  prepare  not ready for 5s, then run drain, checkpoint, until 14:19:55Z at the latest
+  begins   at 14:05:00 UTC (lead 15m)
+  prepare  not ready for 5s, then run drain, checkpoint, until 14:19:55 UTC at the latest
   approve  not approved: it names several VMs (web_0, web_1) and shared is hold
   recover  once it is over: run resume
 """
@@ -1220,9 +1224,9 @@ def test_explain_without_a_document_asks_the_metadata_service(run: Run, tmp_path
     assert out == (
         """\
 rehearsal: no agent was asked
-This VM: flatcar-vm1. Time: 2021-07-22 04:36:08Z. Document: 2.
+This VM: flatcar-vm1. Time: 2021-07-22 04:36:08 UTC. Document: 2.
 
-Reboot 4CAEA225-A741-474D-A72E-428C86FCD853: not before 14m 9s from now (04:50:17Z)
+Reboot 4CAEA225-A741-474D-A72E-428C86FCD853: not before 04:50:17 UTC (in 14m 9s)
   event    Scheduled, from User, for an unknown time
   names    this VM only
   rule     rule user-initiated matches it: affects self, source User

@@ -159,7 +159,7 @@ def commit(state_dir: Path, *workflows: Workflow) -> None:
 
 
 def without_ages(text: str) -> str:
-    return re.sub(r"\d+[dm] \d+[hs] ago \([^)]*Z\)", "AGO", text)
+    return re.sub(r"\d+[dm] \d+[hs] ago \([^)]* UTC\)", "AGO", text)
 
 
 def test_status_of_an_idle_healthy_agent_has_five_lines(state_dir: Path, run: Run) -> None:
@@ -168,9 +168,9 @@ def test_status_of_an_idle_healthy_agent_has_five_lines(state_dir: Path, run: Ru
     assert out == (
         "Nothing is pending\n"
         "  vm         web-1 (vmId 5d1c)\n"
-        "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
+        "  policy     policy.yaml, read 2h 0m ago (20:12:00 UTC)\n"
         "  last poll  succeeded 0s ago; auto, document 7\n"
-        "  agent      acts; ready (/readyz); version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z)\n"
+        "  agent      acts; ready (/readyz); version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00 UTC)\n"
     )
 
 
@@ -197,7 +197,7 @@ def test_a_command_to_copy_begins_with_sudo_if_that_was_needed_here(
         ),
         (
             FleetState(group="", error="no route", unavailable_since=NOW - timedelta(seconds=90), not_ready=()),
-            "group not known; its store cannot be used since 22:10:30Z: no route",
+            "group not known; its store cannot be used since 22:10:30 UTC: no route",
         ),
     ],
 )
@@ -232,7 +232,7 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
     assert head == "Preparing for a Redeploy"
     assert rows.splitlines()[-1].startswith("  agent      acts; not ready (/readyz); ")
     assert f"{card}\n" == (
-        "Redeploy 602D9444: not before 14m 12s from now (22:26:12Z)\n"
+        "Redeploy 602D9444: not before 22:26:12 UTC (in 14m 12s)\n"
         "  now       runs the prepare hook drain, 12s of at most 2m\n"
         "  reason    rule impactful matches it: type Redeploy\n"
         '  event     Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
@@ -265,7 +265,7 @@ def test_an_attention_item_comes_first_with_hook_output_and_command(state_dir: P
     block, card, _ = out.split("\n\n")
     held = "The Redeploy of web-1 is held: hook drain: exit code 3."
     assert block.splitlines() == [
-        f"ACT  {held} Azure starts it at 22:26:12 UTC, prepared or not. (14m 12s left)",
+        f"ACT  {held} Azure starts it at 22:26:12 UTC (in 14m 12s), prepared or not.",
         "     | two",
         "     | three red",
         f"     | four {'x' * 195}",
@@ -356,7 +356,7 @@ def test_shortened_ids_stay_distinct_and_long_name_lists_are_cut(state_dir: Path
         "scheduled-events-agent hold 602D9444-1",
         "scheduled-events-agent approve 602d9444-9",
     ]
-    assert "now       held: hook drain: exit code 3; Azure starts it at 23:12:00 UTC\n" in out
+    assert "now       held: hook drain: exit code 3; Azure starts it at 23:12:00 UTC (in 1h 0m)\n" in out
     assert "this VM and 99 others: web-1, web-2, web-3, web-4, web-5, web-6, web-7, web-8 and 92 more\n" in out
 
 
@@ -392,9 +392,9 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
         f"     runbook {RUNBOOK}#policy_rejected\n"
         "\n"
         "  vm         web-1 (vmId 5d1c)\n"
-        "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
-        "  last poll  failed: GET http://imds: timed out; succeeded 1m 1s ago (22:10:59Z); auto, document 7\n"
-        "  agent      acts; ready (/readyz); version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z)\n"
+        "  policy     policy.yaml, read 2h 0m ago (20:12:00 UTC)\n"
+        "  last poll  failed: GET http://imds: timed out; succeeded 1m 1s ago (22:10:59 UTC); auto, document 7\n"
+        "  agent      acts; ready (/readyz); version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00 UTC)\n"
     )
 
 
@@ -403,7 +403,7 @@ def test_a_change_that_needs_a_restart_is_named(state_dir: Path, run: Run) -> No
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=late), run)
     assert code == 0
     assert (
-        "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
+        "  policy     policy.yaml, read 2h 0m ago (20:12:00 UTC)\n"
         "             agent.listen_names: needs a restart\n"
         "             agent.web_config: needs a restart\n"
     ) in out
@@ -427,7 +427,7 @@ def test_without_an_agent_the_state_file_is_shown(state_dir: Path, run: Run) -> 
         f"     {doctor}  find the problem\n"
         f"     runbook {RUNBOOK}#unhealthy\n"
         "\n"
-        "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12Z)\n"
+        "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12 UTC)\n"
         "  now     preparing\n"
         "  reason  rule impactful matches it: type Redeploy\n"
         '  event   Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
@@ -445,7 +445,7 @@ def test_status_says_since_when_the_state_exists(state_dir: Path, run: Run) -> N
     """A state file that was removed while no agent ran is no loss to the agent, but an operator can tell."""
     shown = run("status", "--state-dir", str(state_dir))[1]
     assert "state   since " in shown
-    assert f"ago ({NOW:%Y-%m-%d %H:%M:%S}Z)" in shown
+    assert f"ago ({NOW:%Y-%m-%d %H:%M:%S} UTC)" in shown
     for file in state_dir.iterdir():
         file.unlink()
     Store.open(state_dir, NOW + timedelta(days=1)).close()
@@ -454,7 +454,7 @@ def test_status_says_since_when_the_state_exists(state_dir: Path, run: Run) -> N
     assert datetime.fromisoformat(status["state_since"]) == NOW + timedelta(days=1)
     answer = msgspec.json.encode(replace(STATUS, state_since=NOW - timedelta(hours=3)))
     with an_agent(state_dir, answer):
-        assert "state      since 3h 0m ago (19:12:00Z)" in run("status", "--state-dir", str(state_dir))[1]
+        assert "state      since 3h 0m ago (19:12:00 UTC)" in run("status", "--state-dir", str(state_dir))[1]
 
 
 def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> None:
@@ -476,7 +476,7 @@ def test_a_wait_reason_is_in_json_as_a_value_and_as_a_message(state_dir: Path, r
     waits = WaitReason(kind="time", at=NOW, detail="lead 15m")
     commit(state_dir, msgspec.structs.replace(PREPARING, phase="waiting", wait_reason=waits))
     (workflow,) = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["pending"]
-    assert workflow["wait_message"] == f"begins at {NOW:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
+    assert workflow["wait_message"] == f"begins at {NOW:%Y-%m-%d %H:%M:%S} UTC (lead 15m)"
     assert workflow["wait_reason"] == msgspec.to_builtins(waits)
     (item,) = json.loads(run("history", "--state-dir", str(state_dir), "--json")[1])["histories"]
     assert item["workflow"] == workflow
@@ -910,5 +910,5 @@ def test_a_good_policy_file_that_is_not_loaded_is_a_plain_line(state_dir: Path, 
     changed = msgspec.structs.replace(POLICY, changed_at=NOW - timedelta(minutes=8))
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=changed), run)
     assert code == 0
-    assert "\n             changed at 22:04:00Z, not loaded: reload\n" in out
+    assert "\n             changed at 22:04:00 UTC, not loaded: reload\n" in out
     assert not re.search(r"^(ACT|FIX)", out, re.MULTILINE)

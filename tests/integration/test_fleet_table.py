@@ -614,8 +614,12 @@ def test_a_signature_outside_a_regular_file_is_rejected(tmp_path: Path) -> None:
     ("fields", "expected"),
     [
         ("se=2026-03-31T00%3A00Z&sp=raud", []),
-        ("se=2026-03-04&sp=raud", ["expires soon, at 2026-03-04T00:00:00Z: write a new one into the file"]),
-        ("se=2026-03-02T11:59Z", ["has expired, at 2026-03-02T11:59:00Z: write a new one into the file"]),
+        ("se=2026-03-04&sp=raud", ["expires soon, at 2026-03-04 00:00:00 UTC: write a new one into the file"]),
+        ("se=2026-03-02T11:59Z", ["has expired, at 2026-03-02 11:59:00 UTC: write a new one into the file"]),
+        (
+            "se=2026-03-02T11:59%2B02:00",
+            ["has expired, at 2026-03-02 09:59:00 UTC: write a new one into the file"],
+        ),
         ("se=never&sp=ra", ["does not allow what the agent does: update, delete"]),
         ("si=policy", []),
     ],

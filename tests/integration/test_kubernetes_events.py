@@ -104,7 +104,7 @@ def test_the_message_has_what_status_says_and_is_bounded(cluster: Cluster) -> No
     messages = sorted((event["message"] for event in cluster.events()), key=len)
     assert messages[:2] == [
         "Azure announces a Freeze of vm-1 (event A123BC45)",
-        "The Freeze of vm-1 is held (event A123BC45, not before 2026-01-01T12:15Z): hook drain failed",
+        "The Freeze of vm-1 is held (event A123BC45, not before 2026-01-01 12:15:00 UTC): hook drain failed",
     ]
     assert len(messages[2]) == 1024
 

@@ -278,7 +278,7 @@ def test_an_event_that_is_released_before_its_lead_waits_for_it() -> None:
     agent.operator("hold")
     assert agent.operator("release") == []
     assert agent.phase == "waiting"
-    assert agent.wait_message().startswith("begins at 2026-03-02T12:14:00Z")
+    assert agent.wait_message().startswith("begins at 2026-03-02 12:14:00 UTC")
     assert next_wake_at(agent.workflows, agent.context) == START + timedelta(minutes=14)
     assert agent.tick(870) == ["A: approve A"]
 

@@ -1,10 +1,21 @@
 """Durations as people write them."""
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduled_events_agent.policy.durations import format_duration, parse_duration, plural
+from scheduled_events_agent.policy.durations import (
+    format_deadline,
+    format_duration,
+    format_elapsed,
+    format_time,
+    parse_duration,
+    plural,
+)
+
+NOW = datetime(2026, 11, 28, 23, 28, 42, 999_999, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +30,37 @@ def test_durations_read_and_write_the_same_text(text: str, seconds: float) -> No
 @given(st.integers(0, 3650 * 86_400_000))
 def test_every_duration_that_is_written_reads_back(milliseconds: int) -> None:
     assert round(parse_duration(format_duration(milliseconds / 1000)) * 1000) == milliseconds
+
+
+@pytest.mark.parametrize(
+    ("at", "now", "text"),
+    [
+        (NOW, NOW, "23:28:42 UTC"),
+        (NOW, NOW - timedelta(hours=23), "23:28:42 UTC"),
+        (NOW, NOW + timedelta(hours=1), "2026-11-28 23:28:42 UTC"),
+        (NOW, None, "2026-11-28 23:28:42 UTC"),
+        (NOW.replace(year=26), None, "0026-11-28 23:28:42 UTC"),
+    ],
+)
+def test_a_time_has_its_date_unless_it_is_known_to_be_of_today(
+    at: datetime, now: datetime | None, text: str
+) -> None:
+    assert format_time(at, now) == text
+
+
+def test_the_time_that_is_left_stands_beside_a_deadline() -> None:
+    assert format_deadline(NOW, NOW - timedelta(minutes=14, seconds=3)) == "23:28:42 UTC (in 14m 3s)"
+    assert format_deadline(NOW + timedelta(hours=1), NOW) == "2026-11-29 00:28:42 UTC (in 1h 0m)"
+    assert format_deadline(NOW, NOW) == "23:28:42 UTC"
+    assert format_deadline(NOW, None) == "2026-11-28 23:28:42 UTC"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0s"), (59.9, "59s"), (61, "1m 1s"), (3600, "1h 0m"), (90061, "1d 1h"), (8 * 86400, "8d 0h")],
+)
+def test_an_elapsed_time_has_two_units_at_most(seconds: float, text: str) -> None:
+    assert format_elapsed(NOW, NOW + timedelta(seconds=seconds)) == text
 
 
 def test_one_is_not_many() -> None:

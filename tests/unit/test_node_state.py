@@ -149,9 +149,9 @@ def test_each_half_can_be_off() -> None:
 
 def test_the_message_names_the_first_event_as_status_does() -> None:
     preparing = a_workflow(phase="preparing")
-    assert message(preparing) == "Reboot 602D9444 from Platform, not before 2026-11-24T12:00Z, preparing"
+    assert message(preparing) == "Reboot 602D9444 from Platform, not before 2026-11-24 12:00:00 UTC, preparing"
     others = [a_workflow("Freeze", event_id=name, minutes=30) for name in "AB"]
-    assert message(*others, preparing).endswith("not before 2026-11-24T12:00Z, preparing, and 2 more")
+    assert message(*others, preparing).endswith("not before 2026-11-24 12:00:00 UTC, preparing, and 2 more")
     started = a_workflow(status="Started", minutes=None, source="", phase="started")
     assert message(started) == "Reboot 602D9444, started"
     assert message(a_workflow(phase="recovery_failed", is_over=True)) == "Reboot 602D9444 is over: recovery failed"

@@ -265,7 +265,7 @@ def test_details_of_a_reason_beyond_the_title_are_kept() -> None:
     agent.operator("resolve")
     held = "hook drain: exit code 1"
     assert agent.summaries[2:] == [
-        f"The Reboot of vm-1 is held ({held}; Azure starts it at 12:15:00 UTC)",
+        f"The Reboot of vm-1 is held ({held}; Azure starts it at 2026-03-02 12:15:00 UTC)",
         "The Reboot of vm-1 has started (not approved by us, held; unprepared: hook drain: exit code 1)",
         "vm-1 has not recovered from a Reboot: an operator must act (hook resume: exit code 1)",
         "The Reboot of vm-1 is over: completed (resolved by an operator)",
@@ -294,7 +294,7 @@ def test_a_target_hears_what_azure_started_unprepared_and_why() -> None:
     waiting.document(an_event())
     waiting.document(started(an_event()))
     ((_, notification),) = [one for one in waiting.history if one[1].kind == "started"]
-    why = "unprepared: its time had not come, it was to begin at 12:10:00 UTC (lead 5m)"
+    why = "unprepared: its time had not come, it was to begin at 2026-03-02 12:10:00 UTC (lead 5m)"
     assert notification.reason == f"has started (not approved by us, waiting); {why}"
     assert notification.addition == f"not approved by us, waiting; {why}"
 
@@ -350,7 +350,7 @@ def test_a_target_hears_once_of_an_event_of_which_the_vm_is_not_known(
         "sudo scheduled-events-agent doctor --state-dir /srv/state"
     ]
     assert notification.runbook == f"{RUNBOOK}#vm_unknown"
-    assert notification_title("vm_unknown", notification.event, "", "", NOW) == (
+    assert notification_title("vm_unknown", notification.event, "", "") == (
         "A Reboot is pending, and nothing says whether it names this VM"
     )
 

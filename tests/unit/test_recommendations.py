@@ -60,7 +60,7 @@ def test_it_is_never_approved_whatever_the_rule_or_an_operator_says(approve: str
     assert agent.operator("approve", "R") == []
     assert agent.tick() == []
     assert (agent.of("R").decision.approve, agent.of("R").approval.state) == ("never", "none")
-    assert agent.wait_message("R") == "prepared until it is over, at the latest until 2026-03-02T13:00:01Z"
+    assert agent.wait_message("R") == "prepared until it is over, at the latest until 2026-03-02 13:00:01 UTC"
     assert not is_ready(agent.workflows)
 
 

@@ -259,7 +259,7 @@ def test_an_event_is_prepared_for_approved_and_recovered() -> None:
     assert agent.workflows == {}
     assert is_ready(agent.workflows)
     assert agent.journal == [
-        "seen: Reboot Scheduled, from Platform, for vm_1, not before 2026-03-02T12:15:00Z (899s)",
+        "seen: Reboot Scheduled, from Platform, for vm_1, not before 2026-03-02 12:15:00 UTC (in 14m 59s)",
         "decided: rule impactful matches it: affects self",
         "preparing: preparation begins: drain, checkpoint",
         "hook_started: hook drain starts",
@@ -315,7 +315,8 @@ def test_a_rule_that_never_approves_prepares_and_leaves_the_rest_to_not_before()
     assert agent.ends("drain") == []
     assert agent.phase == "held"
     assert agent.journal[-1] == (
-        "held: held: approve is never (rule impactful matches it: affects self); Azure starts it at 12:15:00 UTC"
+        "held: held: approve is never (rule impactful matches it: affects self); "
+        "Azure starts it at 2026-03-02 12:15:00 UTC"
     )
     assert agent.document() == ["A: recover resume"]
 
@@ -355,7 +356,7 @@ def test_a_held_event_says_which_hook_failed_and_how() -> None:
     agent.ends("drain", "failed")
     assert agent.journal[-2:] == [
         "hook_finished: hook drain: exit code 1 (failed)",
-        "held: held: hook drain: exit code 1; Azure starts it at 12:15:00 UTC",
+        "held: held: hook drain: exit code 1; Azure starts it at 2026-03-02 12:15:00 UTC",
     ]
 
 
@@ -403,7 +404,7 @@ def test_the_second_vm_approves_when_the_first_one_has_not() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(shared_event()) == []
     turn = agent.context.now + timedelta(seconds=10)
-    assert agent.wait_message() == f"VMs listed before this one may approve it until {turn:%Y-%m-%dT%H:%M:%SZ}"
+    assert agent.wait_message() == f"VMs listed before this one may approve it until {turn:%Y-%m-%d %H:%M:%S UTC}"
     assert next_wake_at(agent.workflows, agent.context) == turn
     assert agent.tick(9) == []
     assert agent.tick(1) == ["A: approve A"]
@@ -438,7 +439,7 @@ def test_an_event_that_other_vms_must_approve_is_prepared_as_late_as_hooks_allow
     agent = Agent(a_rule(drain_for=60.0), reserve=5.0)
     assert agent.document(shared_event()) == []
     assert agent.wait_message() == (
-        "begins at 2026-03-02T12:03:55Z "
+        "begins at 2026-03-02 12:03:55 UTC "
         "(it names other VMs too and shared is hold, and preparation may take 11m5s)"
     )
     assert is_ready(agent.workflows)
@@ -454,7 +455,7 @@ def test_an_event_that_other_vms_must_approve_is_prepared_as_late_as_hooks_allow
 def test_an_operators_approval_begins_at_once_what_would_be_prepared_for_late() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     assert agent.document(an_event()) == []
-    assert agent.wait_message().startswith("begins at 2026-03-02T12:10:00Z (an operator must approve it, ")
+    assert agent.wait_message().startswith("begins at 2026-03-02 12:10:00 UTC (an operator must approve it, ")
     assert agent.operator("approve") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
@@ -495,7 +496,7 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     not_before = START + timedelta(days=7)
     assert agent.document(an_event(not_before=not_before)) == []
     assert (agent.phase, is_ready(agent.workflows)) == ("waiting", True)
-    assert agent.wait_message() == "begins at 2026-03-09T11:45:00Z (lead 15m)"
+    assert agent.wait_message() == "begins at 2026-03-09 11:45:00 UTC (lead 15m)"
     assert next_wake_at(agent.workflows, agent.context) == not_before - timedelta(minutes=15)
     agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
     assert agent.tick(0) == []
@@ -570,7 +571,7 @@ def test_an_event_announced_long_ahead_is_handled_in_the_maintenance_window() ->
     assert agent.document(an_event(not_before=START + timedelta(days=3))) == []
     opening = datetime(2026, 3, 3, 2, 0, tzinfo=UTC)
     assert agent.of().wait_reason == WaitReason(kind="window", at=opening, detail="window night opens")
-    assert agent.wait_message() == "begins at 2026-03-03T02:00:00Z (window night opens)"
+    assert agent.wait_message() == "begins at 2026-03-03 02:00:00 UTC (window night opens)"
     assert next_wake_at(agent.workflows, agent.context) == opening
     agent.context = replace(agent.context, now=opening)
     assert agent.tick(0) == ["A: prepare drain"]
@@ -585,7 +586,7 @@ def test_an_event_before_the_next_window_is_handled_at_its_usual_lead_time() -> 
     night = MaintenanceWindow(start=time(2, 0), length=7200.0)
     agent = Agent(a_rule(window="night"), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
-    assert agent.wait_message() == "begins at 2026-03-02T13:45:00Z (window night does not open before)"
+    assert agent.wait_message() == "begins at 2026-03-02 13:45:00 UTC (window night does not open before)"
     assert wait_kind(agent) == "time"  # it waits for no window
     assert agent.tick(7200 - 901) == ["A: prepare drain"]
 
@@ -685,7 +686,7 @@ def test_a_hook_in_flight_gets_a_new_deadline_when_not_before_moves() -> None:
     agent.document(an_event())
     later = an_event(not_before=START + timedelta(minutes=5))
     assert agent.document(later) == ["A: move deadline"]
-    assert agent.journal[-1] == "changed: not_before 2026-03-02T12:15:00Z -> 2026-03-02T12:05:00Z"
+    assert agent.journal[-1] == "changed: not_before 2026-03-02 12:15:00 UTC -> 2026-03-02 12:05:00 UTC"
     agent.ends("drain", "failed")
     assert agent.document(an_event()) == []
 
@@ -1979,7 +1980,7 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
         (
             {"recover": (), "approve": "manual"},
             (
-                "at 2026-03-02T12:10:00Z (an operator must approve it, and preparation may take 5m) "
+                "at 2026-03-02 12:10:00 UTC (an operator must approve it, and preparation may take 5m) "
                 "run drain, then wait for an operator to approve it"
             ),
         ),
@@ -1987,7 +1988,7 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
             {"recover": (), "approve": "never", "lead": 900.0},
             "now run drain, then not approve it (approve is never (rule impactful matches it: affects self))",
         ),
-        ({"recover": (), "lead": 60.0}, "at 2026-03-02T12:14:00Z (lead 1m) run drain, then approve it"),
+        ({"recover": (), "lead": 60.0}, "at 2026-03-02 12:14:00 UTC (lead 1m) run drain, then approve it"),
     ],
 )
 def test_an_observing_agent_records_its_planned_actions(rule: dict[str, Any], plan: str) -> None:

@@ -10,7 +10,7 @@ from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.workflow import PolicyChanged, WaitReason
 
 MANUAL = a_rule(approve="manual")
-WHY = "an operator must approve it before 12:15:00 UTC: rule impactful leaves it to an operator"
+WHY = "an operator must approve it before 2026-03-02 12:15:00 UTC: rule impactful leaves it to an operator"
 
 
 def noted(agent: Agent) -> list[str]:

@@ -109,7 +109,7 @@ READY = FleetView()
 def test_it_does_not_begin_without_a_slot_and_records_its_wait_reason() -> None:
     life = Life(replace(LIMITED, statuses={"a": FULL}))
     assert life.phase() == "waiting"
-    latest = f"{START + NOTICE - timedelta(minutes=5):%Y-%m-%dT%H:%M:%SZ}"
+    latest = f"{START + NOTICE - timedelta(minutes=5):%Y-%m-%d %H:%M:%S UTC}"
     line = "1st in line, behind event 602d9444"
     assert life.wait_reason() == f"waits for a slot: {line}; begins without one at {latest}"
     assert (life.request.stage, life.request.needs_slot) == ("requested", True)
@@ -174,7 +174,9 @@ def test_an_unavailable_backend_delays_it_until_its_latest_begin() -> None:
 def test_on_unavailable_begin_starts_it_after_a_minute() -> None:
     life = Life(replace(LIMITED, on_unavailable="begin", error="no route", unavailable_seconds=0.0))
     assert life.phase() == "waiting"
-    assert life.wait_reason().endswith(f"begins without one at {START + timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}")
+    assert life.wait_reason().endswith(
+        f"begins without one at {START + timedelta(minutes=1):%Y-%m-%d %H:%M:%S UTC}"
+    )
     assert next_wake_at(life.workflows, life.context) == START + timedelta(minutes=1)
     life.tell(unavailable_seconds=60.0)
     assert life.phase() == "preparing"
@@ -539,7 +541,7 @@ def test_it_reports_that_its_first_appearance_comes_first() -> None:
 
 
 SECOND = {"position": 1, "ahead": ("602d9444-1234",)}
-AZURE_STARTS = f"Azure starts it at {START + NOTICE:%Y-%m-%dT%H:%M:%SZ}"
+AZURE_STARTS = f"Azure starts it at {START + NOTICE:%Y-%m-%d %H:%M:%S UTC}"
 
 
 def begun_late(fleet: FleetView = LIMITED, event: Any = None, **rule: Any) -> Life:

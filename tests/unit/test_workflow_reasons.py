@@ -59,9 +59,9 @@ def test_a_failed_preparation_is_the_reason_though_the_rule_never_approves() -> 
     agent.ends("drain", "failed")
     reason = "hook drain: exit code 1"
     assert agent.wait_message() == reason
-    assert agent.journal[-1] == f"held: held: {reason}; Azure starts it at 12:15:00 UTC"
+    assert agent.journal[-1] == f"held: held: {reason}; Azure starts it at 2026-03-02 12:15:00 UTC"
     agent.tick()
-    assert agent.journal[-1] == f"held: held: {reason}; Azure starts it at 12:15:00 UTC"
+    assert agent.journal[-1] == f"held: held: {reason}; Azure starts it at 2026-03-02 12:15:00 UTC"
 
 
 def test_lost_state_is_reported_before_an_invalid_id_and_before_the_rule() -> None:

@@ -64,7 +64,7 @@ def test_its_time_had_not_come() -> None:
     """As where this VM's clock is behind."""
     agent = Agent(LATE)
     agent.document(EVENT)
-    starts(agent, "its time had not come, it was to begin at 12:10:00 UTC (lead 5m)", "time")
+    starts(agent, "its time had not come, it was to begin at 2026-03-02 12:10:00 UTC (lead 5m)", "time")
 
 
 def test_its_window_had_not_opened() -> None:
@@ -79,7 +79,7 @@ def test_an_answer_that_lacks_the_event_does_not_hide_why() -> None:
     agent = Agent(LATE)
     agent.document(EVENT)
     agent.answer_once()
-    starts(agent, "its time had not come, it was to begin at 12:10:00 UTC (lead 5m)", "time")
+    starts(agent, "its time had not come, it was to begin at 2026-03-02 12:10:00 UTC (lead 5m)", "time")
 
 
 def test_a_hook_had_failed() -> None:
@@ -312,7 +312,7 @@ def test_an_event_of_an_unknown_vm_is_noted_once_after_ten_seconds() -> None:
     agent.tick(9.9)
     assert said(agent, "vm_unknown") == []
     agent.tick(0.1)
-    assert said(agent, "vm_unknown") == [f"{UNKNOWN}then reload; Azure starts it at 12:15:00 UTC"]
+    assert said(agent, "vm_unknown") == [f"{UNKNOWN}then reload; Azure starts it at 2026-03-02 12:15:00 UTC"]
     assert next_wake_at(agent.workflows, agent.context) is None
     agent.tick(100)
     agent.restart("boot 1", EVENT)
@@ -356,7 +356,9 @@ def test_an_event_that_names_no_vm_at_all() -> None:
     agent = Agent(DRAIN)
     agent.document(an_event(resources=()))
     agent.tick(10)
-    text = "nothing says whether it names this VM: the event names no VM; Azure starts it at 12:15:00 UTC"
+    text = (
+        "nothing says whether it names this VM: the event names no VM; Azure starts it at 2026-03-02 12:15:00 UTC"
+    )
     assert said(agent, "vm_unknown") == [text]
 
 

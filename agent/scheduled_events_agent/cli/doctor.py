@@ -46,7 +46,7 @@ from scheduled_events_agent.imds.client import ImdsError, RawResponse, connect, 
 from scheduled_events_agent.imds.document import ApiVersion
 from scheduled_events_agent.imds.guest_proxy import Caller, GuestProxy, caller
 from scheduled_events_agent.policy import Hook, names_recommendations
-from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.durations import format_time, plural
 from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import (
     NotifyTarget,
@@ -60,7 +60,6 @@ from scheduled_events_agent.policy.settings import (
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status
 from scheduled_events_agent.status.actions import STATE_LOST, command, quoted
 from scheduled_events_agent.status.attention import is_inability, kind_of_loss, loss_message
-from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
@@ -616,7 +615,7 @@ def _state_since(directory: Path) -> str:
     """When the state file was created; "" if that cannot be read."""
     with suppress(StoreError), closing(Store.open_readonly(directory)) as store:
         if since := store.created_at():
-            return f"; state since {utc(since)}"
+            return f"; state since {format_time(since)}"
     return ""
 
 
@@ -711,12 +710,12 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
     if policy is not None and policy.rejected:
-        in_force = f"with the policy accepted at {utc(policy.read_at)}: its file as it is now is rejected"
+        in_force = f"with the policy accepted at {format_time(policy.read_at)}: its file as it is now is rejected"
         warnings.append((True, in_force, f"correct it; then {_RELOAD}"))
     elif loaded is not None and policy is not None:
         is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)
         looked = f"with the policy {policy.file}, and these checks looked at another"
-        read = f"with the policy as it was read at {utc(policy.read_at)}; its file has changed since"
+        read = f"with the policy as it was read at {format_time(policy.read_at)}; its file has changed since"
         observes = status.mode == "observe" and loaded.settings.agent.mode == "act"
         warnings += [
             (is_other, looked, "name that one with --config, or restart the agent"),

@@ -21,10 +21,10 @@ from scheduled_events_agent.imds.client import ImdsError, RawResponse
 from scheduled_events_agent.imds.document import normalized_name, parse_document
 from scheduled_events_agent.imds.guest_proxy import PAGE, Caller
 from scheduled_events_agent.imds.text import DocumentError
-from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.durations import format_time, plural
 from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.status import NotifiedTarget
-from scheduled_events_agent.status.messages import clock_difference, clock_effect, utc
+from scheduled_events_agent.status.messages import clock_difference, clock_effect
 
 Severity = Literal["ok", "warning", "error", "skipped"]
 
@@ -286,9 +286,10 @@ def check_notifications(
     found = [*unusable]
     for target in known_targets:
         if target.failure:
-            found.append((target.name, f"has failed since {utc(target.failure.since)}: {target.failure.reason}"))
+            since = format_time(target.failure.since)
+            found.append((target.name, f"has failed since {since}: {target.failure.reason}"))
         if target.lost_at:
-            lost = f"{plural(target.lost, 'notification')} lost since {utc(target.lost_at)}"
+            lost = f"{plural(target.lost, 'notification')} lost since {format_time(target.lost_at)}"
             found.append((target.name, f"{lost}: {target.lost_reason}"))
     for name, text in found:
         yield warning(

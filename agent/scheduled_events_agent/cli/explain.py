@@ -38,13 +38,13 @@ from scheduled_events_agent.imds.document import (
 )
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations, rejected_rules
-from scheduled_events_agent.policy.durations import format_duration, parse_time
+from scheduled_events_agent.policy.durations import format_duration, format_time, parse_time
 from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
 from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted
 from scheduled_events_agent.status.attention import NO_AGENT
-from scheduled_events_agent.status.messages import activity, format_clock, wait_message
+from scheduled_events_agent.status.messages import activity, wait_message
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import (
     ACTION_TEXTS,
@@ -357,7 +357,7 @@ def _approval(forecast: _Forecast, assumed: _Assumed) -> ExpectedApproval:
     approved_at = forecast.approved_at
     if approved_at is not None:
         is_now = approved_at == assumed.now
-        when = "at once" if is_now else f"at {format_clock(approved_at, assumed.now)} at the earliest"
+        when = "at once" if is_now else f"at {format_time(approved_at, assumed.now)} at the earliest"
         slot = ", once the fleet has a slot for it" if forecast.needs_slot_to_approve else ""
         if decision.approve == "when-prepared" and forecast.prepare:
             count = len(forecast.prepare)
@@ -653,7 +653,7 @@ def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
     names = ", also known as ".join(assumed.names) or "not known"
     hint = "" if found.name or not assumed.names else " (the first in Resources; use --vm NAME for another)"
     number = f" Document: {found.incarnation}." if found.incarnation else ""
-    yield f"This VM: {names}{hint}. Time: {assumed.now:%Y-%m-%d %H:%M:%S}Z.{number}"
+    yield f"This VM: {names}{hint}. Time: {format_time(assumed.now)}.{number}"
     if mode == "observe":
         yield "The agent's mode is observe: nothing of what follows would be done."
     if not assumed.is_same_policy:
@@ -661,7 +661,7 @@ def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
     if not found.events and found.source == "agent":
         polled = "no poll has succeeded"
         if found.received_at is not None:
-            polled = f"its last successful poll was at {format_clock(found.received_at, found.at)}"
+            polled = f"its last successful poll was at {format_time(found.received_at, found.at)}"
         yield f"The agent knows no event: {polled}."
     elif not found.events:
         yield "The document lists no event."
@@ -687,9 +687,9 @@ def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
         return Row("agent", "has not seen it yet" if has_agent else "had not seen it", "yellow")
     parts = [activity(workflow, status.running_for(workflow.id), now)]
     parts += [f"an operator has {ACTION_TEXTS[workflow.operator_action]} it"] if workflow.operator_action else []
-    seen = f"first seen {format_clock(workflow.first_seen_at, now)}"
+    seen = f"first seen {format_time(workflow.first_seen_at, now)}"
     if workflow.not_before_seen_at != workflow.first_seen_at:
-        seen += f", with this NotBefore {format_clock(workflow.not_before_seen_at, now)}"
+        seen += f", with this NotBefore {format_time(workflow.not_before_seen_at, now)}"
     text = "; ".join([*parts, seen])
     return Row("agent", text, "cyan") if has_agent else Row("agent", f"when it last ran: {text}")
 
@@ -700,7 +700,7 @@ def _rows(explanation: Explanation, status: Status | None, assumed: _Assumed) ->
     now = explanation.at
     if now != assumed.now:
         seconds = (now - assumed.now).total_seconds()
-        yield Row("time", f"{format_clock(now, assumed.now)}, {format_duration(seconds)} after the scenario began")
+        yield Row("time", f"{format_time(now, assumed.now)}, {format_duration(seconds)} after the scenario began")
     yield from event_rows(event, decision.affects)
     label = "rule"
     for passed in explanation.rejected_rules:
@@ -741,7 +741,7 @@ def _plan_of(explanation: Explanation, now: datetime) -> Plan:
         drain_for=decision.drain_for if explanation.drain_seconds else 0.0,
         drain_seconds=explanation.drain_seconds,
         prepare=explanation.prepare,
-        until=format_clock(until, now) if until is not None else "",
+        until=format_time(until, now) if until is not None else "",
         on_start=_hooks_on_start(explanation),
         on_start_when="now, as it has started" if event.is_started else "once it has started",
         approve=explanation.expected_approval.text,
@@ -758,7 +758,7 @@ def _beginning(explanation: Explanation, now: datetime) -> str:
         return ""
     begins = "now"
     if begins_at != now:
-        begins = f"at {format_clock(begins_at, now)} ({explanation.begins_reason})"
+        begins = f"at {format_time(begins_at, now)} ({explanation.begins_reason})"
     return begins + (", once the fleet has a slot for it" if explanation.needs_slot else "")
 
 

@@ -23,10 +23,10 @@ from scheduled_events_agent.fleet.plan import VmRecord, read_record
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import Identity, ImdsError
 from scheduled_events_agent.imds.client import connect as connect_imds
+from scheduled_events_agent.policy.durations import format_time
 from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, Settings
 from scheduled_events_agent.status import SCHEMA_VERSION
 from scheduled_events_agent.status.actions import short_ids
-from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.workflow import ordinal
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def _format_event(event: FleetEvent, status: FleetStatus) -> str:
         parts.append("without a slot")
     if event.not_before is not None:
         verb = "Azure starts it at" if event.not_before > status.at else "NotBefore was"
-        parts.append(f"{verb} {utc(event.not_before, status.at)}")
+        parts.append(f"{verb} {format_time(event.not_before, status.at)}")
     return "; ".join(parts)
 
 

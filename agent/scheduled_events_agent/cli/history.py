@@ -9,15 +9,16 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from operator import itemgetter
 
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import find_by_prefix, find_state_dir
 from scheduled_events_agent.cli.status import title
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal, print_json
-from scheduled_events_agent.policy.durations import parse_duration, parse_time
+from scheduled_events_agent.policy.durations import format_elapsed, format_time, parse_duration, parse_time
 from scheduled_events_agent.status import History, JournalRecord
 from scheduled_events_agent.status.history import is_over, merge, place, to_journal
-from scheduled_events_agent.status.messages import format_clock, format_elapsed
 from scheduled_events_agent.store import MAX_EVENT_RECORDS, Store
 
 _DEFAULT_LIMIT = 20
@@ -114,7 +115,7 @@ def _format_journal(items: Sequence[History | JournalRecord], now: datetime, ter
         else:
             style = _STYLES.get(item.kind, "dim")
             first, *more = _lines(item)
-            text = f"{format_clock(item.at, now)}  {item.kind.replace('_', ' ')}: {first}"
+            text = f"{format_time(item.at)}  {item.kind.replace('_', ' ')}: {first}"
             for line in (text, *[f"    {line}" for line in more]):
                 yield from terminal.line(line, style, indent=4)
 
@@ -128,17 +129,20 @@ def _timeline(
     if is_over(history):
         end = history.records[-1]
         outcome = end.text
-        period = f"until {format_clock(end.at, began)}, for {format_elapsed(began, end.at)}"
+        period = f"until {format_time(end.at)}, for {format_elapsed(began, end.at)}"
     else:
         outcome = f"is pending: {workflow.phase}"
         period = f"until now, for {format_elapsed(began, now)}"
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
     yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
-    yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
+    yield from terminal.line(f"  {rule}; seen from {format_time(began)} {period}", "dim", indent=4)
     # Records of the event keep their order, even if the clock was changed.
     records = list(heapq.merge(history.records, agent_records, key=lambda record: record.at))
-    rows = [row for record in records for row in _record_rows(record, began)]
-    yield from terminal.table(rows, indent=2, right=(1,))
+    rows = [(record.at.date(), row) for record in records for row in _record_rows(record, began)]
+    widest = [max([row[column].text for _, row in rows], key=len, default="") for column in range(3)]
+    for day, rows_of_day in groupby(rows, key=itemgetter(0)):
+        yield from terminal.line(f"  {day} UTC", "dim")
+        yield from terminal.table([row for _, row in rows_of_day], indent=2, widest=widest, right=(1,))
 
 
 def _lines(record: JournalRecord) -> list[str]:
@@ -150,7 +154,7 @@ def _record_rows(record: JournalRecord, began: datetime) -> Iterator[tuple[Cell,
     style = _HOOK_STYLES.get(record.outcome, "") or _STYLES.get(record.kind, "" if record.event_id else "dim")
     first, *more = _lines(record)
     texts = (
-        format_clock(record.at, began),
+        f"{record.at:%H:%M:%S}",  # its day, and that it is UTC, stand above
         f"+{format_elapsed(began, record.at)}",
         record.kind.replace("_", " "),
         first,

@@ -16,10 +16,9 @@ from typing import NamedTuple
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_error, print_json, printable
-from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.durations import format_time, plural
 from scheduled_events_agent.status import CommandOptions, OperatorResult
 from scheduled_events_agent.status.actions import STATE_LOST, command, quoted, unsettled_message, with_prefix
-from scheduled_events_agent.status.messages import format_clock
 from scheduled_events_agent.store import (
     LOCK_NAME,
     REQUEST_VALID_SECONDS,
@@ -171,7 +170,7 @@ def _how_it_ended(prefix: str, action: OperatorAction, pending: Sequence[Workflo
     for history in store.load_histories(limit=1, is_wanted=lambda w: w.event.key.startswith(folded)):
         workflow = history.workflow
         gone = [entry for entry in history.records if entry.kind in ("gone", "closed")]
-        ended = f" since {format_clock(gone[0].at, datetime.now(UTC))}" if gone else ""
+        ended = f" since {format_time(gone[0].at, datetime.now(UTC))}" if gone else ""
         outcome = f": {workflow.outcome}" if workflow.outcome else ""
         recovery = "; its recovery is not done" if workflow.is_open else ""
         return printable(f"event {workflow.event.id} is over{ended}{outcome}{recovery}")

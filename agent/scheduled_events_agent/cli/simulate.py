@@ -17,7 +17,7 @@ import msgspec
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import exit_code
 from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json, printable
-from scheduled_events_agent.policy.durations import parse_duration, plural
+from scheduled_events_agent.policy.durations import format_time, parse_duration, plural
 from scheduled_events_agent.simulator import (
     Scenario,
     SimulatedEvent,
@@ -308,7 +308,7 @@ def _record(arguments: argparse.Namespace) -> int:
             endpoint,
             arguments.record,
             stop_requested,
-            lambda at, text: print(f"{at:%H:%M:%SZ}  {printable(text)}", flush=True),
+            lambda at, text: print(f"{format_time(at)}  {printable(text)}", flush=True),
         )
     if arguments.record.read_bytes().count(b"\n") < 2:  # the first line says whose documents they are
         arguments.record.unlink()
@@ -385,7 +385,7 @@ def _text_of(record: SimulatorRecord) -> str:
         return "  ".join(part for part in (record.vm, record.text) if part)
     match record.kind:
         case "scheduled":
-            not_before = event.not_before.strftime("%a, %d %b %Y %H:%M:%S GMT")
+            not_before = format_time(event.not_before, record.at)
             more = f"{event.source}, for {', '.join(event.vms)}, not before {not_before}"
         case "polled":
             more = f"by {record.vm} for the first time"

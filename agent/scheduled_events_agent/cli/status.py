@@ -32,7 +32,7 @@ from scheduled_events_agent.cli.terminal import (
     warn_if_slow,
 )
 from scheduled_events_agent.imds.document import Affects, ScheduledEvent
-from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.durations import format_deadline, format_elapsed, format_time, plural
 from scheduled_events_agent.status import (
     NO_OPTIONS,
     ActivePolicy,
@@ -50,8 +50,6 @@ from scheduled_events_agent.status.messages import (
     activity,
     by_urgency,
     duration_text,
-    format_clock,
-    format_elapsed,
     hook_time,
     is_for_this_vm,
     time_left,
@@ -318,9 +316,8 @@ def _status(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[st
 
 
 def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Terminal) -> Iterator[str]:
-    left = f" ({format_elapsed(now, one.deadline)} left)" if one.deadline and one.deadline > now else ""
-    text = f"{one.severity.upper()}  {one.message} {one.consequence}".rstrip()
-    yield from terminal.line(f"{text}{left}", "red" if one.severity == "act" else "yellow", indent=len(_INDENT))
+    text = _with_time_left(f"{one.severity.upper()}  {one.message} {one.consequence}".rstrip(), one.deadline, now)
+    yield from terminal.line(text, "red" if one.severity == "act" else "yellow", indent=len(_INDENT))
     for line in one.detail.splitlines():
         yield from terminal.line(f"{_INDENT}{line}", "dim", indent=len(_INDENT) + 2)
     for line in lines:
@@ -334,6 +331,14 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
             yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
             yield from terminal.line(f"{_INDENT}  {as_typed(suggested.command)}", "bold", indent=len(_INDENT) + 4)
     yield from terminal.line(f"{_INDENT}runbook {one.runbook}", "dim", indent=len(_INDENT))
+
+
+def _with_time_left(text: str, deadline: datetime | None, now: datetime) -> str:
+    """The text with the time that is left beside its deadline."""
+    if deadline is None or deadline <= now:
+        return text
+    without, beside = format_time(deadline, now), format_deadline(deadline, now)
+    return text.replace(without, beside, 1) if without in text else f"{text} Act before {beside}."
 
 
 def _rows(status: Status) -> Iterator[Row]:
@@ -351,14 +356,14 @@ def _rows(status: Status) -> Iterator[Row]:
     yield from _state_rows(status)
     for target in status.notify:
         if failure := target.failure:
-            text = f"{target.name} has failed since {format_clock(failure.since, now)}: {failure.reason}"
+            text = f"{target.name} has failed since {format_time(failure.since, now)}: {failure.reason}"
             yield Row("notify", f"{text}; notifications waiting: {target.waiting}", "yellow")
         if target.lost_at:
-            since = format_clock(target.lost_at, now)
+            since = format_time(target.lost_at, now)
             lost = f"{target.name}: {plural(target.lost, 'notification')} lost since {since}"
             yield Row("notify", f"{lost} ({target.lost_reason})", "yellow")
     if fleet := status.fleet:
-        since = f" since {format_clock(fleet.unavailable_since, now)}" if fleet.unavailable_since else ""
+        since = f" since {format_time(fleet.unavailable_since, now)}" if fleet.unavailable_since else ""
         error = f"; its store cannot be used{since}: {fleet.error}" if fleet.error else ""
         waiting_for = f"; waits for {', '.join(fleet.not_ready)}" if fleet.not_ready else ""
         yield Row("fleet", f"group {fleet.group or 'not known'}{error}{waiting_for}", "yellow" if error else "")
@@ -380,7 +385,7 @@ def _state_rows(status: Status) -> Iterator[Row]:
 def _policy_rows(policy: ActivePolicy, now: datetime) -> Iterator[Row]:
     yield Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}")
     if policy.changed_at:
-        yield Row("", f"changed at {format_clock(policy.changed_at, now)}, not loaded: reload")
+        yield Row("", f"changed at {format_time(policy.changed_at, now)}, not loaded: reload")
     for key in policy.needs_restart:
         yield Row("", f"{key}: needs a restart", "yellow")
 
@@ -457,7 +462,7 @@ def _start_or_stop(record: JournalRecord, now: datetime) -> str:
 
 
 def _ago(at: datetime, now: datetime) -> str:
-    when = f" ({format_clock(at, now)})" if (now - at).total_seconds() >= 60 else ""
+    when = f" ({format_time(at, now)})" if (now - at).total_seconds() >= 60 else ""
     return f"{format_elapsed(at, now)} ago{when}"
 
 
@@ -470,10 +475,7 @@ def head(event: ScheduledEvent, id_: str, now: datetime, *, is_over: bool = Fals
     """The event's title, and how long until it may start."""
     if is_over:
         return f"{title(event, id_)}: is over"
-    left = time_left(event, now)
-    if event.not_before and not event.is_started:
-        left += f" ({format_clock(event.not_before, now)})"
-    return f"{title(event, id_)}: {left}"
+    return f"{title(event, id_)}: {time_left(event, now)}"
 
 
 def event_rows(event: ScheduledEvent, affects: Affects) -> list[Row]:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.hooks.preflight import require_trusted
+from scheduled_events_agent.policy.durations import format_time
 from scheduled_events_agent.policy.load import (
     BUILT_IN_NAME,
     ConfigError,
@@ -22,7 +23,6 @@ from scheduled_events_agent.policy.load import (
     state_dir_in,
 )
 from scheduled_events_agent.policy.settings import is_foreign_path
-from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.store.accepted_policy import (
     FILE_NAME,
     AcceptedPolicy,
@@ -148,18 +148,18 @@ def find_fallback(file: PolicyFile, error: ConfigError) -> Fallback:
         raise NoFallbackError("the file was changed in this boot, and no running agent has rejected it yet")
     if error.content is None and (risk := _directory_risk(file)):
         raise NoFallbackError(risk, (risk,))
+    since = format_time(accepted.accepted_at)
     try:
         is_observing = error.content is not None and may_want_to_observe(error.content)
         loaded = file.parse(accepted.text.encode(), is_observing=is_observing)
         require_trusted(loaded)  # also the file itself
     except ConfigError as other:
         first = other.problems[0]
-        since = utc(accepted.accepted_at)
         lines = tuple(f"the policy accepted at {since}: {problem}" for problem in other.problems)
         raise NoFallbackError(f"the policy accepted at {since} cannot be used: {first}", lines) from other
     chosen = loaded.settings.agent.state_dir
     if directory_of(chosen) != directory:
-        raise NoFallbackError(f"the policy accepted at {utc(accepted.accepted_at)} has another agent.state_dir")
+        raise NoFallbackError(f"the policy accepted at {since} has another agent.state_dir")
     return Fallback(loaded, accepted, error)
 
 

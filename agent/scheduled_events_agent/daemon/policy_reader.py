@@ -23,6 +23,7 @@ from scheduled_events_agent.daemon.fallback import (
 from scheduled_events_agent.daemon.inbox import PolicyFileSeen, PolicyReloaded
 from scheduled_events_agent.hooks.preflight import check_machine, find_state_loss, problems, require_trusted
 from scheduled_events_agent.notifications import warnings as notification_warnings
+from scheduled_events_agent.policy.durations import format_time
 from scheduled_events_agent.policy.load import (
     ConfigError,
     FileStamp,
@@ -32,7 +33,6 @@ from scheduled_events_agent.policy.load import (
 )
 from scheduled_events_agent.policy.settings import AgentSettings, LogFormat, LogLevel
 from scheduled_events_agent.status import ActivePolicy
-from scheduled_events_agent.status.messages import utc
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
@@ -68,8 +68,9 @@ def read_fallback(
         raise ConfigError((*error.problems, *failure.problems), error.state_dir) from error.__cause__
     settings = fallback.loaded.settings.agent.log
     set_up_log(settings.level, settings.format)
+    accepted_at = format_time(fallback.accepted.accepted_at)
     get_logger().error(
-        f"the policy file is rejected; in force is the policy accepted at {utc(fallback.accepted.accepted_at)}",
+        f"the policy file is rejected; in force is the policy accepted at {accepted_at}",
         log_id=LogId.POLICY_REJECTED,
         reason=str(error),
     )

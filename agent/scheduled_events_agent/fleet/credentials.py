@@ -4,7 +4,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -16,6 +16,7 @@ from scheduled_events_agent.http.errors import REQUEST_ERRORS, classify
 from scheduled_events_agent.http.transport import HEADERS, BoundedTransport
 from scheduled_events_agent.imds.guest_proxy import GuestProxy
 from scheduled_events_agent.imds.text import DocumentError, excerpt, parse_json
+from scheduled_events_agent.policy.durations import format_time, parse_time
 
 _PATH = "/metadata/identity/oauth2/token"
 _API_VERSION = "2018-02-01"
@@ -125,15 +126,13 @@ def sas_warnings(path: Path, now: datetime) -> Iterator[str]:
     except BackendError:
         return
     try:
-        ends_at = datetime.fromisoformat(fields["se"][0])
+        ends_at = parse_time(fields["se"][0])
     except (KeyError, ValueError):
         pass
     else:
-        ends_at = ends_at if ends_at.tzinfo else ends_at.replace(tzinfo=UTC)
         if ends_at - now < _RENEW_SAS_BEFORE:
             ends = "has expired" if ends_at <= now else "expires soon"
-            at = f"{ends_at:%Y-%m-%dT%H:%M:%SZ}"
-            yield f"the signature in {path} {ends}, at {at}: write a new one into the file"
+            yield f"the signature in {path} {ends}, at {format_time(ends_at)}: write a new one into the file"
     missing = [
         permission for letter, permission in _NEEDED.items() if "sp" in fields and letter not in fields["sp"][0]
     ]

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from scheduled_events_agent.imds.document import EVENT_TYPES, ScheduledEvent
+from scheduled_events_agent.policy.durations import format_time
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.messages import by_urgency, is_for_this_vm, phase_text
 from scheduled_events_agent.workflow import Workflow
@@ -205,7 +206,7 @@ def _lifecycle(type_: str, workflows: list[Workflow], absence: str) -> WantedCon
 def _message(workflows: list[Workflow], phase: str = "") -> str:
     """The first of the events in one line, and how many more there are."""
     event = workflows[0].event
-    not_before = f"not before {event.not_before:%Y-%m-%dT%H:%MZ}" if event.not_before else ""
+    not_before = f"not before {format_time(event.not_before)}" if event.not_before else ""
     more = f"and {len(workflows) - 1} more" if len(workflows) > 1 else ""
     origin = f"from {event.source}" if event.source else ""
     first = " ".join(filter(None, [_name(event), origin]))

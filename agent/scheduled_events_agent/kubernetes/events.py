@@ -16,6 +16,7 @@ from scheduled_events_agent.kubernetes.client import ApiError
 from scheduled_events_agent.kubernetes.node_status import NodeStatus
 from scheduled_events_agent.kubernetes.own_node import find_own_node
 from scheduled_events_agent.notifications import Delivered, Notification, NotificationError
+from scheduled_events_agent.policy.durations import format_time
 from scheduled_events_agent.policy.settings import KubernetesSettings, NotificationKind, NotifyTarget
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.messages import notification_title
@@ -119,11 +120,11 @@ def event_of(notification: Notification, node: str, uid: str) -> dict[str, Any]:
 
 def _message(notification: Notification) -> str:
     event = notification.event
-    title = notification_title(notification.kind, event, notification.vm, notification.outcome, notification.at)
+    title = notification_title(notification.kind, event, notification.vm, notification.outcome)
     start = ""
     has_start = notification.kind == "seen"  # in its addition
     if event.not_before is not None and notification.seconds_left is not None and not has_start:
-        start = f", not before {event.not_before:%Y-%m-%dT%H:%MZ}"
+        start = f", not before {format_time(event.not_before)}"
     named = f"{title} (event {event.id[:SHORT_ID]}{start})"
     return ": ".join(filter(None, [named, notification.addition]))[:_MAX_MESSAGE]
 

@@ -11,8 +11,8 @@ import msgspec
 from scheduled_events_agent import host
 from scheduled_events_agent.imds.document import to_azure_json
 from scheduled_events_agent.notifications.notification import Notification
-from scheduled_events_agent.policy.durations import format_duration
-from scheduled_events_agent.status.messages import notification_title, utc
+from scheduled_events_agent.policy.durations import format_duration, format_time
+from scheduled_events_agent.status.messages import notification_title
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
 _PLACEHOLDER = r"\$\{([^}\n]*)\}"
@@ -63,9 +63,7 @@ def _data(notification: Notification) -> dict[str, Any]:
 
 
 def _title(notification: Notification) -> str:
-    return notification_title(
-        notification.kind, notification.event, notification.vm, notification.outcome, notification.at
-    )
+    return notification_title(notification.kind, notification.event, notification.vm, notification.outcome)
 
 
 def _cloud_event(notification: Notification) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def _facts(notification: Notification) -> dict[str, str]:
     """The facts of a notification, besides its title, that a person needs."""
     event = notification.event
     left = notification.seconds_left
-    not_before = utc(event.not_before) if event.not_before and left is not None else ""
+    not_before = format_time(event.not_before) if event.not_before and left is not None else ""
     time_left = ""
     if left is not None and left > 0:
         time_left = format_duration(left)

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import takewhile
+from math import ceil
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -145,7 +146,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return LatestBegin(seconds, f"window {self.window_name} does not open before")
         # Evictions are excluded here: one may come sooner than its NotBefore.
         if self.why_not_automatic and self.has_preparation and event.type != "Preempt":
-            may_take = f"preparation may take {format_duration(needed_seconds)}"
+            may_take = f"preparation may take {format_duration(ceil(needed_seconds))}"
             return LatestBegin(needed_seconds, f"{self.why_not_automatic}, and {may_take}")
         return None
 

@@ -52,6 +52,39 @@ def parse_time(text: str, *, instead: str = "") -> datetime:
         raise ValueError(f"expected {instead}a time such as 2022-04-11T22:12:00Z; got {text!r}") from None
 
 
+def format_time(at: datetime, now: datetime | None = None) -> str:
+    """A time for people, such as 03:28:42 UTC; with its date, unless ``now`` is on the same day.
+
+    Without ``now`` it has the date: for texts that are kept and read later. For programs it is in ISO 8601.
+    """
+    time = f"{at:%H:%M:%S} UTC"
+    return time if now is not None and at.date() == now.date() else f"{at.date()} {time}"
+
+
+def format_deadline(at: datetime, now: datetime | None) -> str:
+    """A time for people, and how long until then if ``now`` is known, such as 03:28:42 UTC (in 14m 3s)."""
+    left = f" (in {format_elapsed(now, at)})" if now is not None and at > now else ""
+    return f"{format_time(at, now)}{left}"
+
+
+def format_elapsed(earlier: datetime, later: datetime) -> str:
+    """The time between, in at most two units, rounded down; 0s if there is none."""
+    return format_rounded((later - earlier).total_seconds())
+
+
+def format_rounded(length: float) -> str:
+    """A measured duration in at most two units, rounded down; 0s if it is negative."""
+    seconds = max(0, int(length))
+    minutes = seconds // 60
+    hours = seconds // 3600
+    days = seconds // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60}m"
+    return f"{minutes}m {seconds % 60}s" if minutes else f"{seconds}s"
+
+
 def plural(count: int, noun: str) -> str:
     """The count with its noun, such as 1 hook or 2 hooks."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

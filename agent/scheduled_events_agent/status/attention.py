@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal, get_args
 
 from scheduled_events_agent.imds.document import RESTARTING_TYPES
-from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.durations import format_time, plural
 from scheduled_events_agent.status.actions import (
     STATE_LOST,
     command,
@@ -24,7 +24,6 @@ from scheduled_events_agent.status.messages import (
     clock_difference,
     clock_effect,
     is_for_this_vm,
-    utc,
 )
 from scheduled_events_agent.status.status import (
     Attention,
@@ -277,7 +276,7 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
     others = sum(_has_changed_name(status, one) for one in status.pending) - 1
     until = ", and Azure does not say until when"
     if event.not_before is not None and event.not_before > status.at:
-        until = f" until {utc(event.not_before, status.at)}: earlier than its lead"
+        until = f" until {format_time(event.not_before, status.at)}: earlier than its lead"
     return {
         "vm": next(iter(status.vm.names), "This VM"),
         "type": event.type or "event",
@@ -292,7 +291,7 @@ def _facts(status: Status, workflow: WorkflowView) -> dict[str, str]:
         "hook": workflow.wait_reason.detail if workflow.wait_reason else "",
         "failures": str(workflow.approval.failures),
         "when": _when(workflow, status.at),
-        "unready_since": utc(unready_since, status.at),
+        "unready_since": format_time(unready_since, status.at),
     }
 
 
@@ -339,7 +338,7 @@ def _of_agent(status: Status) -> Iterator[Attention]:
     if status.polls == "overdue":
         since = status.last_poll_at or status.started_at
         start = "" if status.last_poll_at else "the agent started at "
-        ago = f" since {start}{utc(since, status.at)}" if since else ""
+        ago = f" since {start}{format_time(since, status.at)}" if since else ""
         yield Attention(
             kind="unhealthy",
             severity="act",
@@ -406,7 +405,7 @@ def _of_identity(status: Status) -> Iterator[Attention]:
 
 def _when(workflow: WorkflowView, now: datetime) -> str:
     at = workflow.event.not_before
-    return f"at {utc(at, now)}" if at and at > now else "at any moment"
+    return f"at {format_time(at, now)}" if at and at > now else "at any moment"
 
 
 def kind_of_loss(loss: StateLost) -> AttentionKind:
@@ -418,7 +417,7 @@ def loss_message(loss: StateLost, now: datetime | None = None) -> str:
     """What happened, as one sentence without a capital letter and a full stop."""
     if loss.is_foreign:
         return f"this disk may be prepared for an event of another VM: {loss.reason}"
-    return f"the state file was damaged at {utc(loss.at, now)}: {loss.reason}"
+    return f"the state file was damaged at {format_time(loss.at, now)}: {loss.reason}"
 
 
 def _of_state(status: Status) -> Iterator[Attention]:
@@ -463,7 +462,7 @@ def _of_next_start(status: Status) -> Iterator[Attention]:
     restart = _next_restart(status)
     failure = policy.next_start_failure
     if policy.rejected:
-        in_force = f"In force is the policy accepted at {utc(policy.read_at, status.at)}"
+        in_force = f"In force is the policy accepted at {format_time(policy.read_at, status.at)}"
         yield Attention(
             kind="policy_rejected",
             severity="act" if failure else "fix",

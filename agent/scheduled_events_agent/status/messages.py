@@ -12,7 +12,13 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy.durations import plural
+from scheduled_events_agent.policy.durations import (
+    format_deadline,
+    format_elapsed,
+    format_rounded,
+    format_time,
+    plural,
+)
 from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, Status, WorkflowView
 from scheduled_events_agent.workflow import Record, Transition, UnpreparedKind, WaitKind, WaitReason, Workflow
@@ -91,7 +97,7 @@ def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: dateti
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
     event = workflow.event
     decision = workflow.decision
-    at = _time_message(wait_reason.at, now) if wait_reason.at else ""
+    at = format_deadline(wait_reason.at, now) if wait_reason.at else ""
     if wait_reason.kind == "other_vm" and decision.affects == "unknown":
         return "nothing says whether it names this VM"
     if wait_reason.kind == "other_vm" and workflow.is_named_otherwise:
@@ -111,24 +117,18 @@ def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: dateti
     )
 
 
-def unprepared_message(workflow: Workflow) -> str:
-    """Why Azure has started the event unprepared, as a clause; "" if it has not."""
+def unprepared_message(workflow: Workflow, now: datetime | None = None) -> str:
+    """Why Azure has started the event unprepared, as a clause; "" if it has not. ``now``: as in format_time."""
     unprepared = workflow.started_unprepared
     if unprepared is None:
         return ""
     why = _UNPREPARED_MESSAGES[unprepared.kind].format(
-        at=utc(unprepared.at, workflow.first_seen_at) if unprepared.at else "",
+        at=format_time(unprepared.at, now) if unprepared.at else "",
         detail=unprepared.detail,
         detail_clause=f" ({unprepared.detail})" if unprepared.detail else "",
         open=f"hook {unprepared.detail}" if unprepared.detail else "its drain",
     )
     return f"unprepared: {why}"
-
-
-def _time_message(at: datetime, now: datetime | None) -> str:
-    if now is None:
-        return f"{at:%Y-%m-%dT%H:%M:%SZ}"
-    return f"{utc(at, now)} (in {format_elapsed(now, at)})" if at > now else utc(at, now)
 
 
 def _plan(workflow: Workflow, wait_reason: WaitReason, at: str) -> str:
@@ -195,19 +195,19 @@ def _why_vm_unknown(workflow: Workflow) -> str:
     return why if workflow.was_started else _with_start(workflow, why)
 
 
-def _with_start(workflow: Workflow, reason: str) -> str:
+def _with_start(workflow: Workflow, reason: str, now: datetime | None = None) -> str:
     """Why the event is held, and when Azure starts it all the same."""
     if workflow.event.is_recommendation:
         return reason
-    starts = _not_before(workflow)
+    starts = _not_before(workflow, now)
     start = f"Azure starts it at {starts}" if starts else "Azure may start it at any moment"
     return f"{reason}; {start}"
 
 
-def _not_before(workflow: Workflow) -> str:
-    """NotBefore as people read it, with its date if that is not the day of the message; "" if none is known."""
+def _not_before(workflow: Workflow, now: datetime | None = None) -> str:
+    """NotBefore as people read it; "" if none is known. ``now``: as in format_time."""
     at = workflow.event.not_before
-    return utc(at, workflow.not_before_seen_at) if at else ""
+    return format_deadline(at, now) if at else ""
 
 
 def record_log_message(workflow: Workflow, record: Record, text: str) -> str:
@@ -249,11 +249,11 @@ def _waiting(wait_reason: WaitReason | None, text: str) -> str:
     return text if wait_reason is not None and wait_reason.kind in _COMPLETE_MESSAGES else f"waits: {text}"
 
 
-def notification_title(kind: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
-    """The title of a notification. ``kind``: as in the policy, or test. ``at``: when it happened."""
+def notification_title(kind: str, event: ScheduledEvent, vm: str, outcome: str) -> str:
+    """The title of a notification. ``kind``: as in the policy, or test."""
     name = event.type or "event"
     vm = vm or "this VM"
-    before = f" before {utc(event.not_before, at)}" if event.not_before else ""
+    before = f" before {format_time(event.not_before)}" if event.not_before else ""
     return {
         "test": f"Test of the notifications of {vm}",
         "seen": f"Azure announces a {name} of {vm}",
@@ -302,7 +302,7 @@ def _state(status: Status) -> str:
     text = _HEADLINES.get(phase, "{type}: {phase}").format(
         type=first.event.type or "event", phase=phase, wait_message=first.wait_message
     )
-    if phase == "started" and (unprepared := unprepared_message(first)):
+    if phase == "started" and (unprepared := unprepared_message(first, status.at)):
         text = f"{text}, {unprepared}"
     return f"{text}, and {len(status.pending) - 1} more" if len(status.pending) > 1 else text
 
@@ -313,7 +313,8 @@ def _unknown(status: Status) -> str:
     if status.last_poll_at is None:
         return f"Azure's metadata service has not answered yet{why}"
     if status.polls != "current":
-        return f"Azure's metadata service has not answered since {utc(status.last_poll_at, status.at)}{why}"
+        since = format_time(status.last_poll_at, status.at)
+        return f"Azure's metadata service has not answered since {since}{why}"
     why = f": {status.vm_failure_summary}" if status.vm_failure_summary else ""
     if not status.vm.names:
         return f"The name of this VM is not known yet{why}"
@@ -322,7 +323,7 @@ def _unknown(status: Status) -> str:
 
 def activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datetime) -> str:
     """The agent's work on the event now, or what it waits for, as one sentence without a full stop."""
-    unprepared = unprepared_message(workflow) if workflow.phase == "started" else ""
+    unprepared = unprepared_message(workflow, now) if workflow.phase == "started" else ""
     return "; ".join(filter(None, [_activity(workflow, running, now), unprepared]))
 
 
@@ -337,7 +338,7 @@ def _activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datet
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {format_elapsed(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
-        return f"held: {_with_start(workflow, workflow.wait_message)}"
+        return f"held: {_with_start(workflow, workflow.wait_message, now)}"
     if workflow.wait_message:
         has_time = workflow.wait_reason is not None and workflow.wait_reason.at is not None
         text = wait_message(workflow, workflow.wait_reason, now) if has_time else workflow.wait_message
@@ -356,7 +357,7 @@ def hook_time(hook: RunningHook, now: datetime) -> str:
     so_far = format_elapsed(hook.since, now)
     if hook.limit_seconds is None:
         return f"{so_far} so far"
-    limit = _format_seconds(hook.limit_seconds)
+    limit = format_rounded(hook.limit_seconds)
     return f"{so_far} of at most {re.sub(' 0[smh]$', '', limit)}"
 
 
@@ -395,14 +396,16 @@ def duration_text(event: ScheduledEvent) -> str:
 
 
 def time_left(event: ScheduledEvent, now: datetime) -> str:
-    """How long until the event may start, as a phrase."""
+    """When the event may start, and how long until then, as a phrase."""
+    at = event.not_before
+    was_not_before = f" ({format_time(at, now)})" if at and not event.is_started else ""
     if event.is_recommendation:
-        return "an eviction may follow"
-    if event.status == "Started":
+        return f"an eviction may follow{was_not_before}"
+    if event.is_started:
         return "has started"
-    if event.not_before is None or event.not_before <= now:
-        return "may start at any moment"
-    return f"not before {format_elapsed(now, event.not_before)} from now"
+    if at is None or at <= now:
+        return f"may start at any moment{was_not_before}"
+    return f"not before {format_deadline(at, now)}"
 
 
 def pending_message(pending: Iterable[Workflow]) -> str:
@@ -463,31 +466,3 @@ def clock_effect(seconds_ahead: float) -> str:
     if seconds_ahead > 0:
         return "preparation and maintenance windows begin too early, and hooks get less time than there is"
     return "preparation and maintenance windows begin too late, and hooks may still run when Azure starts an event"
-
-
-def format_clock(at: datetime, now: datetime) -> str:
-    """Time of day, UTC, with the date if it is not that of ``now``."""
-    return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
-
-
-def utc(at: datetime, now: datetime | None = None) -> str:
-    """Time of day in a sentence, with the date unless it is that of ``now``."""
-    is_today = now is not None and at.date() == now.date()
-    return f"{at:%H:%M:%S} UTC" if is_today else f"{at:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def format_elapsed(earlier: datetime, later: datetime) -> str:
-    """The time between, in at most two units, rounded down; 0s if there is none."""
-    return _format_seconds((later - earlier).total_seconds())
-
-
-def _format_seconds(length: float) -> str:
-    seconds = max(0, int(length))
-    minutes = seconds // 60
-    hours = seconds // 3600
-    days = seconds // 86400
-    if days:
-        return f"{days}d {hours % 24}h"
-    if hours:
-        return f"{hours}h {minutes % 60}m"
-    return f"{minutes}m {seconds % 60}s" if minutes else f"{seconds}s"

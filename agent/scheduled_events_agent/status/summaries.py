@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from scheduled_events_agent.policy.durations import format_time
 from scheduled_events_agent.status.actions import command, offered_actions, quoted, short_ids
 from scheduled_events_agent.status.attention import attention, condition, health
-from scheduled_events_agent.status.messages import activity, by_urgency, headline, utc
+from scheduled_events_agent.status.messages import activity, by_urgency, headline
 from scheduled_events_agent.status.status import EventSummary, HookStep, Status
 from scheduled_events_agent.workflow import Stage, StageStatus, Workflow
 
@@ -78,7 +79,7 @@ def _expected_approval(status: Status, workflow: Workflow) -> str:
     not_before = workflow.event.not_before
     start = "Azure may start it at any moment"
     if not_before is not None and not_before > status.at:
-        start = f"Azure starts it at {utc(not_before, status.at)}"
+        start = f"Azure starts it at {format_time(not_before, status.at)}"
     if decision.approve == "never":
         return f"never: {start}"
     if workflow.approval_needed_since:

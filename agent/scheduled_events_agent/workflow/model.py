@@ -16,6 +16,7 @@ from scheduled_events_agent import AgentError
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision, MaintenanceWindow, Rule
+from scheduled_events_agent.policy.durations import format_time
 
 Phase = Literal[
     "waiting", "preparing", "prepared", "held", "approved", "started", "recovering", "recovery_failed", "closed",
@@ -469,9 +470,10 @@ Workflows = Mapping[str, Workflow]
 
 
 def show(value: object) -> str:
+    """A field of an event, for a record of its change."""
     if value is None:
         return "unknown"
     if isinstance(value, datetime):
-        return f"{value:%Y-%m-%dT%H:%M:%SZ}"
+        return format_time(value)
     text = "[" + ", ".join(map(str, value[:10])) + "]" if isinstance(value, tuple) else str(value) or '""'
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} (cut)"

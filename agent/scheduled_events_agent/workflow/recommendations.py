@@ -5,7 +5,8 @@ from datetime import datetime, timedelta
 from msgspec.structs import replace
 
 from scheduled_events_agent.policy import names_recommendations
-from scheduled_events_agent.workflow.model import Context, Record, Transition, Workflow, show
+from scheduled_events_agent.policy.durations import format_time
+from scheduled_events_agent.workflow.model import Context, Record, Transition, Workflow
 from scheduled_events_agent.workflow.timing import is_due
 
 
@@ -24,8 +25,8 @@ def why_ended(workflow: Workflow, context: Context) -> str:
         return ""
     if is_due(expiry, context.now, workflow.decision.expire_after):
         if workflow.handling_since is None:
-            return f"it has been known since {show(workflow.first_seen_at)}"
-        return f"it was prepared for since {show(workflow.handling_since)}"
+            return f"it has been known since {format_time(workflow.first_seen_at)}"
+        return f"it was prepared for since {format_time(workflow.handling_since)}"
     return "" if names_recommendations(context.rules) else "no rule names its type any more"
 
 

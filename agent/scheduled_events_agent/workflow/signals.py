@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.imds.document import RESTARTING_TYPES, Affects, ScheduledEvent
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations
+from scheduled_events_agent.policy.durations import format_elapsed, format_time
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import apply_approval_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
@@ -117,7 +118,7 @@ def _create(event: ScheduledEvent, context: Context) -> Transition | None:
     hold = context.holds.get(event.key)
     if hold is not None and not event.is_started:
         workflow = replace(workflow, operator=OperatorDecision(action="hold", user=hold.user, at=hold.at))
-        text = f"held by {hold.user or 'an operator'} since {show(hold.at)}"
+        text = f"held by {hold.user or 'an operator'} since {format_time(hold.at)}"
         records.append(Record(kind="operator", text=text))
     return Transition(workflow=workflow, records=tuple(records))
 
@@ -528,15 +529,17 @@ def _is_past(workflow: Workflow) -> bool:
     return workflow.was_started or workflow.event.is_started or workflow.is_over
 
 
+def _left(at: datetime, now: datetime) -> str:
+    return f" (in {format_elapsed(now, at)})" if at > now else ""
+
+
 def _describe(event: ScheduledEvent, now: datetime) -> str:
     more = ", ..." if len(event.resources) > 5 else ""
     parts = [
         f"{event.type or 'an event without a type'} {event.status or '(no status)'}",
         f"from {event.source}" if event.source else "",
         f"for {', '.join(event.resources[:5])}{more}",
-        f"not before {show(event.not_before)} ({(event.not_before - now).total_seconds():.0f}s)"
-        if event.not_before
-        else "",
+        f"not before {format_time(event.not_before)}{_left(event.not_before, now)}" if event.not_before else "",
         f"about {event.duration_seconds:g}s long" if event.duration_seconds is not None else "",
         f'"{event.description}"' if event.description else "",
     ]
