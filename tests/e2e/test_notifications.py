@@ -201,10 +201,15 @@ def test_a_lost_notification_is_shown_until_one_is_delivered_even_after_a_restar
         agent.start()
         after = agent.status()["notify"][0]
         assert (after["lost"], after["lost_at"]) == (1, before["lost_at"])
-        shown = agent.run("history", "--state-dir", str(agent.state_dir)).stdout
-        assert f"ops: seen of {event}: it answers 400" in shown
+        options = ("--state-dir", str(agent.state_dir))
+        for shown in (
+            agent.run("history", *options).stdout,
+            agent.run("history", "--json", *options).stdout,
+            agent.get("/history")[1],
+        ):
+            assert f"ops: seen of {event}: it answers 400" in shown
         status = " ".join(agent.run("status", "--state-dir", str(agent.state_dir)).stdout.split())
-        assert re.search(r"notify ops: 1 notification lost since [0-9:]+Z \(it answers 400\)", status)
+        assert re.search(r"notify ops: 1 notification lost since [0-9:]+ UTC \(it answers 400\)", status)
         receiver.behave = lambda: "ok"
         sim.cancel(event)
         agent.wait_until(lambda: agent.status()["notify"][0]["lost"] == 0, "the next one was delivered")
