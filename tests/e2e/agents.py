@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import Agent, MakeAgent, Simulator
+from time_forms import other_forms
 
 
 @pytest.fixture
@@ -24,6 +25,10 @@ def make_agent(tmp_path: Path) -> Iterator[MakeAgent]:
         sys.stdout.write(
             f"=== {agent.directory.name}\n{''.join(agent.history)}"
         )  # pytest shows it on failure only
+    for agent in agents:
+        for line in agent.lines:
+            sentence = f"{line['message']} {line.get('reason', '')}"
+            assert other_forms(sentence, is_kept=True) == [], sentence
 
 
 @pytest.fixture

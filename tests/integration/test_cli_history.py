@@ -72,7 +72,14 @@ def state_dir(tmp_path: Path) -> Path:
     failed = note(
         "hook_finished", "hook drain: exit code 3", outcome="failed", detail="one\n\x1b[2J\x1b]0;two\x07"
     )
-    commit(store, REBOOT, 61, "held", failed, note("held", "held: exit code 3; Azure starts it at 10:20:00 UTC"))
+    commit(
+        store,
+        REBOOT,
+        61,
+        "held",
+        failed,
+        note("held", "held: exit code 3; Azure starts it at 2026-03-02 10:20:00 UTC"),
+    )
     store.record("machine_paused", "was paused for 6.2s", BEGAN + timedelta(seconds=70))
     commit(store, REBOOT, 3700, "closed", note("closed", "is over: completed"))
     store.record("reload_rejected", "p.yaml:1: one\np.yaml:2: two", BEGAN + timedelta(seconds=80))
@@ -112,7 +119,7 @@ def test_history_shows_an_event_from_first_sight_to_end_with_hook_output(run: Ru
         "  10:01:01   +1m 1s  hook finished    hook drain: exit code 3\n"
         "                                      | one\n"
         "                                      | \\x1b[2J\\x1b]0;two\\x07\n"
-        "  10:01:01   +1m 1s  held             held: exit code 3; Azure starts it at 10:20:00 UTC\n"
+        "  10:01:01   +1m 1s  held             held: exit code 3; Azure starts it at 2026-03-02 10:20:00 UTC\n"
         "  10:01:10  +1m 10s  machine paused   was paused for 6.2s\n"
         "  10:01:20  +1m 20s  reload rejected  p.yaml:1: one\n"
         "                                      p.yaml:2: two\n"

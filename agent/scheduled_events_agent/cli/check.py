@@ -26,7 +26,7 @@ from scheduled_events_agent.policy import (
     promised_times,
 )
 from scheduled_events_agent.policy.checks import may_be_observed, reached_types
-from scheduled_events_agent.policy.durations import format_duration, plural
+from scheduled_events_agent.policy.durations import format_duration, format_estimate, plural
 from scheduled_events_agent.policy.load import BUILT_IN_NAME, ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.schema import policy_schema
 from scheduled_events_agent.policy.settings import Settings
@@ -350,7 +350,7 @@ def _format_begin_of_type(rule: Rule, type_: str, settings: Settings, resources:
     opens = f"in window {rule.window}, or " if decision.begins_in_window else ""
     is_by_hooks = latest != decision.latest_begin(event, without_hooks)
     quicker = ", or later if its hooks are known to be quicker" if is_by_hooks else ""
-    return f"{opens}{format_duration(latest.seconds)} before NotBefore{quicker}"
+    return f"{opens}{format_estimate(latest.seconds)} before NotBefore{quicker}"
 
 
 def _format_limits(rule: Rule, reached: tuple[str, ...], settings: Settings) -> str:
@@ -363,7 +363,7 @@ def _format_limits(rule: Rule, reached: tuple[str, ...], settings: Settings) -> 
     parts: list[str] = []
     for left, types in types_by_time.items():
         verb = "" if parts else "leaves them "
-        parts.append(f"a {_join_or(types)} {verb}{format_duration(left)}")
+        parts.append(f"a {_join_or(types)} {verb}{format_duration(int(left))}")
     return ", ".join(parts)
 
 

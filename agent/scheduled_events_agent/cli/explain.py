@@ -38,7 +38,7 @@ from scheduled_events_agent.imds.document import (
 )
 from scheduled_events_agent.imds.text import DocumentError
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations, rejected_rules
-from scheduled_events_agent.policy.durations import format_duration, format_time, parse_time
+from scheduled_events_agent.policy.durations import format_duration, format_estimate, format_time, parse_time
 from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import Settings
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
@@ -700,7 +700,7 @@ def _rows(explanation: Explanation, status: Status | None, assumed: _Assumed) ->
     now = explanation.at
     if now != assumed.now:
         seconds = (now - assumed.now).total_seconds()
-        yield Row("time", f"{format_time(now, assumed.now)}, {format_duration(seconds)} after the scenario began")
+        yield Row("time", f"{format_time(now, assumed.now)}, {format_estimate(seconds)} after the scenario began")
     yield from event_rows(event, decision.affects)
     label = "rule"
     for passed in explanation.rejected_rules:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.imds.document import EVENT_TYPES, REBALANCE_VERSION, RECOMMENDATION
 from scheduled_events_agent.imds.endpoint import ip_address_of, parse_endpoint
 from scheduled_events_agent.policy.decide import promised_times
-from scheduled_events_agent.policy.durations import format_duration, quote
+from scheduled_events_agent.policy.durations import format_duration, format_estimate, quote
 from scheduled_events_agent.policy.rules import (
     DEFAULT_EXPIRE_SECONDS,
     Hook,
@@ -538,7 +538,7 @@ def _time_warnings(path: str, rule: Rule, reached: Container[str], settings: Set
     for time in promised_times(rule, reached, hooks, settings.agent.reserve):
         if time.type in rule.when.type and time.drain < rule.drain_for and not is_longer_than_lead:
             text = (
-                f"{format_duration(rule.drain_for)} will be cut to {format_duration(time.drain)} for a {time.type}"
+                f"{format_duration(rule.drain_for)} will be cut to {format_estimate(time.drain)} for a {time.type}"
             )
             yield f"{path}.drain_for", f"{text}: there are {format_duration(time.whole)} for it and the hooks"
     if rule.lead is None:

@@ -8,7 +8,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import takewhile
-from math import ceil
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -20,7 +19,7 @@ from scheduled_events_agent.imds.document import (
     Affects,
     ScheduledEvent,
 )
-from scheduled_events_agent.policy.durations import format_duration
+from scheduled_events_agent.policy.durations import format_duration, format_estimate
 from scheduled_events_agent.policy.rules import (
     DEFAULT_EXPIRE_SECONDS,
     ApproveMode,
@@ -146,7 +145,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return LatestBegin(seconds, f"window {self.window_name} does not open before")
         # Evictions are excluded here: one may come sooner than its NotBefore.
         if self.why_not_automatic and self.has_preparation and event.type != "Preempt":
-            may_take = f"preparation may take {format_duration(ceil(needed_seconds))}"
+            may_take = f"preparation may take {format_estimate(needed_seconds)}"
             return LatestBegin(needed_seconds, f"{self.why_not_automatic}, and {may_take}")
         return None
 
@@ -251,10 +250,11 @@ def _why_facts_fail(when: When, event: ScheduledEvent, facts: MatchContext) -> s
     if when.duration_at_least is not None and (seconds is None or seconds < when.duration_at_least):
         return f"duration is {_seconds(seconds)}, not at least {_seconds(when.duration_at_least)}"
     notice = notice_seconds(event, facts)
+    whole_notice = format_duration(int(notice))
     if when.notice_below is not None and notice >= when.notice_below:
-        return f"notice was {_seconds(notice)}, not below {_seconds(when.notice_below)}"
+        return f"notice was {whole_notice}, not below {_seconds(when.notice_below)}"
     if when.notice_at_least is not None and notice < when.notice_at_least:
-        return f"notice was {_seconds(notice)}, not at least {_seconds(when.notice_at_least)}"
+        return f"notice was {whole_notice}, not at least {_seconds(when.notice_at_least)}"
     return None
 
 

@@ -5,6 +5,7 @@ Invariant: ``parse_duration`` reads what ``format_duration`` writes.
 
 import re
 from datetime import UTC, datetime
+from math import ceil
 
 # Keeps NotBefore less a duration inside the calendar.
 _MAX_DURATION_SECONDS = 3650 * 86400.0
@@ -38,6 +39,11 @@ def format_duration(seconds: float) -> str:
     if left or not parts:
         parts.append(f"{left / 1000:g}s")
     return "".join(parts)
+
+
+def format_estimate(seconds: float) -> str:
+    """An estimated duration: in whole seconds, rounded up."""
+    return format_duration(ceil(seconds))
 
 
 def parse_time(text: str, *, instead: str = "") -> datetime:
