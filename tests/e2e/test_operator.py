@@ -689,5 +689,5 @@ def test_an_account_that_may_not_read_the_policy_learns_what_to_do(agent: Agent)
         timeout=PATIENCE,
         check=False,
     )
-    reason = "cannot be read: Permission denied: use sudo"
+    reason = "cannot be read: Permission denied; use sudo"
     assert (done.returncode, done.stdout) == (2, f"{agent.config}: {reason}\nnot valid: 1 error\n")

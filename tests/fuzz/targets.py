@@ -283,7 +283,7 @@ def _restored(workflow: Workflow) -> Workflow:
 
 # --- files that people write
 
-_PROBLEM = re.compile(r"f\.yaml:[1-9][0-9]*: \S.*", re.DOTALL)
+_PROBLEM = re.compile(r"f\.yaml(:[1-9][0-9]*)?: \S.*", re.DOTALL)
 
 
 def check_policy(data: bytes) -> None:
@@ -291,7 +291,7 @@ def check_policy(data: bytes) -> None:
     try:
         loaded = parse_settings(data, "f.yaml")
     except ConfigError as error:
-        _check_problems(error.problems)
+        _check_problems(tuple(map(str, error.problems)))
         return
     _check_problems(tuple(map(str, loaded.warnings)) or ("f.yaml:1: x",))
     settings = loaded.settings

@@ -52,7 +52,7 @@ def limits() -> Iterator[None]:
 def problems(text: str | bytes) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse_settings(text, "p.yaml")
-    return list(caught.value.problems)
+    return [*map(str, caught.value.problems)]
 
 
 def mistakes(text: str) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import structlog.testing
+from problems import as_lines
 
 from scheduled_events_agent import AgentError, cli, host
 from scheduled_events_agent.cli import terminal
@@ -25,6 +26,7 @@ from scheduled_events_agent.cli.config import find_config, load_policy, policy_f
 from scheduled_events_agent.cli.run import open_daemon
 from scheduled_events_agent.daemon import policy_reader
 from scheduled_events_agent.hooks.durations import encode, record_run
+from scheduled_events_agent.hooks.preflight import HOOK_HINT
 from scheduled_events_agent.policy.durations import format_duration
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE, ConfigError
 from scheduled_events_agent.simulator import list_scenarios, load_scenario
@@ -373,13 +375,31 @@ def test_check_of_an_invalid_policy_reports_every_error_and_exits_2(run: Run, tm
     assert run("check", "--config", "p.yaml") == (2, "\n".join([*problems, "not valid: 2 errors\n"]), "")
     code, out, _ = run("check", "--config", "p.yaml", "--json")
     assert code == 2
+    of_both = {"file": "p.yaml", "severity": "error"}
     assert {**json.loads(out), "at": None} == {
         "schema_version": 1,
         "at": None,
         "file": "p.yaml",
         "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
         "valid": False,
-        "errors": problems,
+        "errors": [
+            {
+                **of_both,
+                "line": 2,
+                "column": 15,
+                "path": "rules[0]",
+                "message": 'unknown key "aprove"',
+                "hint": 'did you mean "approve"?',
+            },
+            {
+                **of_both,
+                "line": 3,
+                "column": 9,
+                "path": "hooks.x",
+                "message": problems[1].removeprefix("p.yaml:3: hooks.x: "),
+                "hint": "",
+            },
+        ],
         "warnings": [],
     }
 
@@ -410,26 +430,28 @@ hooks:
     relative = "the name is relative to cwd (default: /)"
     hidden = "there is no such program; it has spaces and is not shown here, for it may be secret"
     assert code == 0
-    assert {**json.loads(out), "at": None} == {
-        "schema_version": 1,
-        "at": None,
-        "file": "p.yaml",
-        "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
-        "valid": True,
-        "errors": [],
-        "warnings": [
-            f"p.yaml:3: hooks.a.run: {tmp_path}/absent does not exist",
-            f"p.yaml:4: hooks.b.run: {tmp_path}/plain is not executable: chmod +x {tmp_path}/plain",
-            f"p.yaml:5: hooks.c.run: {tmp_path} is a directory",
-            "p.yaml:6: hooks.d.run: no-such-program-anywhere is not found in PATH",
-            'p.yaml:7: hooks.e.user: this machine has no account "no-such-account"',
-            f"p.yaml:8: hooks.f.cwd: {tmp_path}/absent is not a directory on this machine",
-            f"p.yaml:10: hooks.h.run: {hidden}: {each}",
-            f"p.yaml:11: hooks.i.run: {hidden}: write each argument as an item of its own",
-            f"p.yaml:12: hooks.j.run: /~/drain.sh does not exist: {relative}",
-            f"p.yaml:13: hooks.k.run: {tmp_path}/hooks/drain does not exist: {relative}",
-        ],
-    }
+    told = json.loads(out)
+    assert (told["valid"], told["errors"]) == (True, [])
+    assert {warning["hint"] for warning in told["warnings"]} == {HOOK_HINT}
+    lines = run("check", "--config", "p.yaml")[1].splitlines()
+    assert [line for line in lines if ": warning: " in line] == [
+        f"p.yaml:{warning['line']}: warning: {warning['path']}: {warning['message']}"
+        for warning in told["warnings"]
+    ]
+    assert [
+        f"p.yaml:{warning['line']}: {warning['path']}: {warning['message']}" for warning in told["warnings"]
+    ] == [
+        f"p.yaml:3: hooks.a.run: {tmp_path}/absent does not exist",
+        f"p.yaml:4: hooks.b.run: {tmp_path}/plain is not executable: chmod +x {tmp_path}/plain",
+        f"p.yaml:5: hooks.c.run: {tmp_path} is a directory",
+        "p.yaml:6: hooks.d.run: no-such-program-anywhere is not found in PATH",
+        'p.yaml:7: hooks.e.user: this machine has no account "no-such-account"',
+        f"p.yaml:8: hooks.f.cwd: {tmp_path}/absent is not a directory on this machine",
+        f"p.yaml:10: hooks.h.run: {hidden}: {each}",
+        f"p.yaml:11: hooks.i.run: {hidden}: write each argument as an item of its own",
+        f"p.yaml:12: hooks.j.run: /~/drain.sh does not exist: {relative}",
+        f"p.yaml:13: hooks.k.run: {tmp_path}/hooks/drain does not exist: {relative}",
+    ]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no execute permission")
@@ -464,22 +486,22 @@ hooks:
     ]
     code, out, _ = run("check", "--config", "p.yaml", "--json")
     told = json.loads(out)
-    assert (code, told["valid"], told["errors"]) == (2, False, problems)
+    assert (code, told["valid"]) == (2, False)
+    assert [problem.partition("; did you mean")[0] for problem in problems] == as_lines(
+        told["errors"], has_hints=False
+    )
     warnings = told["warnings"]
-    assert [warning.split(": ", 2)[:2] for warning in warnings] == [
-        ["p.yaml:2", "rules[0].approve"],
-        *([] if is_root else [["p.yaml:5", "hooks.b.run"]]),
-        ["p.yaml:6", "hooks.c.run"],
-        ["p.yaml:7", "hooks.d.run"],
+    assert [(warning["line"], warning["column"], warning["path"]) for warning in warnings] == [
+        (2, 46, "rules[0].approve"),
+        *([] if is_root else [(5, 7, "hooks.b.run")]),
+        (6, 7, "hooks.c.run"),
+        (7, 7, "hooks.d.run"),
     ]
     code, out, _ = run("check", "--config", "p.yaml")
     *lines, last = out.splitlines()
     assert (code, last) == (2, f"not valid: {len(problems)} errors, {len(warnings)} warnings")
-    both = [*problems, *(f"warning: {warning}" for warning in warnings)]
-    assert sorted(both) == sorted(lines)
-    assert [line.removeprefix("warning: ")[:9] for line in lines] == [
-        f"p.yaml:{line}:" for line in range(2, 9) if line != 4
-    ]
+    assert sorted([*problems, *as_lines(warnings, has_hints=False)]) == sorted(lines)
+    assert [line[:9] for line in lines] == [f"p.yaml:{line}:" for line in range(2, 9) if line != 4]
 
 
 @pytest.mark.parametrize(
@@ -501,7 +523,7 @@ def test_check_shows_the_effect_of_an_unavailable_table(
     assert f"It acts with the VMs of group web through {table}, 2 events at a time.\n" in out
     unavailable = "what names several VMs is not approved."
     assert f"While the store is unavailable, {slots}{unavailable}\n" in out
-    assert f"{policy}:1: fleet.members: members does not match this VM, web_0" in out
+    assert f"{policy}:1: warning: fleet.members: members does not match this VM, web_0" in out
     policy.write_text(f"fleet: {{group: web, table: '{table}', on_unavailable: {on_unavailable}}}\n")
     _, out, _ = run("check", "--no-files", "--config", str(policy))
     assert f"While the store is unavailable, {unavailable}\n" in out
@@ -527,9 +549,8 @@ def test_check_without_files_looks_at_the_policy_alone(
     assert (code, told["valid"], told["errors"], told["warnings"]) == (0, True, [], [])
     code, out, _ = run("check", "--json", "--config", str(policy))
     told = json.loads(out)
-    found = [problem.split(": ")[1] for problem in (*told["errors"], *told["warnings"])]
     assert code == 2
-    assert [place for place in found if not place.startswith(str(policy))] == [
+    assert [problem["path"] for problem in (*told["errors"], *told["warnings"]) if problem["path"]] == [
         "fleet.credential.sas_file",
         "agent.state_dir",
         "agent.web_config",
@@ -548,9 +569,10 @@ def test_check_names_file_and_line_of_an_unknown_field_of_a_template(run: Run, t
 
     _, out, _ = run("check", "--json", str(path))
 
-    place = f"{path}:2: notify[0]: format: {template}:2"
-    warnings = json.loads(out)["warnings"]
-    assert f"{place}: there is no field ${{what}}; known are: id, kind, title" in "\n".join(warnings)
+    (warning,) = [one for one in json.loads(out)["warnings"] if "${what}" in one["message"]]
+    assert (warning["file"], warning["line"], warning["column"], warning["path"]) == (str(path), 2, 5, "notify[0]")
+    unknown = f"format: {template}:2: there is no field ${{what}}; known are: id, kind, title"
+    assert warning["message"].startswith(unknown)
 
 
 def test_strict_check_treats_a_warning_as_an_error(run: Run, tmp_path: Path) -> None:
@@ -598,7 +620,12 @@ def test_check_of_invalid_yaml_still_reports_who_could_change_the_file(
     told = json.loads(out)
     assert (code, len(told["errors"])) == (2, 1)
     (warning,) = told["warnings"]
-    assert warning.startswith(f"{policy}:1: {policy} can be changed by every account")
+    assert (warning["line"], warning["column"], warning["path"]) == (None, None, "")
+    assert warning["message"].startswith(f"{policy} can be changed by every account")
+    (error,) = told["errors"]
+    assert (error["file"], error["line"], error["column"], error["path"]) == (str(policy), 1, 9, "")
+    lines = run("check", "--config", str(policy))[1].splitlines()
+    assert lines[0].startswith(f"{policy}: warning: {policy} can be changed by every account")
 
 
 def test_check_prints_the_schema(run: Run) -> None:
@@ -1120,7 +1147,12 @@ def test_explain_of_a_scenario_counts_on_the_time_that_hooks_took_here(run: Run,
 
 
 @pytest.mark.skipif(os.name != "posix" or shutil.which("git") is None, reason="needs sh and git")
-def test_the_pipeline_of_the_reference_fails_on_plans_that_are_not_those_of_the_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_the_pipeline_of_the_reference_fails_on_plans_that_are_not_those_of_the_policy(
+    tmp_path: Path, shell: str
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
     (pipeline,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/policy.md").read_text("utf-8"), re.DOTALL)
     environment = {
         **os.environ,
@@ -1132,7 +1164,7 @@ def test_the_pipeline_of_the_reference_fails_on_plans_that_are_not_those_of_the_
 
     def sh(script: str) -> tuple[int, str]:
         done = subprocess.run(
-            ["sh", "-ec", script],
+            [shell, "-ec", script],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,
@@ -1142,13 +1174,19 @@ def test_the_pipeline_of_the_reference_fails_on_plans_that_are_not_those_of_the_
         )
         return done.returncode, done.stdout
 
-    (tmp_path / "plans").mkdir()
+    commit = "git -c user.name=a -c user.email=a@example.com commit --quiet -m change"
     (tmp_path / "policy.yaml").write_text(POLICY)
     code, out = sh(f"git init --quiet\n{pipeline}")
-    assert code == 0, out
+    assert code != 0, out  # there is no commit at all
+    assert sh(f"git add policy.yaml && {commit} -- policy.yaml") == (0, "")
+    for _ in range(2):
+        code, out = sh(pipeline)
+        assert (code, out.count("new file mode")) == (1, 4), out
+    assert sh("git add plans")[0] == 0
+    assert sh(pipeline)[0] == 1  # they are not committed yet
     plans = {path.name for path in (tmp_path / "plans").iterdir()}
     assert plans == {f"{name}.txt" for name in ("platform-reboot", "user-reboot", "freeze", "spot-eviction")}
-    assert sh("git add plans && git -c user.name=a -c user.email=a@example.com commit --quiet -m plans")[0] == 0
+    assert sh(commit)[0] == 0
     code, out = sh(pipeline)
     assert code == 0, out
 

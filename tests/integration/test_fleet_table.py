@@ -668,7 +668,9 @@ def test_an_agent_that_starts_warns_of_an_exposed_signature(
     text = f"fleet: {{group: web, table: 'https://a.example/abc', max_events: 1, credential: {credential}}}\n"
     policy.write_text(text, encoding="utf-8")
     told = machine_warnings(load_policy(policy))
-    assert [text for text in told if "fleet.credential.sas_file: sas is open to all" in text] != [], told
+    assert [
+        problem for problem in told if "fleet.credential.sas_file: sas is open to all" in str(problem)
+    ] != [], told
 
 
 @pytest.fixture

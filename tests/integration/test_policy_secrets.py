@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 import pytest
+from problems import as_lines
 
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.policy import yaml_nodes
@@ -139,6 +140,5 @@ def test_an_error_is_still_reported_without_its_secret(
     assert main(["check", "--json", "--config", str(policy)]) == 2
     words = ", ".join(get_args(NotificationKind))
     hidden = "not shown here, for it may be secret"
-    assert (
-        f"{policy}:1: {problem.format(hidden=hidden, on=words)}" in json.loads(capsys.readouterr().out)["errors"]
-    )
+    errors = as_lines(json.loads(capsys.readouterr().out)["errors"])
+    assert f"{policy}:1: {problem.format(hidden=hidden, on=words)}" in errors

@@ -10,7 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
+from problems import as_lines
 
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import doctor, main
@@ -26,6 +29,7 @@ from scheduled_events_agent.notifications import SAMPLE, NotificationError, deli
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.load import ConfigError
 from scheduled_events_agent.policy.settings import FleetCredential
+from scheduled_events_agent.policy.typed_yaml import Problem
 
 if sys.platform == "win32":
     pytest.skip("owners, modes and links as Linux has them", allow_module_level=True)
@@ -362,7 +366,7 @@ def exposed(file: Path, tmp_path: Path) -> tuple[Path, list[str]]:
     )
     policy.chmod(0o666)
     return policy, [
-        f"{policy}:1: {danger(policy, 'every account', f'chmod go-w {policy}')}",
+        f"{policy}: {danger(policy, 'every account', f'chmod go-w {policy}')}",
         f"{policy}:4: hooks.drain.run: {danger(file.parent, 'every account', f'chmod go-w {file.parent}')}",
     ]
 
@@ -395,11 +399,12 @@ def test_check_reports_errors_to_root_and_warnings_to_others(
     assert capsys.readouterr().out.splitlines() == [*problems, "not valid: 2 errors"]
     assert main(["check", "--json", "--config", str(policy)]) == 2
     told = json.loads(capsys.readouterr().out)
-    assert (told["valid"], told["errors"], told["warnings"]) == (False, problems, [])
+    assert (told["valid"], as_lines(told["errors"], has_hints=False), told["warnings"]) == (False, problems, [])
 
     set_privileged(monkeypatch, False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
-    assert json.loads(capsys.readouterr().out)["warnings"] == problems
+    warnings = as_lines(json.loads(capsys.readouterr().out)["warnings"], has_hints=False)
+    assert warnings == [problem.replace(": ", ": warning: ", 1) for problem in problems]
 
 
 TARGET = "notify: [{name: ops, to: 'https://127.0.0.1:1/', "
@@ -432,11 +437,14 @@ def test_a_notify_or_fleet_file_is_an_error_for_root_and_a_warning_for_others(
     key, policy, fault = exchange
     set_privileged(monkeypatch, True)
     assert main(["check", "--json", "--config", str(policy)]) == 2
-    assert json.loads(capsys.readouterr().out)["errors"] == [f"{policy}:1: {key}: {fault}"]
+    assert as_lines(json.loads(capsys.readouterr().out)["errors"], has_hints=False) == [
+        f"{policy}:1: {key}: {fault}"
+    ]
 
     set_privileged(monkeypatch, False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
-    assert f"{policy}:1: {key}: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
+    warnings = as_lines(json.loads(capsys.readouterr().out)["warnings"], has_hints=False)
+    assert f"{policy}:1: warning: {key}: {fault}" in warnings
 
 
 def test_an_agent_starts_with_an_insecure_file_but_does_not_reload(
@@ -449,7 +457,7 @@ def test_an_agent_starts_with_an_insecure_file_but_does_not_reload(
     assert settings.notify or settings.fleet
     with pytest.raises(ConfigError) as caught:
         read_policy(file, lambda *_: None)
-    assert caught.value.problems == (f"{path}:1: {key}: {fault}",)
+    assert [*map(str, caught.value.problems)] == [f"{path}:1: {key}: {fault}"]
 
 
 def test_an_action_that_needs_an_insecure_file_fails_with_the_reason(
@@ -495,8 +503,8 @@ def test_insecure_endpoint_files_are_a_warning_and_used(
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"agent: {{web_config: '{file}'}}\n", encoding="utf-8")
     assert main(["check", "--json", "--config", str(policy)]) == 0
-    told = f"{policy}:1: agent.web_config: {danger(file, 'every account', f'chmod go-w {file}')}"
-    assert told in json.loads(capsys.readouterr().out)["warnings"]
+    told = f"{policy}:1: warning: agent.web_config: {danger(file, 'every account', f'chmod go-w {file}')}"
+    assert told in as_lines(json.loads(capsys.readouterr().out)["warnings"], has_hints=False)
 
 
 def test_doctor_fails_if_one_reference_to_a_file_is_an_error(file: Path) -> None:
@@ -623,7 +631,8 @@ def test_check_warns_of_an_insecure_state_directory_and_other_accounts_use_it(
     policy.write_text(f"agent: {{state_dir: '{state}'}}\n", encoding="utf-8")
     fault = danger(parent, "every account", f"chmod go-w {parent}")
     assert main(["check", "--json", "--config", str(policy)]) == 0
-    assert f"{policy}:1: agent.state_dir: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
+    warnings = as_lines(json.loads(capsys.readouterr().out)["warnings"], has_hints=False)
+    assert f"{policy}:1: warning: agent.state_dir: {fault}" in warnings
     for is_root, verdict in ((True, "error"), (False, "warning")):
         set_privileged(monkeypatch, is_root)
         found = doctor._check_state(state, None, is_in_use=False)
@@ -654,7 +663,8 @@ def shared_place() -> Iterator[Path]:
 
 def secret_warnings(policy: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert main(["check", "--json", "--config", str(policy)]) == 0
-    return [text for text in json.loads(capsys.readouterr().out)["warnings"] if "is a secret" in text]
+    warnings = [msgspec.convert(warning, Problem) for warning in json.loads(capsys.readouterr().out)["warnings"]]
+    return [replace(warning, hint="").text for warning in warnings if "is a secret" in warning.message]
 
 
 @pytest.mark.parametrize(
@@ -683,7 +693,7 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     told = f"{policy}:1: {where}: is a secret, and {fault}, or {way_out}"
     assert secret_warnings(policy, capsys) == [told]
     loaded = load_policy(policy)
-    assert told in machine_warnings(loaded)  # which an agent that starts logs
+    assert told in [problem.text for problem in machine_warnings(loaded)]  # which an agent that starts logs
     findings = [*check_machine(loaded, is_root=False)]
     found = [*doctor._check_permissions(loaded, findings, is_root_service=False)]
     assert [(finding.severity, finding.message) for finding in found] == [("warning", told)]

@@ -295,8 +295,8 @@ def test_the_vm_of_a_recording_can_be_called_by_another_name() -> None:
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        (b"", ["r.jsonl:1: there is no document in it: make one with simulate --record r.jsonl"]),
-        (b'{"vm": "a"}\n', ["r.jsonl:1: there is no document in it: make one with simulate --record r.jsonl"]),
+        (b"", ["r.jsonl:1: there is no document in it; make one with simulate --record r.jsonl"]),
+        (b'{"vm": "a"}\n', ["r.jsonl:1: there is no document in it; make one with simulate --record r.jsonl"]),
         (b"{}", ["r.jsonl:1: not the first line of a recording: Object missing required field `vm`"]),
         (
             b'{"vm": "a"}\n{"at": "2026-01-01T00:00:00", "body": ""}\n[]',

@@ -13,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from problems import as_lines
 
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.simulator import (
@@ -177,14 +178,14 @@ def test_the_command_reports_the_validity_of_a_file_to_programs(tmp_path: Path) 
         ran = run_command("--check", "--json", str(name))
         assert ran.stderr == ""
         told = json.loads(ran.stdout)
-        return ran.returncode, told["valid"], told["errors"], (told["steps"], told["vms"])
+        return ran.returncode, told["valid"], as_lines(told["errors"]), (told["steps"], told["vms"])
 
     assert checked("platform-reboot") == (0, True, [], (1, ["vm-1"]))
     path = tmp_path / "mine.yaml"
     path.write_text("vms: []\ntimeline: 1\n")
     problems = [
         f"{path}:1: vms: expected at least 1 items; got 0",
-        f'{path}:2: timeline: expected a list; got "1": write [1]',
+        f'{path}:2: timeline: expected a list; got "1"; write [1]',
     ]
     assert checked(path) == (2, False, problems, (None, []))
     assert run_command("--check", str(path)).stderr.splitlines() == problems

@@ -80,7 +80,7 @@ def test_check_warns_of_a_named_pipe(tmp_path: Path, pipe: Path, text: str, wher
     code, told = check(policy)
     assert code == 0
     (line,) = [line for line in told.splitlines() if "is not a regular file" in line]
-    assert line.startswith(f"warning: {policy}:1: {where}: {pipe}")
+    assert line.startswith(f"{policy}:1: warning: {where}: {pipe}")
 
 
 @pytest.mark.parametrize("key", ["cert_file", "key_file", "client_ca_file"])

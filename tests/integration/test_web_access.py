@@ -395,7 +395,7 @@ def test_the_documented_access_file_works_unchanged(place: Path) -> None:
 
 def lines_of_web_config(loaded: LoadedPolicy) -> list[str]:
     found = preflight.problems(loaded, preflight.check_machine(loaded, is_root=host.is_privileged()))
-    return [str(problem) for problem in found if problem.path == "agent.web_config"]
+    return [problem.text for problem in found if problem.path == "agent.web_config"]
 
 
 @needs_openssl
@@ -505,7 +505,7 @@ def test_on_windows_the_access_list_shows_whether_every_account_can_read_the_key
 def test_check_reports_that_without_an_access_file_the_endpoints_are_open_to_all(listen: str) -> None:
     (warning,) = parse_settings(f"agent:\n  listen: {listen}\n", "p").warnings
     text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
-    assert str(warning) == f"p:2: agent.listen: {text}"
+    assert str(warning) == f"p:2: warning: agent.listen: {text}"
 
 
 @needs_openssl

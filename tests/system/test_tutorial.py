@@ -92,7 +92,7 @@ class Shell:
             if re.fullmatch(r"\d+ done\n", line):
                 return "".join(lines)
             # The home directory is one that the system clears here, which the agent warns of.
-            if not line.startswith("warning: "):
+            if ": warning: " not in line:
                 lines.append(line.replace(", 1 warning", "").replace("valid, with 1 warning", "valid"))
         raise AssertionError(f"the shell has ended at {command!r}:\n{''.join(lines)}")
 

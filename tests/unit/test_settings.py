@@ -20,12 +20,13 @@ def faults(text: str, *, may_change_user: bool = True) -> Sequence[str]:
     with pytest.raises(ConfigError) as caught:
         parse_settings(text, "policy.yaml", may_change_user=may_change_user)
     assert caught.value.kind == "config"
-    assert str(caught.value) == "\n".join(caught.value.problems)
-    return caught.value.problems
+    problems = tuple(map(str, caught.value.problems))
+    assert str(caught.value) == "\n".join(problems)
+    return problems
 
 
 def warnings(text: str) -> list[str]:
-    return [str(warning) for warning in parse_settings(text, "policy.yaml").warnings]
+    return [warning.text for warning in parse_settings(text, "policy.yaml").warnings]
 
 
 FLEET = "fleet: {table: 'https://a.example/abc', max_events: 1}\n"
@@ -223,36 +224,36 @@ NAMES_HOOKS = "this key names hooks; write a command below hooks"
     ("text", "fault"),
     [
         *(
-            (f"rules: [{{name: a, {key}: systemctl stop nginx}}]", f'got "systemctl stop nginx": {NAMES_HOOKS}')
+            (f"rules: [{{name: a, {key}: systemctl stop nginx}}]", f'got "systemctl stop nginx"; {NAMES_HOOKS}')
             for key in ("prepare", "on_start", "recover")
         ),
         (
             "on_clear: systemctl stop nginx",
-            f'on_clear: expected a list; got "systemctl stop nginx": {NAMES_HOOKS}',
+            f'on_clear: expected a list; got "systemctl stop nginx"; {NAMES_HOOKS}',
         ),
-        ("rules: [{name: a, prepare: [systemctl stop nginx]}]", f'; got "systemctl stop nginx": {NAMES_HOOKS}'),
-        ("rules: [{name: a, prepare: {run: [x]}}]", f"expected a list; got keys with values: {NAMES_HOOKS}"),
-        ("rules: [{name: a, prepare: drain}]", 'prepare: expected a list; got "drain": write [drain]'),
+        ("rules: [{name: a, prepare: [systemctl stop nginx]}]", f'; got "systemctl stop nginx"; {NAMES_HOOKS}'),
+        ("rules: [{name: a, prepare: {run: [x]}}]", f"expected a list; got keys with values; {NAMES_HOOKS}"),
+        ("rules: [{name: a, prepare: drain}]", 'prepare: expected a list; got "drain"; write [drain]'),
         ("rules: [{name: a, prepare: }]", "expected a list; got nothing: remove the key, or write []"),
         ("agent: {observe: yes}", 'agent: unknown key "observe"; write mode: observe'),
         ("observe: yes", '1: unknown key "observe"; write agent: {mode: observe}'),
         ("rules: [{name: a, immediately: yes}]", 'unknown key "immediately"; write approve: immediately'),
         ("rules: [{name: a, when: {Freeze: yes}}]", 'unknown key "Freeze"; write type: Freeze'),
         ("rules: [{name: a, hold: yes}]", 'unknown key "hold"; known here: name, '),
-        ("maintenance_windows: {n: {start: 02:00, length: 1h, days: weekend}}", 'got "weekend": write [sat, sun]'),
+        ("maintenance_windows: {n: {start: 02:00, length: 1h, days: weekend}}", 'got "weekend"; write [sat, sun]'),
         (
             "maintenance_windows: {n: {start: 02:00, length: 1h, days: [Weekend]}}",
-            'got "Weekend": write [sat, sun]',
+            'got "Weekend"; write [sat, sun]',
         ),
         (
             "maintenance_windows: {n: {start: 02:00, length: 1h, days: weekdays}}",
-            ": write [mon, tue, wed, thu, fri]",
+            "; write [mon, tue, wed, thu, fri]",
         ),
         (
             "maintenance_windows: {n: {start: 02:00, length: 1h, days: daily}}",
-            ": remove the key: it opens every day",
+            "; remove the key: it opens every day",
         ),
-        ("maintenance_windows: {n: {start: 02:00, length: 1h, days: saturday}}", 'got "saturday": write sat'),
+        ("maintenance_windows: {n: {start: 02:00, length: 1h, days: saturday}}", 'got "saturday"; write sat'),
         ("notify: [{name: a, to: 'https://x/', true: [held]}]", 'put "on" in quotes: Helm and other programs'),
     ],
 )

@@ -116,7 +116,7 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
         ("text:", 'f.yaml:1: text: expected a text; got nothing: remove the key, or write ""'),
         ("text: [a]", "f.yaml:1: text: expected a text; got a list"),
         ("text: {a: b}", "f.yaml:1: text: expected a text; got keys with values"),
-        ("few: a", 'f.yaml:1: few: expected a list; got "a": write [a]'),
+        ("few: a", 'f.yaml:1: few: expected a list; got "a"; write [a]'),
         ("few:", "f.yaml:1: few: expected a list; got nothing: remove the key, or write []"),
         ("few: []", "f.yaml:1: few: expected at least 1 items; got 0"),
         ("table: [a]", "f.yaml:1: table: expected keys with values; got a list"),
@@ -126,7 +126,7 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
         ),
         ("any_of:\n  - a\n  - c", 'f.yaml:3: any_of[1]: expected one of a, b; got "c"'),
         ("any_of: c", 'f.yaml:1: any_of: expected one of a, b; got "c"'),
-        ("any_of: a, b", 'f.yaml:1: any_of: expected one of a, b; got "a, b": write [a, b]'),
+        ("any_of: a, b", 'f.yaml:1: any_of: expected one of a, b; got "a, b"; write [a, b]'),
         (
             "mode: Never",
             'f.yaml:1: mode: expected one of never, on, 2020-07-01; got "Never"; did you mean "never"?',
@@ -232,13 +232,13 @@ def test_a_value_error_of_the_type_itself_is_a_problem() -> None:
     assert [str(problem) for problem in problems] == ["f.yaml:2: expected an even number; got 3"]
 
 
-def test_lines_are_known_for_later_checks() -> None:
+def test_places_are_known_for_later_checks() -> None:
     parsed = read("text: a\nitems:\n  - name: x\n  - name: y\n    span: 1s\n")
-    assert parsed.line_of("items") == 2
-    assert parsed.line_of("items[1]") == 4
-    assert parsed.line_of("items[1].span") == 5
-    assert parsed.line_of("items[1].count") == 4
-    assert parsed.line_of("inner.name") == 1
+    assert parsed.place_of("items") == (2, 1)
+    assert parsed.place_of("items[1]") == (4, 5)
+    assert parsed.place_of("items[1].span") == (5, 5)
+    assert parsed.place_of("items[1].count") == (4, 5)
+    assert parsed.place_of("inner.name") is None
     assert str(parsed.problem("items[0].name", "is odd")) == "f.yaml:3: items[0].name: is odd"
 
 

@@ -30,7 +30,7 @@ from scheduled_events_agent.policy.durations import format_duration, format_esti
 from scheduled_events_agent.policy.load import BUILT_IN_NAME, ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.schema import policy_schema
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.policy.typed_yaml import Problem
+from scheduled_events_agent.policy.typed_yaml import Problem, in_order
 from scheduled_events_agent.status import SCHEMA_VERSION
 
 _SEVERAL_VMS = (
@@ -52,12 +52,12 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     file: str
     hash: str
-    """SHA-256."""
+    """SHA-256; "" if the file cannot be read."""
     valid: bool
     """Whether the exit code is 0."""
-    errors: tuple[str, ...]
+    errors: tuple[Problem, ...]
     """In the order of the file."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Problem, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,19 +91,19 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json(
             PolicyCheck(
                 at=datetime.now(UTC),
-                file=loaded.name if loaded else "",
+                file=report.file,
                 hash=loaded.hash if loaded else "",
                 valid=is_valid,
-                errors=report.errors,
-                warnings=report.warnings,
+                errors=tuple(map(report.with_hint, report.errors)),
+                warnings=tuple(map(report.with_hint, report.warnings)),
             )
         )
         return 0 if is_valid else 2
     terminal = Terminal.of(sys.stdout)
     if loaded and is_valid:
         print(*terminal.line(f"{loaded.name}: valid"), sep="\n")
-    for line in report.lines:
-        print(*terminal.line(line, indent=2), sep="\n")
+    for problem in in_order((*report.errors, *report.warnings)):
+        print(*terminal.line(str(problem), indent=2), sep="\n")
     if loaded and is_valid:
         print("", *_format_policy(loaded, terminal), sep="\n")
         return 0
@@ -117,45 +117,48 @@ def _run(arguments: argparse.Namespace) -> int:
 class _Report(NamedTuple):
     """The errors and warnings of a policy file."""
 
+    file: str
     loaded: LoadedPolicy | None
     """None if the file cannot be read."""
-    errors: tuple[str, ...]
-    warnings: tuple[str, ...]
-    lines: tuple[str, ...]
-    """Errors and warnings, for people, in the order of the file."""
+    errors: tuple[Problem, ...]
+    warnings: tuple[Problem, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """Those among the errors and warnings that are about this machine."""
+
+    def with_hint(self, problem: Problem) -> Problem:
+        """The problem with the hint that its line, which is long enough, does not have."""
+        for finding in self.findings:
+            if (finding.key, finding.message) == (problem.path, problem.message):
+                return replace(problem, hint=finding.hint)
+        return problem
 
 
 def _examine(config: str | None, *, is_alone: bool) -> _Report:
     """Check a policy file. ``is_alone``: check nothing but the file itself."""
+    path = find_config(config)
     try:
-        inspected = inspect_policy(find_config(config))
+        inspected = inspect_policy(path)
     except ConfigError as error:
-        return _Report(None, error.problems, (), error.problems)
+        return _Report(str(path), None, error.problems)
     loaded = inspected.loaded
-    found: list[Finding] = []
+    findings: tuple[Finding, ...] = ()
     if not is_alone:
-        found += [finding for finding in _find_problems(loaded) if inspected.is_valid(finding.key)]
-    errors = (*inspected.errors, *problems(loaded, [one for one in found if one.severity == "error"]))
-    warnings = (*loaded.warnings, *problems(loaded, [one for one in found if one.severity == "warning"]))
-    by_line = [(error.line, str(error)) for error in errors]
-    by_line += [(warning.line, f"warning: {warning}") for warning in warnings]
+        findings = tuple(finding for finding in _find_problems(loaded) if inspected.is_valid(finding.key))
+    found = in_order((*inspected.errors, *loaded.warnings, *problems(loaded, findings)))
     return _Report(
+        loaded.name,
         loaded,
-        _in_order(errors),
-        _in_order(warnings),
-        tuple(text for _, text in sorted(by_line, key=lambda line: line[0])),
+        tuple(problem for problem in found if problem.severity == "error"),
+        tuple(problem for problem in found if problem.severity == "warning"),
+        findings,
     )
-
-
-def _in_order(problems: tuple[Problem, ...]) -> tuple[str, ...]:
-    return tuple(str(problem) for problem in sorted(problems, key=lambda problem: problem.line))
 
 
 def load_checked(config: str | None) -> LoadedPolicy:
     """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
     loaded = load_trusted_policy(find_config(config), is_reload=True)
     if errors := problems(loaded, _fleet_errors(loaded.settings)):
-        raise ConfigError(tuple(map(str, errors)))
+        raise ConfigError(errors)
     return loaded
 
 
@@ -205,8 +208,8 @@ def _is_without_group(settings: Settings) -> bool:
 
 def _format_policy(loaded: LoadedPolicy, terminal: Terminal) -> Iterator[str]:
     settings = loaded.settings
-    if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
-        what = "names no rules" if loaded.parsed.lines else "is empty"
+    if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.places:
+        what = "names no rules" if loaded.parsed.places else "is empty"
         yield f"The file {what}: the built-in rules are in force."
     yield "The first rule that matches an event applies:"
     for rule, reached in reached_types(settings.rules):

@@ -17,6 +17,7 @@ from scheduled_events_agent.policy.load import (
     without_errors,
 )
 from scheduled_events_agent.policy.settings import Settings, is_foreign_path
+from scheduled_events_agent.policy.typed_yaml import Problem
 
 _MAX_FILE_BYTES = 1024 * 1024
 
@@ -40,7 +41,8 @@ def state_dir_of(settings: Settings, option: str | None = None) -> Path:
     """Where an agent with these settings, and this option --state-dir, keeps its state. Raises ConfigError."""
     chosen = option or settings.agent.state_dir
     if not option and chosen and is_foreign_path(chosen):
-        raise ConfigError((f"agent.state_dir: {chosen} is a path of another system",))
+        text = f"{chosen} is a path of another system"
+        raise ConfigError((Problem(file="", path="agent.state_dir", message=text),))
     return Path(chosen) if chosen else host.default_state_dir()
 
 
@@ -99,9 +101,9 @@ def _read(path: Path | None) -> bytes:
     except host.HostError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             hint = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
-            problem = f"{path}: there is no such file; {hint}"
-            raise ConfigError((problem,), is_missing=True, summary="there is no such file") from None
+            problem = Problem(file=str(path), message="there is no such file", hint=hint)
+            raise ConfigError((problem,), is_missing=True, summary=problem.message) from None
         # On Windows, which has no prefix, a folder is denied too.
         prefix = host.supervisor_commands().prefix if isinstance(error.__cause__, PermissionError) else ""
-        hint = f": use {prefix.strip()}" if prefix else ""
-        raise ConfigError((f"{error}{hint}",), summary="it cannot be read") from error.__cause__
+        problem = Problem(file=str(path), message=error.summary, hint=f"use {prefix.strip()}" if prefix else "")
+        raise ConfigError((problem,), summary="it cannot be read") from error.__cause__

@@ -170,7 +170,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         yield _check_agent(state_dir, agent, service, loaded, options)
     else:
         yield from (hidden(check, host.account_name()) for check in ("state", "disk", "agent"))
-    problem = policy_error.problems[0] if policy_error is not None else ""
+    problem = str(policy_error.problems[0]) if policy_error is not None else ""
     yield doctor_checks.check_service(service, service_error, problem)
     yield from doctor_checks.check_other_agents(
         processes.other_approvers(), _other_agents(agent), is_acting=settings.agent.mode == "act"
@@ -322,7 +322,7 @@ def _policy_failures(error: ConfigError) -> Iterator[Finding]:
     """Why the policy cannot be used, and the checks that are not made because of it."""
     if isinstance(error, preflight.UntrustedPolicyError):
         for problem in error.problems:
-            yield failure("permissions", problem, _UNTRUSTED)
+            yield failure("permissions", problem.text, _UNTRUSTED)
         yield from waiting(("policy", "hooks", "secrets", "fleet", "kubernetes", "notifications"), "permissions")
         return
     denied = error.__cause__
@@ -330,7 +330,7 @@ def _policy_failures(error: ConfigError) -> Iterator[Finding]:
         yield warning("policy", f"{denied.filename}: cannot be read: {denied.strerror}", _AS_AGENT)
     else:
         for problem in error.problems:
-            yield failure("policy", problem, _CORRECT)
+            yield failure("policy", problem.text, _CORRECT)
     yield from waiting(("hooks", "secrets", "permissions", "fleet", "kubernetes", "notifications"), "policy")
 
 
@@ -340,7 +340,7 @@ def _check_policy(loaded: LoadedPolicy, service: OwnService | None, account: str
     found = tuple(preflight.check_machine(loaded, is_root=_is_root(account))) if may_read else ()
     of_pages = [finding for finding in found if finding.subject == "web"]
     for problem in loaded.warnings:
-        yield warning("policy", str(problem), "check that this is intended")
+        yield warning("policy", problem.text, "check that this is intended")
     for finding in of_pages:
         yield warning("policy", _line_of(loaded, finding), finding.hint)
     if loaded.settings.agent.mode == "observe":
@@ -361,7 +361,7 @@ def _check_policy(loaded: LoadedPolicy, service: OwnService | None, account: str
 
 def _line_of(loaded: LoadedPolicy, finding: preflight.Finding) -> str:
     """The finding with the line of the policy file that it is about."""
-    return str(loaded.parsed.problem(finding.key, finding.message))
+    return loaded.parsed.problem(finding.key, finding.message).text
 
 
 def _check_hooks(
@@ -408,12 +408,12 @@ def _check_units(loaded: LoadedPolicy) -> Iterator[Finding]:
         yield skipped("hooks", f"whether the units of hooks exist cannot be checked: {error}")
         return
     errors = [(path, f"systemd does not know {unit}") for path, unit in named.items() if unit in unknown]
-    seen = set[tuple[int, str]]()  # an alias stands where its anchor does
+    seen = set[tuple[int | None, str]]()  # an alias stands where its anchor does
     for problem in loaded.parsed.to_problems(errors):
         if (problem.line, problem.message) not in seen:
             seen.add((problem.line, problem.message))
             yield warning(
-                "hooks", str(problem), "write the name that systemctl list-unit-files has: the hook fails else"
+                "hooks", problem.text, "write the name that systemctl list-unit-files has: the hook fails else"
             )
 
 

@@ -67,9 +67,8 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
             line = as_typed(command(options_in_force(None, path, directory), "check"))
             report(f"{path} is rejected: {line} says why")
             return directory
-        problems, *more = error.problems
-        if more:
-            problems += f" (and {plural(len(more), 'more problem')})"
+        problem, *more = error.problems
+        problems = f"{problem} (and {plural(len(more), 'more problem')})" if more else str(problem)
         if arguments.config:
             raise AgentError(f"{problems}\nso name the state directory with --state-dir", kind="config") from error
         report(f"{problems}\nso this looks in {directory}; --state-dir names another")

@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
         # In the form of the log, so that systemd's journal has it as an error.
         if not is_log_set_up:
             set_up("info", "auto")
-        for reason in getattr(error, "problems", (str(error),)):  # of a policy file, one for each line
+        for reason in map(str, getattr(error, "problems", (error,))):  # of a policy file, one for each line
             get_logger().error("the agent cannot run", log_id=LogId.AGENT_FAILED, kind=error.kind, reason=reason)
         return exit_code(error)
 

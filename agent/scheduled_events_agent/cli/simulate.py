@@ -18,6 +18,7 @@ from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import exit_code
 from scheduled_events_agent.cli.terminal import Cell, Terminal, print_json, printable
 from scheduled_events_agent.policy.durations import format_time, parse_duration, plural
+from scheduled_events_agent.policy.typed_yaml import Problem
 from scheduled_events_agent.simulator import (
     Scenario,
     SimulatedEvent,
@@ -31,7 +32,7 @@ from scheduled_events_agent.simulator.azure import LogEntryKind
 from scheduled_events_agent.simulator.control import Control
 from scheduled_events_agent.simulator.recorder import REAL_ENDPOINT, record
 from scheduled_events_agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
-from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO
+from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO, ScenarioError
 from scheduled_events_agent.simulator.table import SimulatedTable
 from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION
 from scheduled_events_agent.status.actions import command, quoted
@@ -60,7 +61,8 @@ class ScenarioCheck(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     valid: bool
-    errors: tuple[str, ...] = ()
+    errors: tuple[Problem, ...] = ()
+    """In the order of the file."""
     steps: int | None = None
     """Of a scenario."""
     documents: int | None = None
@@ -253,11 +255,11 @@ def _load(name: str, vms: tuple[str, ...]) -> Scenario | Recording:
     if not name.endswith(SUFFIX):
         try:
             return rename_vms(load_scenario(name), vms)
-        except SimulatorError as error:
-            if 'unknown key "rules"' not in str(error):
+        except ScenarioError as error:
+            if not any(problem.message == 'unknown key "rules"' for problem in error.problems):
                 raise
-            hint = f"{name}: this is a policy; run and explain take it with --config"
-            raise SimulatorError(f"{error}\n{hint}", kind=error.kind) from error
+            text = "this is a policy; run and explain take it with --config"
+            raise ScenarioError((*error.problems, Problem(file=name, message=text))) from error
     if len(vms) > 1:
         raise AgentError(f"--vm: a recording has 1 VM; got {len(vms)} names", kind="usage")
     recording = load_recording(name)
@@ -273,7 +275,10 @@ def _check(name: str | None, *, as_json: bool) -> int:
     except SimulatorError as error:
         if not as_json:
             raise
-        print_json(ScenarioCheck(at=now, valid=False, errors=tuple(str(error).splitlines())))
+        problems: tuple[Problem, ...] = (Problem(file="", message=str(error)),)
+        if isinstance(error, ScenarioError):
+            problems = error.problems
+        print_json(ScenarioCheck(at=now, valid=False, errors=problems))
         return exit_code(error)
     if isinstance(found, Scenario):
         counted = plural(len(found.timeline), "step")

@@ -65,7 +65,9 @@ def _policy_failure(
                 problems += failure.problems
             else:
                 return None
-        return PolicyFailure(reason=f"the policy file is rejected: {error.summary}", detail="\n".join(problems))
+        return PolicyFailure(
+            reason=f"the policy file is rejected: {error.summary}", detail="\n".join(map(str, problems))
+        )
     return None
 
 

@@ -23,6 +23,7 @@ from scheduled_events_agent.policy.load import (
     state_dir_in,
 )
 from scheduled_events_agent.policy.settings import is_foreign_path
+from scheduled_events_agent.policy.typed_yaml import Problem
 from scheduled_events_agent.store.accepted_policy import (
     FILE_NAME,
     AcceptedPolicy,
@@ -47,7 +48,7 @@ class Fallback(NamedTuple):
 class NoFallbackError(AgentError):
     """A start with the rejected file fails."""
 
-    def __init__(self, reason: str, problems: tuple[str, ...] = ()) -> None:
+    def __init__(self, reason: str, problems: tuple[Problem, ...] = ()) -> None:
         """``problems``: what else is wrong, beside the file."""
         super().__init__(reason, kind="config")
         self.problems = problems
@@ -147,7 +148,7 @@ def find_fallback(file: PolicyFile, error: ConfigError) -> Fallback:
     if not _is_known(accepted, _rejected_file(error)):
         raise NoFallbackError("the file was changed in this boot, and no running agent has rejected it yet")
     if error.content is None and (risk := _directory_risk(file)):
-        raise NoFallbackError(risk, (risk,))
+        raise NoFallbackError(risk, (Problem(file="", message=risk),))
     since = format_time(accepted.accepted_at)
     try:
         is_observing = error.content is not None and may_want_to_observe(error.content)
@@ -155,8 +156,10 @@ def find_fallback(file: PolicyFile, error: ConfigError) -> Fallback:
         require_trusted(loaded)  # also the file itself
     except ConfigError as other:
         first = other.problems[0]
-        lines = tuple(f"the policy accepted at {since}: {problem}" for problem in other.problems)
-        raise NoFallbackError(f"the policy accepted at {since} cannot be used: {first}", lines) from other
+        problems = tuple(
+            Problem(file="", message=f"the policy accepted at {since}: {problem}") for problem in other.problems
+        )
+        raise NoFallbackError(f"the policy accepted at {since} cannot be used: {first}", problems) from other
     chosen = loaded.settings.agent.state_dir
     if directory_of(chosen) != directory:
         raise NoFallbackError(f"the policy accepted at {since} has another agent.state_dir")
@@ -182,7 +185,7 @@ def _load(file: PolicyFile, directory: Path) -> AcceptedPolicy:
     try:
         accepted = load_accepted(directory)
     except host.HostError as error:
-        raise NoFallbackError(str(error), (str(error),)) from error
+        raise NoFallbackError(str(error), (Problem(file="", message=str(error)),)) from error
     is_own = (
         accepted is not None
         and accepted.path == file.name

@@ -32,6 +32,7 @@ from scheduled_events_agent.policy.load import (
     keys_for_next_start,
 )
 from scheduled_events_agent.policy.settings import AgentSettings, LogFormat, LogLevel
+from scheduled_events_agent.policy.typed_yaml import Problem
 from scheduled_events_agent.status import ActivePolicy
 from scheduled_events_agent.telemetry import log
 from scheduled_events_agent.telemetry.log import get_logger
@@ -51,7 +52,7 @@ def read_policy(
     loaded = require_trusted(file.load(), is_reload=not is_start)
     settings = loaded.settings.agent.log
     set_up_log(settings.level, settings.format)
-    _warn(map(str, loaded.warnings))
+    _warn(loaded.warnings)
     return loaded
 
 
@@ -74,7 +75,7 @@ def read_fallback(
         log_id=LogId.POLICY_REJECTED,
         reason=str(error),
     )
-    _warn(map(str, fallback.loaded.warnings))
+    _warn(fallback.loaded.warnings)
     return fallback
 
 
@@ -163,7 +164,7 @@ class PolicyReader:
         except ConfigError as error:
             result = error
         except Exception as error:  # noqa: BLE001 - whatever the error, the old policy is still good
-            result = ConfigError((str(error),))
+            result = ConfigError((Problem(file="", message=str(error)),))
         if self._is_requested.is_set():
             return
         self._result = result
@@ -283,7 +284,7 @@ class PolicyReader:
         )
 
 
-def machine_warnings(loaded: LoadedPolicy) -> list[str]:
+def machine_warnings(loaded: LoadedPolicy) -> list[Problem]:
     """Warnings about files, programs and accounts on this machine that the policy names."""
     of_machine = problems(loaded, check_machine(loaded, is_root=host.is_privileged()))
     findings = [*notification_warnings(loaded.settings.notify)]
@@ -291,9 +292,9 @@ def machine_warnings(loaded: LoadedPolicy) -> list[str]:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
         findings += table.warnings(loaded.settings.fleet)
-    return [str(problem) for problem in (*of_machine, *loaded.parsed.to_problems(findings))]
+    return [*of_machine, *loaded.parsed.to_problems(findings, severity="warning")]
 
 
-def _warn(texts: Iterable[str]) -> None:
-    for problem in texts:
-        get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=problem)
+def _warn(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=str(problem))

@@ -24,7 +24,7 @@ from scheduled_events_agent.policy.settings import (
     is_foreign_path,
     is_open,
 )
-from scheduled_events_agent.policy.typed_yaml import Problem
+from scheduled_events_agent.policy.typed_yaml import Problem, Severity, in_order
 
 # Endings of files that an interpreter may be given, and interpreters that take any file first.
 _SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
@@ -47,8 +47,6 @@ _STATE_HINT = "name another directory with agent.state_dir"
 HOOK_HINT = "correct it: until then the hook fails, and a failed prepare hook holds its event"
 
 FILE_SYSTEMS_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-
-Severity = Literal["error", "warning"]
 
 
 class Finding(NamedTuple):
@@ -134,13 +132,20 @@ def require_trusted(loaded: LoadedPolicy, *, is_reload: bool = False) -> LoadedP
         exposed += _exposed_files(loaded, "exchange", is_root=True)
     if exposed:
         found = problems(loaded, exposed)
-        raise UntrustedPolicyError(tuple(map(str, found)), content=loaded.content, summary=_UNTRUSTED)
+        raise UntrustedPolicyError(found, content=loaded.content, summary=_UNTRUSTED)
     return loaded
 
 
 def problems(loaded: LoadedPolicy, findings: Iterable[Finding]) -> tuple[Problem, ...]:
-    """The findings at their lines of the policy, each once."""
-    return loaded.parsed.to_problems(dict.fromkeys((finding.key, finding.message) for finding in findings))
+    """The findings at their lines of the policy, each once. ``doctor`` alone shows their hints."""
+    found: dict[Severity, dict[tuple[str, str], None]] = {"error": {}, "warning": {}}
+    for finding in findings:
+        found[finding.severity][finding.key, finding.message] = None
+    return in_order(
+        problem
+        for severity, of_severity in found.items()
+        for problem in loaded.parsed.to_problems(of_severity, severity=severity)
+    )
 
 
 def _exposed_files(loaded: LoadedPolicy, use: Use, *, is_root: bool) -> Iterator[Finding]:
@@ -229,7 +234,7 @@ def _check_state_dir(loaded: LoadedPolicy) -> Iterator[Finding]:
         return
     state_dir = Path(chosen) if chosen else host.default_state_dir()
     # For a trial, an option may name such a directory.
-    if is_cleared(state_dir) and "agent.state_dir" in loaded.parsed.lines:
+    if is_cleared(state_dir) and "agent.state_dir" in loaded.parsed.places:
         text = f"{state_dir} is in a directory that the system clears: a reboot may lose the state"
         yield Finding("state", "agent.state_dir", "warning", text, _STATE_HINT)
     if disk := processes.temporary_disk(state_dir):

@@ -19,19 +19,26 @@ _NOT_BLOCKING: int = getattr(os, "O_NONBLOCK", 0)  # Windows has none, and needs
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file. Raises HostError, which names the file and says why it cannot be used."""
+    """The content of a regular file. Raises HostError, which names the file and says why it cannot be used.
+
+    The error's summary is the reason alone.
+    """
     try:
         with open(path, "rb", opener=_open) as file:  # a path's own open takes no opener
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             content = file.read(max_bytes + 1) if is_regular else b""
     except (OSError, ValueError) as error:  # ValueError: no path at all
         reason = getattr(error, "strerror", None) or error
-        raise HostError(f"{path}: cannot be read: {reason}", kind="file") from error
+        raise _file_error(path, f"cannot be read: {reason}") from error
     if not is_regular:
-        raise HostError(f"{path}: is not a regular file", kind="file")
+        raise _file_error(path, "is not a regular file")
     if len(content) > max_bytes:
-        raise HostError(f"{path}: expected at most {max_bytes // 1024} KiB; it is larger", kind="file")
+        raise _file_error(path, f"expected at most {max_bytes // 1024} KiB; it is larger")
     return content
+
+
+def _file_error(path: Path, reason: str) -> HostError:
+    return HostError(f"{path}: {reason}", kind="file", summary=reason)
 
 
 def read_trusted_file(path: Path, max_bytes: int) -> bytes:

@@ -255,7 +255,7 @@ def _load_kubeconfig(file: Path) -> Account:
     except host.HostError as error:
         raise AccountError(str(error)) from None
     except yaml_nodes.YamlSyntaxError as error:
-        raise AccountError(f"{file}:{error.line}: {error}") from None
+        raise AccountError(f"{file}:{error.place.line}: {error}") from None
     except msgspec.ValidationError as error:
         raise AccountError(f"{file}: not a kubeconfig: {error}") from None
     context = _named(file, "context", config.current_context, config.contexts, _Context)

@@ -34,7 +34,7 @@ from scheduled_events_agent.policy.settings import (
     is_started_as_root,
     parse_table,
 )
-from scheduled_events_agent.policy.typed_yaml import Parsed, nearest, without_value
+from scheduled_events_agent.policy.typed_yaml import Finding, Parsed, nearest, without_value
 
 _LISTEN = r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})"
 _HOST_NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -70,9 +70,6 @@ _LISTS = ("type", "source", "status", "resource", "description")
 
 _RECOMMENDATIONS = When(type=(RECOMMENDATION,))
 
-Finding = tuple[str, str]
-"""Path and message."""
-
 
 def errors(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
     """Why a policy cannot be used although each of its values is valid.
@@ -85,13 +82,13 @@ def errors(settings: Settings, parsed: Parsed[Settings], *, may_change_user: boo
         path = f"rules[{index}]"
         first = firsts.setdefault(rule.name, index)
         if first != index:
-            line = parsed.line_of(f"rules[{first}].name")
-            yield f"{path}.name", f'the rule in line {line} is called "{rule.name}" already'
+            earlier = parsed.places[f"rules[{first}].name"]
+            yield f"{path}.name", f'the rule in line {earlier.line} is called "{rule.name}" already'
         for stage in ("prepare", "on_start", "recover"):
             yield from _hook_list_errors(f"{path}.{stage}", getattr(rule, stage), settings, parsed)
         if rule.window is not None and not _has("maintenance_windows", rule.window, settings, parsed):
             names = _names("maintenance_windows", settings.maintenance_windows, parsed)
-            yield f"{path}.window", _unknown("maintenance window", rule.window, names)
+            yield f"{path}.window", *_unknown("maintenance window", rule.window, names)
         yield from _when_errors(f"{path}.when", rule.when, parsed)
         yield from _fleet_rule_errors(path, rule, settings, parsed)
     yield from _notify_errors(settings, parsed)
@@ -113,11 +110,11 @@ def _notify_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         if target.name in names:
             yield f"{path}.name", f'another target is called "{target.name}" already'
         names.add(target.name)
-        if target.on == () and f"{path}.on" in parsed.lines:
+        if target.on == () and f"{path}.on" in parsed.places:
             yield f"{path}.on", "expected at least one; got an empty list"
         if target.format == KUBERNETES_FORMAT:
             yield from _kubernetes_target_errors(path, target)
-        elif f"{path}.to" not in parsed.lines:
+        elif f"{path}.to" not in parsed.places:
             yield path, 'the key "to" is missing'
         elif isinstance(target.to, str) and not re.fullmatch(_URL, target.to):
             yield (
@@ -127,7 +124,7 @@ def _notify_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         if target.format not in NOTIFICATION_FORMATS and not is_absolute_path(target.format):
             expected = f"{', '.join(NOTIFICATION_FORMATS)} or the absolute path of a template"
             hint = _hint(target.format, NOTIFICATION_FORMATS)
-            yield f"{path}.format", f"expected {expected}; {_HIDDEN}{hint}"
+            yield f"{path}.format", f"expected {expected}; {_HIDDEN}", hint
         if target.proxy not in (None, "environment") and not re.fullmatch(_PROXY, target.proxy or ""):
             yield f"{path}.proxy", "expected http://HOST:PORT or environment"
         if target.ca_file is not None and not is_absolute_path(target.ca_file):
@@ -177,7 +174,7 @@ def _fleet_errors(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
             yield f"{path}.sas_file", _NO_PATH
     if fleet.proxy not in (None, "environment") and not re.fullmatch(_PROXY, fleet.proxy or ""):
         yield "fleet.proxy", "expected http://HOST:PORT or environment"
-    if not fleet.members and "fleet.members" in parsed.lines:
+    if not fleet.members and "fleet.members" in parsed.places:
         yield "fleet.members", 'expected at least one; got an empty list: write ["*"] if all VMs run the agent'
 
 
@@ -193,7 +190,7 @@ def _fleet_store_errors(fleet: FleetSettings, parsed: Parsed[Settings]) -> Itera
         yield "fleet.leases", f'expected the name of a namespace, or "" for that of the pod; got "{fleet.leases}"'
     if fleet.leases is not None:
         for key in ("credential", "proxy"):
-            if f"fleet.{key}" in parsed.lines:
+            if f"fleet.{key}" in parsed.places:
                 yield f"fleet.{key}", f"{key} is for a table only: take it out"
 
 
@@ -212,7 +209,7 @@ def _kubernetes_errors(settings: Settings) -> Iterator[Finding]:
 def _fleet_rule_errors(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
     if rule.shared != "all-ready":
         return
-    if settings.fleet is None and "fleet" not in parsed.lines:
+    if settings.fleet is None and "fleet" not in parsed.places:
         yield f"{path}.shared", "all-ready needs the store in which VMs report that they are ready: add fleet"
     if rule.approve == "immediately":
         yield f"{path}.shared", "all-ready waits for all VMs, and approve: immediately for none: use when-prepared"
@@ -258,16 +255,16 @@ def _is_name(host: str) -> bool:
 
 def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) -> bool:
     """Whether there is a hook or a window of this name, even one with a wrong value."""
-    is_there = name in getattr(settings, section) or f"{section}.{name}" in parsed.lines
+    is_there = name in getattr(settings, section) or f"{section}.{name}" in parsed.places
     return is_there or any(problem.path == section for problem in parsed.problems)
 
 
 def _names(section: str, right: Iterable[str], parsed: Parsed[Settings]) -> Iterable[str]:
     """The names of all hooks or windows. ``right``: those with a right value.
 
-    The others are found by their lines, except names with a dot.
+    The others are found by their paths, except names with a dot.
     """
-    found = [re.fullmatch(rf"{section}\.([^.\[]+)", path) for path in parsed.lines]
+    found = [re.fullmatch(rf"{section}\.([^.\[]+)", path) for path in parsed.places]
     return dict.fromkeys([*right, *[match[1] for match in found if match]])
 
 
@@ -277,21 +274,21 @@ def _hook_list_errors(
     before: set[str] = set()
     for index, name in enumerate(names):
         if not _has("hooks", name, settings, parsed):
-            yield f"{path}[{index}]", _unknown("hook", name, _names("hooks", settings.hooks, parsed))
+            yield f"{path}[{index}]", *_unknown("hook", name, _names("hooks", settings.hooks, parsed))
         elif name in before:
             yield f"{path}[{index}]", f'hook "{name}" is in this list already'
         before.add(name)
 
 
-def _when_errors(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Finding]:
+def _when_errors(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[tuple[str, str]]:
     for key in ("affects", *_LISTS):
-        if not getattr(when, key) and f"{path}.{key}" in parsed.lines:
+        if not getattr(when, key) and f"{path}.{key}" in parsed.places:
             hint = "" if key == "affects" else ": remove the key if any will do"
             yield f"{path}.{key}", f"expected at least one; got an empty list{hint}"
     for index, text in enumerate(when.description):
         if error := _regex_error(text):
             where = f"{path}.description[{index}]"
-            yield where if where in parsed.lines else f"{path}.description", error
+            yield where if where in parsed.places else f"{path}.description", error
     for kind in ("duration", "notice"):
         below = getattr(when, f"{kind}_below")
         at_least = getattr(when, f"{kind}_at_least")
@@ -345,26 +342,27 @@ def _blank_errors(texts: dict[str, str | None]) -> Iterator[Finding]:
             yield path, "expected a text; got an empty one"
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+def _unknown(what: str, name: str, known: Iterable[str]) -> tuple[str, str]:
+    """The message and the hint for a name that nothing has."""
     known = tuple(known)
-    hint = _hint(name, known) or (f"; known are: {', '.join(known)}" if known else f"; there is no {what} yet")
-    return f'there is no {what} "{name}"{hint}'
+    hint = _hint(name, known) or (f"known are: {', '.join(known)}" if known else f"there is no {what} yet")
+    return f'there is no {what} "{name}"', hint
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
     guess = nearest(name, known)
-    return f'; did you mean "{guess}"?' if guess else ""
+    return f'did you mean "{guess}"?' if guess else ""
 
 
-def warnings(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) -> Iterator[Finding]:
+def warnings(settings: Settings, paths: Container[str], *, is_all_named: bool) -> Iterator[Finding]:
     """Warnings about what is allowed but probably not intended.
 
-    ``lines``: the line of each path in the file.
+    ``paths``: those in the file.
     ``is_all_named``: rules and ``on_clear`` are without errors, so what they do not name is not named.
     """
-    yield from _notify_warnings(settings, lines)
+    yield from _notify_warnings(settings, paths)
     if settings.fleet:
-        yield from _glob_warnings("fleet.members", settings.fleet.members, lines)
+        yield from _glob_warnings("fleet.members", settings.fleet.members, paths)
         if settings.vm.name and (error := settings.fleet.members_error((settings.vm.name, *settings.vm.aliases))):
             yield "fleet.members", error
     yield from _kubernetes_warnings(settings)
@@ -377,9 +375,9 @@ def warnings(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool
     for index, (rule, reached) in enumerate(reached_types(settings.rules)):
         path = f"rules[{index}]"
         yield from _rule_warnings(path, rule)
-        if _is_never_recovered(rule) and f"{path}.recover" not in lines:
+        if _is_never_recovered(rule) and f"{path}.recover" not in paths:
             yield f"{path}.prepare", "nothing puts this VM back in service: write recover: [] if that is meant"
-        yield from _glob_warnings(f"{path}.when.resource", rule.when.resource, lines)
+        yield from _glob_warnings(f"{path}.when.resource", rule.when.resource, paths)
         yield from _time_warnings(path, rule, reached, settings)
     yield from _root_starter_warnings(settings.hooks)
     for name, hook in settings.hooks.items():
@@ -443,11 +441,11 @@ def _unused_warnings(settings: Settings) -> Iterator[Finding]:
             yield f"maintenance_windows.{name}", "no rule names this maintenance window"
 
 
-def _notify_warnings(settings: Settings, lines: Mapping[str, int]) -> Iterator[Finding]:
+def _notify_warnings(settings: Settings, paths: Container[str]) -> Iterator[Finding]:
     for index, target in enumerate(settings.notify):
         if isinstance(target.to, str) and re.match(_UNENCRYPTED, target.to):
             yield f"notify[{index}].to", "notifications go over the network unencrypted: use https"
-        yield from _glob_warnings(f"notify[{index}].when.resource", target.when.resource, lines)
+        yield from _glob_warnings(f"notify[{index}].when.resource", target.when.resource, paths)
 
 
 def _kubernetes_warnings(settings: Settings) -> Iterator[Finding]:
@@ -522,10 +520,10 @@ def _is_never_recovered(rule: Rule) -> bool:
     return goes_on and bool(rule.prepare) and not rule.recover
 
 
-def _glob_warnings(path: str, globs: tuple[str, ...], lines: Mapping[str, int]) -> Iterator[Finding]:
+def _glob_warnings(path: str, globs: tuple[str, ...], paths: Container[str]) -> Iterator[Finding]:
     for index, glob in enumerate(globs):
         if "[" in re.sub(_BRACKETS, "", glob):
-            where = f"{path}[{index}]" if f"{path}[{index}]" in lines else path
+            where = f"{path}[{index}]" if f"{path}[{index}]" in paths else path
             yield where, "a bracket of the glob does not close, so it matches only a bracket"
 
 

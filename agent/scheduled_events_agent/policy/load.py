@@ -14,7 +14,7 @@ from scheduled_events_agent import AgentError
 from scheduled_events_agent.policy import checks
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.settings import KUBERNETES_FORMAT, AgentSettings, NotifyTarget, Settings
-from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, parse, text_at
+from scheduled_events_agent.policy.typed_yaml import Parsed, Problem, in_order, parse, text_at
 
 CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
 BUILT_IN_NAME = "built-in policy"
@@ -28,7 +28,7 @@ _STATE_DIR = r"""(?m)^[^#\n]*\bstate_dir["']?[ \t]*:[ \t]*(?:"([^"\n]*)"|'([^'\n
 
 
 class ConfigError(AgentError):
-    """The policy file cannot be used; ``problems`` has one line for each thing wrong with it.
+    """The policy file cannot be used; ``problems`` has each thing wrong with it.
 
     ``state_dir``: the agent.state_dir in it; "" if it has none, None if that is not known.
 
@@ -37,14 +37,14 @@ class ConfigError(AgentError):
 
     def __init__(
         self,
-        problems: tuple[str, ...],
+        problems: tuple[Problem, ...],
         state_dir: str | None = None,
         *,
         content: bytes | None = None,
         is_missing: bool = False,
         summary: str = "",
     ) -> None:
-        super().__init__("\n".join(problems), kind="config", summary=summary or problems[0])
+        super().__init__("\n".join(map(str, problems)), kind="config", summary=summary or str(problems[0]))
         self.problems = problems
         self.state_dir = state_dir
         self.content = content
@@ -165,7 +165,8 @@ class PolicyFile:
         settings = msgspec.structs.replace(loaded.settings, agent=agent)
         warnings = loaded.warnings
         if agent.listen != loaded.settings.agent.listen:  # one of them is about that
-            warnings = loaded.parsed.to_problems(checks.warnings(settings, loaded.parsed.lines, is_all_named=True))
+            findings = checks.warnings(settings, loaded.parsed.places, is_all_named=True)
+            warnings = loaded.parsed.to_problems(findings, severity="warning")
         return msgspec.structs.replace(loaded, settings=settings, warnings=warnings)
 
 
@@ -188,8 +189,7 @@ def without_errors(inspected: InspectedPolicy) -> LoadedPolicy:
     if inspected.errors:
         state_dir = text_at(inspected.loaded.content, "agent", "state_dir")
         content = inspected.loaded.content
-        problems = tuple(str(error) for error in inspected.errors)
-        raise ConfigError(problems, state_dir, content=content, summary=_summary(inspected.errors))
+        raise ConfigError(inspected.errors, state_dir, content=content, summary=_summary(inspected.errors))
     return inspected.loaded
 
 
@@ -208,7 +208,7 @@ def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> 
         found = parsed.to_problems(checks.errors(parsed.partial_value, parsed, may_change_user=may_change_user))
         # If a value is wrong, what is missing because of it is not reported.
         further = [error for error in found if not any(path.startswith(error.path) for path in known)]
-        errors = tuple(sorted((*errors, *further), key=lambda problem: problem.line))
+        errors = in_order((*errors, *further))
     settings = parsed.partial_value or Settings()
     if settings.lacks_event_target:
         settings = msgspec.structs.replace(settings, notify=(*settings.notify, _EVENT_TARGET))
@@ -218,8 +218,9 @@ def inspect_settings(text: str | bytes, name: str, *, may_change_user: bool) -> 
     )
     # It is not known what an unknown key or a rule with an error was meant to name.
     is_all_named = all(_part_of(error.path).partition("[")[0] not in ("", "rules", "on_clear") for error in errors)
-    findings = checks.warnings(settings, parsed.lines, is_all_named=is_all_named)
-    warnings = parsed.to_problems(finding for finding in findings if inspected.is_valid(finding[0]))
+    findings = checks.warnings(settings, parsed.places, is_all_named=is_all_named)
+    of_valid = (finding for finding in findings if inspected.is_valid(finding[0]))
+    warnings = parsed.to_problems(of_valid, severity="warning")
     return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=warnings))
 
 

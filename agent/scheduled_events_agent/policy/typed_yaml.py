@@ -1,4 +1,4 @@
-"""YAML text to frozen typed values, with every error at once and its line.
+"""YAML text to frozen typed values, with every error at once and its place.
 
 Reads the files that people write: the policy, the web server's TLS file, the simulator's scenarios. Does no I/O.
 A scalar is judged as it is written (``02:00``, ``2020-07-01``, ``off``), not as YAML would guess its type.
@@ -19,7 +19,7 @@ from msgspec import NODEFAULT, Meta
 
 from scheduled_events_agent.policy import yaml_nodes
 from scheduled_events_agent.policy.durations import format_duration, parse_duration, quote, shortened
-from scheduled_events_agent.policy.yaml_nodes import Node
+from scheduled_events_agent.policy.yaml_nodes import Node, Place, place_of
 
 T = TypeVar("T")
 
@@ -47,25 +47,51 @@ _HIDDEN = "not shown here, for it may be secret"
 _LAST_PART = r"[.\[]?[^.\[]*$"
 
 
-class Problem(msgspec.Struct, frozen=True):
-    """One thing wrong with a text; its str() is the line to show."""
+Severity = Literal["error", "warning"]
+Finding = tuple[str, str] | tuple[str, str, str]
+"""The result of a check of a value: its path, a message, and a hint if there is one."""
 
-    name: str
-    line: int
-    """Counted from 1."""
-    path: str
-    """Such as ``rules[2].approve``; "" for the whole text."""
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing wrong with a file, or perhaps wrong; its str() is the line to show, as compilers write it."""
+
+    file: str
+    """As the command line names it; "" if it is about none."""
+    line: int | None = None
+    """Counted from 1; null if it is about the whole file."""
+    column: int | None = None
+    """In characters, counted from 1; null if it is not known."""
+    path: str = ""
+    """Such as ``rules[2].approve``; "" for the whole file."""
+    severity: Severity = "error"
     message: str
+    hint: str = ""
+    """What to do, if the message does not say it."""
 
     @property
     def place(self) -> str:
-        """The line and the key, for a sentence about the text."""
+        """The line and the key, for a sentence about the file."""
         _, _, key = self.path.rpartition(".")
-        return f"line {self.line}, {key}" if key else f"line {self.line}"
+        line = f"line {self.line}" if self.line is not None else ""
+        return ", ".join(filter(None, (line, key))) or self.message
+
+    @property
+    def text(self) -> str:
+        """The line to show beside a verdict of its own: without the severity."""
+        return self._line(severity="")
 
     def __str__(self) -> str:
-        place = f"{self.name}:{self.line}"
-        return f"{place}: {self.path}: {self.message}" if self.path else f"{place}: {self.message}"
+        return self._line(severity="warning" if self.severity == "warning" else "")
+
+    def _line(self, *, severity: str) -> str:
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        message = f"{self.message}; {self.hint}" if self.hint else self.message
+        return ": ".join(filter(None, (place, severity, self.path, message)))
+
+
+def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """The problems by their lines, those of the whole file first."""
+    return tuple(sorted(problems, key=lambda problem: problem.line or 0))
 
 
 class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
@@ -76,22 +102,31 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     problems: tuple[Problem, ...]
     partial_value: T | None = None
     """The value without its wrong parts, so that later checks can look for further problems."""
-    lines: Mapping[str, int] = {}
+    places: Mapping[str, Place] = {}
+    """Where each key and each item of a list begins, by its path."""
 
-    def line_of(self, path: str) -> int:
-        """The line of a value, or of the nearest one around it that the text has."""
-        while path and path not in self.lines:
+    def place_of(self, path: str) -> Place | None:
+        """The place of a key, or of the nearest one around it; None if the text has neither."""
+        while path and path not in self.places:
             path = re.sub(_LAST_PART, "", path)
-        return self.lines.get(path, 1)
+        return self.places.get(path)
 
-    def problem(self, path: str, message: str) -> Problem:
-        """A problem found by a later check, at the line of ``path``."""
-        return Problem(self.name, self.line_of(path), path, shortened(message, _MAX_MESSAGE))
+    def problem(self, path: str, message: str, hint: str = "", *, severity: Severity = "error") -> Problem:
+        """A problem found by a later check, at the place of ``path``."""
+        place = self.place_of(path)
+        return Problem(
+            file=self.name,
+            line=place.line if place else None,
+            column=place.column if place else None,
+            path=path,
+            severity=severity,
+            message=shortened(message, _MAX_MESSAGE),
+            hint=shortened(hint, _MAX_MESSAGE),
+        )
 
-    def to_problems(self, findings: Iterable[tuple[str, str]]) -> tuple[Problem, ...]:
-        """The problems of paths and messages, in the order of their lines; no further than the first hundred."""
-        problems = [self.problem(path, message) for path, message in islice(findings, _MAX_PROBLEMS)]
-        return tuple(sorted(problems, key=lambda problem: problem.line))
+    def to_problems(self, findings: Iterable[Finding], *, severity: Severity = "error") -> tuple[Problem, ...]:
+        """The problems of findings, in the order of their lines; no further than the first hundred."""
+        return in_order(self.problem(*finding, severity=severity) for finding in islice(findings, _MAX_PROBLEMS))
 
 
 def parse(text: str | bytes, type_: type[T], name: str, *, shown_keys: Container[str] | None = None) -> Parsed[T]:
@@ -110,9 +145,9 @@ def parse(text: str | bytes, type_: type[T], name: str, *, shown_keys: Container
     except _TooManyProblemsError:
         partial_value = _INVALID
     partial_value = None if partial_value is _INVALID else partial_value
-    problems = tuple(sorted(reader.problems, key=lambda problem: problem.line))
+    problems = in_order(reader.problems)
     value = None if problems else partial_value
-    return Parsed(name=name, value=value, problems=problems, partial_value=partial_value, lines=reader.lines)
+    return Parsed(name=name, value=value, problems=problems, partial_value=partial_value, places=reader.places)
 
 
 def text_at(text: str | bytes, *keys: str) -> str | None:
@@ -147,6 +182,10 @@ def default_of(item: msgspec.structs.FieldInfo) -> Any:
 class _ValueProblemError(Exception):
     """A value does not fit its type; the message says what was expected and found."""
 
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
 
 class _TooManyProblemsError(Exception):
     """The limit of problems is reached: no more are reported."""
@@ -160,13 +199,13 @@ _INVALID = _Invalid()
 
 
 class _Reader:
-    """One walk through the node tree along the types; gathers problems and the line of every value."""
+    """One walk through the node tree along the types; gathers problems and the place of every value."""
 
     def __init__(self, name: str, shown_keys: Container[str] | None) -> None:
         self.name = name
         self._shown_keys = shown_keys
         self.problems: list[Problem] = []
-        self.lines: dict[str, int] = {}
+        self.places: dict[str, Place] = {}
         self._open: set[int] = set()
         self._count = 0
         self._is_secret = False
@@ -178,24 +217,33 @@ class _Reader:
         try:
             root = yaml_nodes.compose(text)
         except yaml_nodes.YamlSyntaxError as error:
-            return self._problem(error.line, "", str(error))
+            return self._problem(error.place, "", str(error))
         return self._read(yaml_nodes.EMPTY if _is_null(root) else root, type_, "")
 
-    def _problem(self, line: int, path: str, message: str) -> _Invalid:
-        self.problems.append(Problem(self.name, line, path, shortened(message, _MAX_MESSAGE)))
+    def _problem(self, place: Place, path: str, message: str, hint: str = "") -> _Invalid:
+        self.problems.append(
+            Problem(
+                file=self.name,
+                line=place.line,
+                column=place.column,
+                path=path,
+                message=shortened(message, _MAX_MESSAGE),
+                hint=shortened(hint, _MAX_MESSAGE),
+            )
+        )
         if len(self.problems) >= _MAX_PROBLEMS:
             raise _TooManyProblemsError
         return _INVALID
 
     def _read(self, node: Node, annotation: Any, path: str) -> Any:
         """The value of a node, converted to its annotation, or _INVALID after a problem was noted."""
-        line = node.start_mark.line + 1
+        place = place_of(node)
         self._count += 1
         if self._count > _MAX_VALUES:
-            self._problem(line, path, f"more than {_MAX_VALUES} values")
+            self._problem(place, path, f"more than {_MAX_VALUES} values")
             raise _TooManyProblemsError
         if id(node) in self._open:
-            return self._problem(line, path, "an alias cannot be inside the value it repeats")
+            return self._problem(place, path, "an alias cannot be inside the value it repeats")
         is_around_secret = self._is_secret
         if "secret" in meta_kinds(unwrap_annotated(annotation)[1]) or id(node) in self._secrets:
             self._is_secret = True
@@ -208,8 +256,9 @@ class _Reader:
         except _ValueProblemError as error:
             is_hidden = self._is_secret and node.id == "scalar" and not _is_null(node)
             message = without_value(str(error)) if is_hidden else str(error)
-            hint = _extra(unwrap_annotated(annotation)[1], "hint")
-            return self._problem(line, path, f"{message}: {hint}" if hint else message)
+            own_hint = "" if is_hidden else error.hint  # it may quote the value
+            hints = (own_hint, _extra(unwrap_annotated(annotation)[1], "hint"))
+            return self._problem(place, path, message, "; ".join(filter(None, hints)))
         finally:
             self._is_secret = is_around_secret
             self._open.discard(id(node))
@@ -248,12 +297,12 @@ class _Reader:
         for key, value in self._items(node, path):
             if key not in fields:
                 hint = _hint(key, fields, has_value=not _is_null(value))
-                self._problem(self.lines[_join(path, key)], path, f"unknown {self._key(key)}; {hint}")
+                self._problem(self.places[_join(path, key)], path, f"unknown {self._key(key)}", hint)
                 continue
             values[fields[key].name] = self._read(value, fields[key].type, _join(path, key))
         for item in fields.values():
-            if default_of(item) is NODEFAULT and _join(path, item.encode_name) not in self.lines:
-                self._problem(node.start_mark.line + 1, path, f'the key "{item.encode_name}" is missing')
+            if default_of(item) is NODEFAULT and _join(path, item.encode_name) not in self.places:
+                self._problem(place_of(node), path, f'the key "{item.encode_name}" is missing')
         good = {key: value for key, value in values.items() if value is not _INVALID}
         if any(default_of(item) is NODEFAULT and item.name not in good for item in fields.values()):
             return _INVALID
@@ -268,22 +317,22 @@ class _Reader:
         if isinstance(node.value, list) and node.id == "sequence":
             items = []
             for index, item in enumerate(node.value):
-                self.lines[f"{path}[{index}]"] = item.start_mark.line + 1
+                self.places[f"{path}[{index}]"] = place_of(item)
                 items.append(self._read(item, item_type, f"{path}[{index}]"))
         elif "one-or-many" in meta_kinds(metas) and not _is_null(node):
             try:
                 items = [self._convert(node, item_type, path)]
             except _ValueProblemError as error:
                 is_list = "," in node.value and not self._is_secret
-                hint = f": write {_as_list(node.value.replace(',', ' '))}" if is_list else ""
-                raise _ValueProblemError(f"{error}{hint}") from error
+                hint = f"write {_as_list(node.value.replace(',', ' '))}" if is_list else error.hint
+                raise _ValueProblemError(str(error), hint) from error
         else:
             hint = _extra(unwrap_annotated(item_type)[1], "hint") or ""
             if node.id == "scalar" and node.value and not (hint and re.search(r"\s", node.value)):
                 hint = f"write {_as_list(node.value)}"
             expected = "a list such as [one, two]" if self._is_secret else "a list"
             message = f"expected {expected}; got {_found(node, '[]')}"
-            raise _ValueProblemError(f"{message}: {hint}" if hint and not _is_null(node) else message)
+            raise _ValueProblemError(message, "" if _is_null(node) else hint)
         if _INVALID in items:
             return tuple(items[: items.index(_INVALID)])  # those after it would get a wrong index
         return _check(tuple(items), metas)
@@ -296,7 +345,7 @@ class _Reader:
             try:
                 _check(key, key_metas)
             except _ValueProblemError as error:
-                self._problem(self.lines[_join(path, key)], path, f"the {self._key(key)}: {error}")
+                self._problem(self.places[_join(path, key)], path, f"the {self._key(key)}: {error}")
             # Of what is secret, the key is shown if it is a name; without a value, it may have been meant as one.
             is_name = re.fullmatch(_BARE_KEY, key) and not _is_null(value)
             key_path = _join(path, key) if is_name or not self._is_secret else f"{path}[...]"
@@ -316,17 +365,17 @@ class _Reader:
             raise _ValueProblemError(f"expected keys with values; got {found}")
         items: dict[str, Node] = {}
         for key_node, value in node.value:
-            line = key_node.start_mark.line + 1
+            place = place_of(key_node)
             if key_node.id != "scalar":
-                self._problem(line, path, f"expected a key; got {_found(key_node)}")
+                self._problem(place, path, f"expected a key; got {_found(key_node)}")
             elif key_node.tag.endswith(":merge"):
-                self._problem(line, path, "merge keys (<<) cannot be used: write the keys out")
+                self._problem(place, path, "merge keys (<<) cannot be used: write the keys out")
             elif key_node.value in items:
-                first = self.lines[_join(path, key_node.value)]
-                self._problem(line, path, f"the {self._key(key_node.value)} is in line {first} already")
+                first = self.places[_join(path, key_node.value)].line
+                self._problem(place, path, f"the {self._key(key_node.value)} is in line {first} already")
             else:
                 items[key_node.value] = value
-                self.lines[_join(path, key_node.value)] = line
+                self.places[_join(path, key_node.value)] = place
         return list(items.items())
 
     def _key(self, key: str) -> str:
@@ -349,10 +398,10 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
     is_word = get_origin(type_) is Literal and "," not in text
     hint = ""
     if known := (_extra(metas, "hints") or {}).get(text.lower()):
-        hint = f": {known}"
+        hint = known
     elif is_word and (guess := nearest(text, get_args(type_))):
-        hint = f'; did you mean "{guess}"?'
-    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}{hint}")
+        hint = f'did you mean "{guess}"?'
+    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}", hint)
 
 
 def _duration(text: str) -> float:

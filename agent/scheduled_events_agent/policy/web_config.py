@@ -41,7 +41,7 @@ class WebConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def parse_web_config(text: bytes, name: str) -> Parsed[WebConfig]:
     """Parse the file; ``name`` is how its problems call it."""
     parsed = parse(text, WebConfig, name, shown_keys=_OTHER_KEYS)
-    if "basic_auth_users" in parsed.lines:
+    if "basic_auth_users" in parsed.places:
         return replace(parsed, value=None, problems=(parsed.problem("basic_auth_users", _NO_PASSWORDS),))
     return parsed
 

@@ -1,7 +1,7 @@
 """YAML text to its tree of nodes, with syntax errors in plain words. Only this module imports PyYAML."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,12 +18,25 @@ Node = Any
 EMPTY = yaml.MappingNode("tag:yaml.org,2002:map", [], yaml.Mark("", 0, 0, 0, "", 0))
 
 
+class Place(NamedTuple):
+    """Where something stands in a text, as compilers count: from 1."""
+
+    line: int
+    column: int | None = None
+    """In characters; None if only the line is known."""
+
+
+def place_of(node: Node) -> Place:
+    """Where a node begins."""
+    return Place(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
 class YamlSyntaxError(Exception):
     """The text is not YAML."""
 
-    def __init__(self, line: int, message: str) -> None:
+    def __init__(self, place: Place, message: str) -> None:
         super().__init__(message)
-        self.line = line
+        self.place = place
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -46,37 +59,44 @@ def compose(text: str | bytes) -> Node:
     """The root of the tree; EMPTY if there is none. Raises YamlSyntaxError."""
     text = (_decoded(text) if isinstance(text, bytes) else text).removeprefix("\ufeff")
     if odd := re.search(_CONTROL, text):
-        line = text.count("\n", 0, odd.start()) + 1
-        raise YamlSyntaxError(line, f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
+        place = _place_after(text[: odd.start()])
+        raise YamlSyntaxError(place, f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
     try:
         return yaml.compose(text, _Loader) or EMPTY
     except yaml.MarkedYAMLError as error:
-        raise YamlSyntaxError(*_place(error, text.splitlines())) from error
+        mark = error.problem_mark or error.context_mark or EMPTY.start_mark
+        line, column = mark.line, mark.column
+        if "scanning an a" in (error.context or ""):  # an alias or an anchor, whose sign is before the mark
+            column -= 1
+        lines = text.splitlines()
+        # The mark of the text's end is one line further than an editor shows.
+        is_end = line >= len(lines)
+        place = _place_after("\n".join(lines)) if is_end else Place(line + 1, column + 1)
+        message = _explain(error, "" if is_end else lines[line], column)
+        raise YamlSyntaxError(place, message) from error
     except yaml.YAMLError as error:
-        raise YamlSyntaxError(1, f"not YAML: {error}") from error
+        raise YamlSyntaxError(Place(1), f"not YAML: {error}") from error
 
 
 def _decoded(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
+        place = _place_after(error.object[: error.start].decode())
         byte = error.object[error.start]
         message = f"expected UTF-8; got the byte 0x{byte:02x}: save the file as UTF-8"
-        raise YamlSyntaxError(line, message) from error
+        raise YamlSyntaxError(place, message) from error
 
 
-def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
-    """Line and message of a text that is not YAML, in plain words."""
-    mark = error.problem_mark or error.context_mark
-    line = mark.line + 1 if mark else 1
-    column = mark.column if mark else 0
-    # The mark of the text's end is one line further than an editor shows.
-    content = lines[line - 1] if line <= len(lines) else ""
-    line = max(1, min(line, len(lines)))
-    lacks_name = "scanning an a" in (error.context or "")  # an alias or an anchor
-    begins = column - 1 if lacks_name else column
-    character = content[begins : begins + 1]
+def _place_after(text: str) -> Place:
+    _, _, last_line = text.rpartition("\n")
+    return Place(text.count("\n") + 1, len(last_line) + 1)
+
+
+def _explain(error: yaml.MarkedYAMLError, content: str, column: int) -> str:
+    """Why a text is not YAML, in plain words. ``content``: the line with the error. ``column``: from 0."""
+    lacks_name = "scanning an a" in (error.context or "")
+    character = content[column : column + 1]
     begun = f"that begins in line {error.context_mark.line + 1}" if error.context_mark else "around it"
     problem = error.problem or ""
     if "\t" in content[: column + 1] and not content[:column].strip():
@@ -105,4 +125,4 @@ def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
     else:
         text = " ".join(filter(None, (error.context, problem)))
         message = f"not YAML: {re.sub(_NAME, '', text)}"
-    return line, message
+    return message

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from scheduled_events_agent.policy import typed_yaml
 from scheduled_events_agent.simulator.azure import EventType, Name, Plan, SimulatorError, Source
@@ -205,7 +206,7 @@ def _read(body: bytes, type_: type[T], name: str) -> T:
         raise _RejectedError(400, f"{name}: expected JSON; {error}") from error
     parsed = typed_yaml.parse(text, type_, name)
     if parsed.value is None:
-        problems = [f"{one.path}: {one.message}" if one.path else one.message for one in parsed.problems]
+        problems = [str(replace(problem, file="", line=None)) for problem in parsed.problems]
         raise _RejectedError(400, f"{name}: {'; '.join(problems)}")
     return parsed.value
 

@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from scheduled_events_agent.imds.document import parse_not_before
+from scheduled_events_agent.policy.typed_yaml import Problem
 from scheduled_events_agent.simulator.azure import Azure, Plan, SimulatorError
-from scheduled_events_agent.simulator.scenario import read_file
+from scheduled_events_agent.simulator.scenario import ScenarioError, read_file
 
 SUFFIX = ".jsonl"
 _MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -91,12 +92,12 @@ class Replay(Azure):
 
 
 def load_recording(name: str) -> Recording:
-    """The recording in a file; raises SimulatorError, with the first line that is wrong."""
+    """The recording in a file; raises SimulatorError, or ScenarioError with the first line that is wrong."""
     return parse_recording(read_file(name, "recording", _MAX_FILE_BYTES), name)
 
 
 def parse_recording(text: bytes, name: str) -> Recording:
-    """Read a recording; raises SimulatorError, with the first line that is wrong."""
+    """Read a recording; raises ScenarioError with the first line that is wrong."""
     origin: Origin | None = None
     documents: list[Recorded] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -109,11 +110,11 @@ def parse_recording(text: bytes, name: str) -> Recording:
                 documents.append(msgspec.json.decode(line, type=Recorded))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             which = "the first" if origin is None else "a"
-            message = f"{name}:{number}: not {which} line of a recording: {error}"
-            raise SimulatorError(message, kind="config") from error
+            message = f"not {which} line of a recording: {error}"
+            raise ScenarioError((Problem(file=name, line=number, message=message),)) from error
     if origin is None or not documents:
-        message = f"{name}:1: there is no document in it: make one with simulate --record {name}"
-        raise SimulatorError(message, kind="config")
+        hint = f"make one with simulate --record {name}"
+        raise ScenarioError((Problem(file=name, line=1, message="there is no document in it", hint=hint),))
     return Recording(origin=origin, documents=tuple(sorted(documents, key=lambda recorded: recorded.at)))
 
 

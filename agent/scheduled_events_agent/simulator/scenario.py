@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from scheduled_events_agent import host
 from scheduled_events_agent.policy import typed_yaml
-from scheduled_events_agent.policy.typed_yaml import nearest
+from scheduled_events_agent.policy.typed_yaml import Problem, nearest
 from scheduled_events_agent.simulator.azure import Duration, Name, Plan, SimulatorError
 from scheduled_events_agent.simulator.faults import Fault
 
@@ -69,15 +69,23 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """When the scenario ends; by default, when everything is over."""
 
 
+class ScenarioError(SimulatorError):
+    """A scenario or a recording cannot be used; ``problems`` has each thing wrong with its file."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("\n".join(map(str, problems)), kind="config")
+        self.problems = problems
+
+
 def parse_scenario(text: str | bytes, name: str) -> Scenario:
-    """Read a scenario; raises SimulatorError (kind ``config``), a line for each thing that is wrong with it.
+    """Read a scenario; raises ScenarioError.
 
     Names are looked at when all else is right.
     """
     parsed = typed_yaml.parse(text, Scenario, name)
     problems = parsed.problems or parsed.to_problems(_mistakes(parsed.value or Scenario()))
     if problems or parsed.value is None:
-        raise SimulatorError("\n".join(map(str, problems)), kind="config")
+        raise ScenarioError(problems)
     return parsed.value
 
 
