@@ -63,7 +63,7 @@ def expect_loss(agent: Agent, *, quarantined: float) -> None:
     assert agent.get("/healthz")[0] == 200
     agent.wait_metric(1.0, "attention", kind="state_lost")
     assert agent.metric("store_errors_total", kind="damaged") == quarantined
-    (warned,) = [one for one in doctor_states(agent) if one["severity"] == "warning"]
+    (warned,) = [one for one in doctor_states(agent) if one["state"] == "warning"]
     assert "resolve state_lost" in warned["hint"]
     assert warned["hint"].endswith("runbook.md#state_lost")
 
@@ -86,7 +86,7 @@ def test_a_state_lost_while_the_vm_was_prepared_needs_an_operator_until_it_is_re
     assert (done.returncode, answer["succeeded"], answer["event_id"]) == (0, True, "")
     assert asked(agent) == (0, [])
     agent.wait_metric(0.0, "attention", kind="state_lost")
-    assert [one["severity"] for one in doctor_states(agent)] == ["ok"]
+    assert [one["state"] for one in doctor_states(agent)] == ["ok"]
     assert ("state_settled",) in agent.journal("kind")
     again = agent.say("resolve", "state_lost")
     assert (again.returncode, again.stdout) == (0, "nothing to resolve: no loss of state is open\n")
@@ -121,7 +121,7 @@ def test_a_reload_decides_whether_anything_may_be_left_to_recover(sim: Simulator
     agent.reload()
     wait_kinds(agent)
     assert asked(agent)[0] == 0
-    assert [one["severity"] for one in doctor_states(agent)] == ["ok", "warning"]
+    assert [one["state"] for one in doctor_states(agent)] == ["ok", "warning"]
     agent.write_policy(rules=[DRAIN], hooks=hooks, on_clear=["undo"])
     agent.reload()
     wait_kinds(agent, "state_lost")
@@ -162,7 +162,7 @@ def test_a_disk_copied_from_a_prepared_vm_is_to_be_looked_at(make_agent: MakeAge
             text = "the state file is of VM the-first, and this VM is the-second"
             assert found["message"] == f"This disk may be prepared for an event of another VM: {text}."
             agent.wait_metric(1.0, "attention", kind="foreign_state")
-            assert [one["severity"] for one in doctor_states(agent)] == ["ok", "warning"]
+            assert [one["state"] for one in doctor_states(agent)] == ["ok", "warning"]
             agent.stop()
         agent.start()
         assert agent.say("resolve", "state_lost").returncode == 0

@@ -221,7 +221,7 @@ def test_doctor_names_targets_that_are_unusable_or_reject_notifications(sim: Sim
         options = ("--config", str(agent.config), "--state-dir", str(agent.state_dir))
         checks = json.loads(agent.run("doctor", "--json", *options).stdout)["checks"]
         found = [check for check in checks if check["check"] == "notifications"]
-        assert {check["severity"] for check in found} == {"warning"}
+        assert {check["state"] for check in found} == {"warning"}
         assert all(f"notify test {check['message'].partition(':')[0]}" in check["hint"] for check in found)
         return [check["message"] for check in found]
 

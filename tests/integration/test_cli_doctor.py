@@ -42,9 +42,10 @@ needs_root = pytest.mark.skipif(
 
 
 class Check(NamedTuple):
-    severity: str
+    state: str
     message: str
     hint: str
+    command: str
 
 
 class Report(NamedTuple):
@@ -56,7 +57,7 @@ class Report(NamedTuple):
         return found
 
     def states(self, *checks: str) -> list[str]:
-        return [self.one(check).severity for check in checks]
+        return [self.one(check).state for check in checks]
 
 
 Examine = Callable[..., Report]
@@ -104,27 +105,24 @@ def examine(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Examine
         checks: dict[str, list[Check]] = {}
         for check in report["checks"]:
             checks.setdefault(check.pop("check"), []).append(Check(**check))
-        assert "error" not in {found.severity for found in checks["policy"]}
-        counted = [found.severity for several in checks.values() for found in several]
+        assert "error" not in {found.state for found in checks["policy"]}
+        counted = [found.state for several in checks.values() for found in several]
         assert {word: report[word] for word in STATES} == {word: counted.count(word) for word in STATES}
         assert set(checks) == DOCUMENTED
         assert report["version"] == __version__
         assert code == (1 if report["error"] else 0)
         assert all(
-            found.hint
-            for several in checks.values()
-            for found in several
-            if found.severity in ("warning", "error")
+            found.hint for several in checks.values() for found in several if found.state in ("warning", "error")
         )
+        commands = [(found.command, found.hint) for several in checks.values() for found in several]
+        assert all(command in hint for command, hint in commands)
         return Report(code, checks)
 
     return examine_policy
 
 
 def skipped(report: Report) -> dict[str, str]:
-    return {
-        name: report.one(name).message for name, (one, *_) in report.checks.items() if one.severity == "skipped"
-    }
+    return {name: report.one(name).message for name, (one, *_) in report.checks.items() if one.state == "skipped"}
 
 
 @pytest.fixture
@@ -225,7 +223,7 @@ def test_the_simulator_passes_and_its_events_name_this_vm(examine: Examine, simu
 def test_a_host_name_in_resources_is_reported(examine: Examine, endpoint: Endpoint) -> None:
     endpoint.document = {"Events": [{"EventId": "1", "Resources": [socket.gethostname()]}]}
     found = examine(endpoint.url).one("events")
-    assert (found.severity, found.hint) == (
+    assert (found.state, found.hint) == (
         "warning",
         f"if that is this VM, add {socket.gethostname()} to vm.aliases in the policy",
     )
@@ -236,7 +234,7 @@ def test_an_unresponsive_endpoint_is_one_failure_and_other_checks_run(
 ) -> None:
     report = examine("http://127.0.0.1:1")
     found = report.one("endpoint")
-    assert (report.code, found.severity) == (1, "error")
+    assert (report.code, found.state) == (1, "error")
     assert found.message.startswith("GET http://127.0.0.1:1/metadata/instance?")
     assert "connection refused" in found.message or "no connection within" in found.message  # Windows tries again
     assert found.hint.startswith("run this on the VM itself: ")
@@ -256,9 +254,9 @@ def test_a_response_from_another_server_is_a_failure(
     report = examine(simulator.endpoint("vm-1"))
     assert report.code == 1
     found = report.one("proxy")
-    assert found.severity == "error"
+    assert found.state == "error"
     assert f": {sign}" in found.message
-    assert report.one("endpoint").severity == "ok"
+    assert report.one("endpoint").state == "ok"
     of_imds = ("vm-name", "version", "events", "clock")
     assert skipped(report) == dict.fromkeys(of_imds, "waits for the check proxy")
     assert len(list(simulator.requests())) == 1
@@ -269,7 +267,7 @@ def test_a_proxy_that_passes_on_what_the_service_says_is_a_failure_too(
 ) -> None:
     endpoint.headers = {"Via": "1.1 squid (squid/5.7)"}
     report = examine(endpoint.url)
-    assert report.one("proxy").severity == "error"
+    assert report.one("proxy").state == "error"
     assert report.one("proxy").message.endswith("the header via: 1.1 squid (squid/5.7)")
     assert report.one("vm-name") == Check("ok", "this VM is vm-1", "")
 
@@ -323,7 +321,7 @@ def test_what_azures_proxy_denies_to_this_user_alone_is_a_warning(
     monkeypatch.setattr(doctor, "caller", lambda pid: Caller("agents-user", f"/usr/bin/python-of-{pid}"))
     simulator.fault("vm-1", "denied")
     report = examine(simulator.endpoint("vm-1"))
-    assert report.one("endpoint").severity == ("error" if failure else "warning")
+    assert report.one("endpoint").state == ("error" if failure else "warning")
     assert ("the agent asks as agents-user" in report.one("endpoint").message) == (not failure)
     assert "user agents-user, executable /usr/bin/python-of-17," in report.one("proxy").message
 
@@ -335,7 +333,7 @@ def test_a_wrong_clock_is_reported(examine: Examine, endpoint: Endpoint, ahead: 
     endpoint.ahead = ahead
     report = examine(endpoint.url)
     found = report.one("clock")
-    assert found.severity == state
+    assert found.state == state
     assert ("behind Azure's" if ahead > 0 else "ahead of Azure's") in found.message
 
 
@@ -352,9 +350,9 @@ def test_an_invalid_document_is_reported(
 ) -> None:
     simulator.fault("vm-1", kind, on="poll")
     report = examine(simulator.endpoint("vm-1"))
-    assert report.one("events").severity == state
+    assert report.one("events").state == state
     assert text in report.one("events").message
-    assert report.one("vm-name").severity == "ok"
+    assert report.one("vm-name").state == "ok"
 
 
 def test_a_rejected_version_and_throttling_are_reported_with_hints(examine: Examine, simulator: Simulator) -> None:
@@ -365,11 +363,11 @@ def test_a_rejected_version_and_throttling_are_reported_with_hints(examine: Exam
     assert report.one("events").hint.startswith("remove imds.api_version from the policy")
     simulator.fault("vm-1", "status", status=429)
     report = examine(simulator.endpoint("vm-1"))
-    assert report.one("endpoint").severity == "error"
+    assert report.one("endpoint").state == "error"
     assert "five requests a second are the limit" in report.one("endpoint").hint
     of_imds = ("vm-name", "version", "events", "clock")
     assert skipped(report) == dict.fromkeys(of_imds, "waits for the check endpoint")
-    assert report.one("proxy").severity == "ok"
+    assert report.one("proxy").state == "ok"
 
 
 # --- the policy and what it names
@@ -392,11 +390,11 @@ def test_an_invalid_policy_fails_with_every_error_and_other_checks_run(
     checks = json.loads(out)["checks"]
     assert code == 1
     found = [one for one in checks if one["check"] == "policy"]
-    assert [one["severity"] for one in found] == ["error"] * 2
+    assert [one["state"] for one in found] == ["error"] * 2
     places = [one["message"].split(": ")[:2] for one in found]
     assert places == [["p.yaml:2", "rules[0]"], ["p.yaml:3", "hooks.x"]]
     assert {one["check"] for one in checks} == DOCUMENTED
-    assert [(one["check"], one["message"]) for one in checks if one["severity"] == "skipped"] == [
+    assert [(one["check"], one["message"]) for one in checks if one["state"] == "skipped"] == [
         (name, "waits for the check policy")
         for name in ("hooks", "secrets", "permissions", "fleet", "kubernetes", "notifications")
     ]
@@ -405,7 +403,7 @@ def test_an_invalid_policy_fails_with_every_error_and_other_checks_run(
 def test_policy_warnings_are_included(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, "hooks: {idle: {shell: 'exit 0'}}\n")
     found = report.one("policy")
-    assert (found.severity, found.hint) == ("warning", "check that this is intended")
+    assert (found.state, found.hint) == ("warning", "check that this is intended")
     assert found.message.endswith("p.yaml:3: hooks.idle: no rule names this hook")
 
 
@@ -421,7 +419,7 @@ def test_endpoints_that_would_not_be_served_are_a_warning(
         one for one in json.loads(run("--config", str(file), "--json")[1])["checks"] if one["check"] == "policy"
     ]
     text = f"{file}:2: agent.web_config: without it no pages are served: {tmp_path / 'web.yml'}: cannot be read: "
-    assert told["severity"] == "warning"
+    assert told["state"] == "warning"
     assert told["message"].startswith(text)
     assert told["hint"] == "correct it, or remove the key"
 
@@ -456,14 +454,14 @@ def test_existing_hooks_pass(examine: Examine, endpoint: Endpoint) -> None:
 def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     found = examine(endpoint.url, HOOKS.format(f"{{run: ['{absent}']}}")).one("hooks")
-    assert found.severity == "error"
+    assert found.state == "error"
     assert found.message.endswith(f"p.yaml:4: hooks.drain.run: {absent} does not exist")
 
 
 def test_a_hook_for_the_other_system_is_a_failure(examine: Examine, endpoint: Endpoint) -> None:
     program = "/absent/drain" if sys.platform == "win32" else "C:\\absent\\drain.ps1"
     found = examine(endpoint.url, HOOKS.format(f"{{run: ['{program}']}}")).one("hooks")
-    assert found.severity == "error"
+    assert found.state == "error"
     assert found.message.endswith(f"run: {program} is a path of another system")
 
 
@@ -476,7 +474,7 @@ def test_a_hook_is_tried_as_the_account_that_will_run_it(examine: Examine, endpo
         hook.write_text("#!/bin/sh\n")
         hook.chmod(0o755)
         policy = HOOKS.format(f"{{run: ['{hook}'], user: nobody}}")
-        assert examine(endpoint.url, policy).one("hooks").severity == "ok"
+        assert examine(endpoint.url, policy).one("hooks").state == "ok"
         hook.chmod(0o700)
         assert examine(endpoint.url, policy).one("hooks") == Check(
             "error",
@@ -504,7 +502,7 @@ def test_a_secret_that_the_services_account_cannot_read_is_named(
             (place / name).touch()
             (place / name).chmod(mode)
         report = examine(endpoint.url)
-        assert (report.one("secrets").severity, report.one("secrets").message) == (
+        assert (report.one("secrets").state, report.one("secrets").message) == (
             "warning",
             f"daemon cannot read {place / 'token'}",
         )
@@ -542,10 +540,10 @@ def test_a_file_of_notifications_that_the_services_account_cannot_read_is_named(
         url.write_text("https://example.com/hook")
         url.chmod(0o600)
         policy = f"notify: [{{name: ops, to: {{file: {url}}}}}]\n"
-        assert examine(endpoint.url, policy).one("notifications").severity == "ok"
+        assert examine(endpoint.url, policy).one("notifications").state == "ok"
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
         found = examine(endpoint.url, policy).one("notifications")
-        assert (found.severity, found.message) == ("warning", f"ops: to.file: daemon cannot read {url}")
+        assert (found.state, found.message) == ("warning", f"ops: to.file: daemon cannot read {url}")
 
 
 @needs_root
@@ -567,7 +565,7 @@ def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
             of_root.touch(0o600)
         of_root.chmod(0o700)
         report = examine(endpoint.url, policy)
-        assert (report.one("hooks").severity, report.one("permissions").severity) == ("ok", "ok")
+        assert (report.one("hooks").state, report.one("permissions").state) == ("ok", "ok")
         shutil.chown(of_root, 12345)
         message = examine(endpoint.url, policy).one("permissions").message
         assert f": hooks.drain.run: {of_root} can be changed by its owner, uid 12345, " in message
@@ -577,7 +575,7 @@ def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
         assert examine(endpoint.url, policy).one("hooks").message == (
             "hooks.drain.run: run-as-root cannot start the hook: polkit 0.105 does not read polkit.rules"
         )
-        assert examine(endpoint.url, HOOKS.format("{shell: 'true'}")).one("hooks").severity == "ok"
+        assert examine(endpoint.url, HOOKS.format("{shell: 'true'}")).one("hooks").state == "ok"
 
 
 def test_units_of_hooks_are_skipped_where_systemd_cannot_be_asked(
@@ -601,7 +599,7 @@ def test_a_policy_that_others_can_change_is_reported(examine: Examine, endpoint:
     found = examine(endpoint.url).one("permissions")
     file = tmp_path / "p.yaml"
     is_root = host.is_privileged()
-    assert found.severity == ("error" if is_root else "warning")
+    assert found.state == ("error" if is_root else "warning")
     line = f"{file}:1: " if is_root else ""
     assert found.message.startswith(f"{line}{file} can be changed by every account")
 
@@ -703,7 +701,7 @@ def test_an_ordinary_account_gets_no_failure_for_hidden_information(
         with as_nobody():
             code, out, _ = run("--config", str(file), "--json", *options)
         assert code == 0
-        return {one["check"]: (one["severity"], one["message"]) for one in json.loads(out)["checks"]}
+        return {one["check"]: (one["state"], one["message"]) for one in json.loads(out)["checks"]}
 
     monkeypatch.setattr("scheduled_events_agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
@@ -736,7 +734,7 @@ def test_a_file_in_place_of_the_state_directory_is_a_failure(
 ) -> None:
     (tmp_path / "state").touch()
     found = examine(endpoint.url).one("state")
-    assert (found.severity, found.message) == ("error", f"{tmp_path / 'state'} is not a directory")
+    assert (found.state, found.message) == ("error", f"{tmp_path / 'state'} is not a directory")
 
 
 def test_a_state_directory_on_the_temporary_disk_is_a_failure(
@@ -744,7 +742,7 @@ def test_a_state_directory_on_the_temporary_disk_is_a_failure(
 ) -> None:
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
     found = examine(endpoint.url).one("disk")
-    assert found.severity == "error"
+    assert found.state == "error"
     assert found.message.endswith(f"is on Azure's temporary disk {tmp_path}, empty after a redeployment")
 
 
@@ -769,7 +767,7 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
-    assert examine(endpoint.url, listen=listen).one("agent").severity == "warning"
+    assert examine(endpoint.url, listen=listen).one("agent").state == "warning"
     command = [sys.executable, "-m", "scheduled_events_agent", "run", "--config", str(tmp_path / "p.yaml")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -829,7 +827,7 @@ def test_an_agent_that_differs_from_the_policy_file_is_a_warning(
         )
         policy.write_text(f"# {policy.read_text(encoding='utf-8')}", encoding="utf-8")
         changed = look(policy)
-        assert changed.severity == "warning"
+        assert changed.state == "warning"
         assert re.match(re.escape(f"{runs}with the policy as it was read at "), changed.message)
         assert changed.message.endswith(" UTC; its file has changed since")
     finally:
@@ -906,7 +904,7 @@ def test_only_another_agent_on_the_machine_is_a_warning(
     def others(report: Report) -> list[str]:
         """Other agents that this test started: there may be more on the machine."""
         mine = [found for found in report.checks["other-agents"] if str(tmp_path) in found.message]
-        assert all((one.severity, one.hint) == ("warning", STOP_ONE) for one in mine)
+        assert all((one.state, one.hint) == ("warning", STOP_ONE) for one in mine)
         return [one.message for one in mine]
 
     assert others(examine(endpoint.url)) == []
@@ -983,18 +981,29 @@ def test_the_hint_for_a_service_that_fails_names_what_made_it_fail(
 ) -> None:
     service = service_of("root")._replace(is_running=False, state="activating (auto-restart)", failure=failure)
     found = doctor_checks.check_service(service, "", problem)
-    assert (found.severity, found.hint) == ("error", f"it failed: {reason}; correct that, then {then}")
+    assert (found.state, found.hint) == ("error", f"it failed: {reason}; correct that, then {then}")
     assert doctor._check_absent_agent(tmp_path, service, NO_OPTIONS).hint == "see the check service"
 
 
 def test_a_service_that_is_starting_is_waited_for(tmp_path: Path) -> None:
     service = service_of("root")._replace(is_running=False, state="activating (start)", is_starting=True)
     found = doctor_checks.check_service(service, "")
-    assert (found.severity, found.hint) == ("warning", "it is starting: run this again in half a minute")
+    assert (found.state, found.hint) == ("warning", "it is starting: run this again in half a minute")
     assert doctor._check_absent_agent(tmp_path, service, NO_OPTIONS).hint == "see the check service"
     stopped = service._replace(state="inactive (dead)", is_starting=False)
-    assert doctor_checks.check_service(stopped, "").hint == doctor_checks.START
-    assert doctor._check_absent_agent(tmp_path, stopped, NO_OPTIONS).hint == doctor_checks.START
+    start = host.supervisor_commands().start
+    for finding in (
+        doctor_checks.check_service(stopped, ""),
+        doctor._check_absent_agent(tmp_path, stopped, NO_OPTIONS),
+    ):
+        assert (finding.hint, finding.command) == (f"start it: {start}", start)
+    masked = stopped._replace(is_masked=True)
+    unmask = "systemctl unmask scheduled-events-agent && systemctl enable --now scheduled-events-agent"
+    for finding in (
+        doctor_checks.check_service(masked, ""),
+        doctor._check_absent_agent(tmp_path, masked, NO_OPTIONS),
+    ):
+        assert (finding.hint, finding.command) == (f"to run it: {unmask}", unmask)
 
 
 @contextlib.contextmanager
@@ -1067,6 +1076,6 @@ def test_the_working_api_version_is_reported(examine: Examine, status: int) -> N
         "SpotRebalanceRecommendation events are not available: api-version 2024-07-09 "
         f"answers {status}; the document comes in 2020-07-01"
     )
-    assert (version.severity, version.message) == ("warning", refused)
+    assert (version.state, version.message) == ("warning", refused)
     assert "Microsoft.Compute/SpotPlus" in version.hint
     assert report.states("endpoint", "proxy", "events") == ["ok", "ok", "ok"]

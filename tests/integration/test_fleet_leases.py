@@ -507,7 +507,7 @@ def _examined(policy: Path) -> tuple[str, str]:
     settings = load_policy(policy).settings
     assert settings.fleet is not None
     found = examine(settings, settings.fleet, None)
-    return found.severity, found.message
+    return found.state, found.message
 
 
 def test_doctor_tries_each_right_and_leaves_nothing(api: KubeApi, policy: Path) -> None:

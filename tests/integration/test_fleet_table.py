@@ -639,7 +639,7 @@ def test_check_warns_of_a_signature_that_expires(sas_file: Path, capsys: pytest.
     policy.write_text(f"rules: []\nfleet: {json.dumps(fleet)}\n", encoding="utf-8")
     assert main(["check", "--config", str(policy)]) == 0
     told = capsys.readouterr().out
-    assert "policy.yaml:2: fleet.credential.sas_file: the signature in " in told
+    assert "policy.yaml:2: warning: fleet.credential.sas_file: the signature in " in told
     assert "SECRET" not in told
 
 

@@ -881,7 +881,7 @@ def doctor(
         file.write_text(f"{imds}\nagent: {{state_dir: {tmp_path / 'state'}}}\n{section}\n{policy}\n")
         main(["doctor", "--json", "--config", str(file)])
         checks = json.loads(capsys.readouterr().out)["checks"]
-        return [(one["severity"], one["message"]) for one in checks if one["check"] == "kubernetes"]
+        return [(one["state"], one["message"]) for one in checks if one["check"] == "kubernetes"]
 
     return examine
 

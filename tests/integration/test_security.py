@@ -492,7 +492,7 @@ def test_doctor_fails_for_an_insecure_file_if_the_agent_is_root(
         set_privileged(monkeypatch, is_root)
         findings = [*check_machine(loaded, is_root=is_root)]
         found = doctor._check_permissions(loaded, findings, is_root_service=False)
-        assert [(finding.severity, finding.message) for finding in found] == [(verdict, fault)]
+        assert [(finding.state, finding.message) for finding in found] == [(verdict, fault)]
 
 
 def test_insecure_endpoint_files_are_a_warning_and_used(
@@ -519,7 +519,7 @@ def test_doctor_fails_if_one_reference_to_a_file_is_an_error(file: Path) -> None
     severities = [finding.severity for finding in findings if finding.message == fault]
     assert severities == ["error", "warning"]  # of the policy, and of the pages
     found = doctor._check_permissions(loaded, findings, is_root_service=False)
-    assert [(finding.severity, finding.message) for finding in found] == [("error", fault)]
+    assert [(finding.state, finding.message) for finding in found] == [("error", fault)]
 
 
 def run_once(hook: Hook) -> HookResult:
@@ -636,7 +636,7 @@ def test_check_warns_of_an_insecure_state_directory_and_other_accounts_use_it(
     for is_root, verdict in ((True, "error"), (False, "warning")):
         set_privileged(monkeypatch, is_root)
         found = doctor._check_state(state, None, is_in_use=False)
-        assert (found.severity, found.message) == (verdict, fault)
+        assert (found.state, found.message) == (verdict, fault)
     monkeypatch.setattr("scheduled_events_agent.host.linux.files.is_privileged", lambda: False)
     assert state_refusal(state) is None
 
@@ -696,9 +696,9 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     assert told in [problem.text for problem in machine_warnings(loaded)]  # which an agent that starts logs
     findings = [*check_machine(loaded, is_root=False)]
     found = [*doctor._check_permissions(loaded, findings, is_root_service=False)]
-    assert [(finding.severity, finding.message) for finding in found] == [("warning", told)]
+    assert [(finding.state, finding.message) for finding in found] == [("warning", told)]
     of_hooks = doctor._check_hooks(loaded, findings, None, units_error="")
-    assert [finding.severity for finding in of_hooks] == ["ok"]  # it is said once
+    assert [finding.state for finding in of_hooks] == ["ok"]  # it is said once
     policy.chmod(0o640)
     assert secret_warnings(policy, capsys) == []
 

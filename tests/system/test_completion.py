@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,6 +20,7 @@ from scheduled_events_agent.cli import main
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
+from scheduled_events_agent.simulator.scenario import list_scenarios
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.workflow import Transition, Workflow
 
@@ -81,6 +84,54 @@ def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path
     assert complete_in_bash(script, tmp_path, "check", "--config", "pol") == ["policy.yaml"]
     assert complete_in_bash(script, tmp_path, "explain", "pol") == ["policy.yaml"]
     assert complete_in_bash(script, tmp_path, "history", "--state-dir", "") == ["state"]
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+def test_bash_completes_scenarios_and_files(scripts: Callable[[str], Path], tmp_path: Path, command: str) -> None:
+    (tmp_path / "platform.json").touch()
+    script = scripts("bash")
+    assert complete_in_bash(script, tmp_path, command, "platform") == ["platform-reboot", "platform.json"]
+    assert set(list_scenarios()) < set(complete_in_bash(script, tmp_path, command, ""))
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+def test_fish_completes_scenarios_and_files(scripts: Callable[[str], Path], tmp_path: Path, command: str) -> None:
+    (tmp_path / "platform.json").touch()
+    script = scripts("fish")
+    apt.need("fish")
+    line = f"source {script}; complete -C '{NAME} {command} platform'"
+    done = subprocess.run(
+        ["fish", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    words = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert (words, done.stderr) == (["platform-reboot", "platform.json"], "")
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+def test_zsh_completes_scenarios_and_files(scripts: Callable[[str], Path], tmp_path: Path, command: str) -> None:
+    (tmp_path / "platform.json").touch()
+    apt.need("zsh")
+    functions = tmp_path / "functions"
+    functions.mkdir()
+    shutil.copy(scripts("zsh"), functions / f"_{NAME}")
+    setup = f"PS1=; fpath=({functions} $fpath); autoload -U compinit; compinit -u -D; cd {tmp_path}; "
+    # The second key lists what the first one could not decide. Reading blocks until the words are there.
+    program = (
+        "zmodload zsh/zpty; zpty shell zsh -f -i\n"
+        f"zpty -w shell {shlex.quote(setup + 'print is-$((1 + 1))-ready')}\n"
+        "zpty -r shell output '*is-2-ready*'\n"
+        f"zpty -w -n shell $'{NAME} {command} platf\\t\\t'\n"
+        "zpty -r shell output '*platform-reboot*platform.json*' && print found\n"
+    )
+    done = subprocess.run(
+        ["zsh", "-f", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.stdout == "found\n"
 
 
 @pytest.fixture

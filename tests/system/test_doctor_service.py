@@ -29,7 +29,7 @@ def examine(service: Service) -> tuple[int, dict[str, list[list[str]]]]:
     assert done.stderr == ""
     checks: dict[str, list[list[str]]] = {}
     for one in json.loads(done.stdout)["checks"]:
-        checks.setdefault(one["check"], []).append([one["severity"], one["message"], one["hint"]])
+        checks.setdefault(one["check"], []).append([one["state"], one["message"], one["hint"]])
     return done.returncode, checks
 
 
@@ -85,9 +85,7 @@ def test_a_stopped_service_is_a_failure_and_a_disabled_one_a_warning(service: Se
 
 
 def test_a_service_that_is_masked_is_to_be_unmasked_first(service: Service) -> None:
-    way_out = (
-        "to run it: systemctl unmask scheduled-events-agent, then systemctl enable --now scheduled-events-agent"
-    )
+    way_out = "to run it: systemctl unmask scheduled-events-agent && systemctl enable --now scheduled-events-agent"
     service.systemctl("mask")
     _, checks = examine(service)
     told = "installed, masked, active (running), runs as root: after a reboot there will be no agent"

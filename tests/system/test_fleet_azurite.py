@@ -226,7 +226,7 @@ def test_doctor_says_whether_the_table_can_be_used(
         return dict(found)
 
     records = connect(FleetSettings(table=url), "web", azure.endpoint(), partition="doctor")
-    assert checked(", group: web")["severity"] == "ok"
+    assert checked(", group: web")["state"] == "ok"
     assert records.list() == []
     assert checked("")["hint"] == "give all VMs that act together the same fleet.group"
     file = tmp_path / "sas"

@@ -239,7 +239,7 @@ def test_doctor_calls_an_agent_ok_only_if_nothing_needs_a_person_and_it_could_ac
     status = with_summaries(STATES[state][0])
     found = check_running_agent("17", status, None)
     is_ok = status.condition in ("good", "busy")
-    assert (found.severity == "ok") == is_ok
+    assert (found.state == "ok") == is_ok
     assert is_ok or status.headline.rstrip(".") in found.message
 
 

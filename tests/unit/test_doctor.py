@@ -180,7 +180,7 @@ def test_the_check_proxy_names_the_agent_as_a_rule_of_azures_proxy_needs_it() ->
 
 def test_what_only_this_command_is_denied_is_no_error() -> None:
     found = check_denied_here("root", OF_STRICT)
-    assert found.severity == "warning"
+    assert found.state == "warning"
     assert found.message.endswith("the agent asks as scheduled-events-agent, and its polls succeed")
     assert "run this as scheduled-events-agent, or allow root too" in found.hint
 
@@ -215,7 +215,7 @@ def test_a_failure_that_azures_proxy_explains_has_its_own_hint(kind: Any, status
 )
 def test_a_request_that_failed_is_reported_with_a_hint(kind: Any, advice: str) -> None:
     found = check_unreachable("endpoint", ImdsError("GET: no", kind=kind))
-    assert (found.check, found.severity, found.message) == ("endpoint", "error", "GET: no")
+    assert (found.check, found.state, found.message) == ("endpoint", "error", "GET: no")
     assert found.hint.startswith(advice)
 
 
@@ -260,7 +260,7 @@ def test_events_show_whether_resources_name_this_vm(found: RawResponse, finding:
 
 def test_an_invalid_document_is_a_failure() -> None:
     found = check_document(answer(body=b"{]"), ("vm",), "")
-    assert (found.check, found.severity, found.hint) == ("events", "error", SOMETHING_ELSE)
+    assert (found.check, found.state, found.hint) == ("events", "error", SOMETHING_ELSE)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_clock_within_two_seconds_is_right_as_the_service_sends_whole_ones(ahe
 
 
 def test_a_slow_response_does_not_count_as_a_wrong_clock() -> None:
-    assert clock(-60, took=61).severity == "ok"
+    assert clock(-60, took=61).state == "ok"
 
 
 ADVICE = "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm"
@@ -402,7 +402,7 @@ def test_another_agent_is_a_failure_only_if_both_would_act(
     life: ApproverState, is_acting: bool, state: str, text: str
 ) -> None:
     (found,) = check_other_agents([Approver("X", "here", life, "stop it")], [], is_acting=is_acting)
-    assert (found.severity, found.message) == (state, text)
+    assert (found.state, found.message) == (state, text)
     assert found.hint in ("stop it", "remove it; if it is to run again: stop it")
 
 
@@ -486,7 +486,7 @@ def test_a_healthy_agent_that_differs_from_the_policy_is_a_warning(
     status = msgspec.structs.replace(STATUS, **{**fields, "policy": ActivePolicy(**policy)})
     found = check_running_agent("17", status, loaded)
     runs = f"runs (pid 17), version {fields.get('version', __version__)}"
-    assert found.severity == ("warning" if doubt else "ok")
+    assert found.state == ("warning" if doubt else "ok")
     assert found.message == (f"{runs}, {doubt}" if doubt else runs)
 
 
@@ -500,7 +500,7 @@ def test_an_agent_that_needs_a_person_is_a_warning_with_the_first_entry() -> Non
         status = msgspec.structs.replace(STATUS, attention=attention, condition=first.severity)
         found = check_running_agent("17", status, None)
         told = f"runs (pid 17), version {__version__}: {first.message}"
-        assert (found.severity, found.message) == ("warning", told)
+        assert (found.state, found.message) == ("warning", told)
         assert found.hint.endswith(f"; runbook {RUNBOOK}#{first.kind}")
 
 
@@ -511,7 +511,7 @@ def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     found = check_running_agent("17", with_summaries(ill), None)
     told = ", and is not healthy: Its disk is full. Azure's metadata service has not answered since 12:00:00 UTC: "
     told += "timed out."
-    assert (found.severity, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
+    assert (found.state, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
     assert found.hint.endswith(f"; runbook {RUNBOOK}#unhealthy")
     held = a_workflow(
         phase="held", prepare=StageStatus(state="failed", run=1), wait_reason=WaitReason(kind="prepare_failed")

@@ -362,7 +362,7 @@ def examined(more: str = "max_events: 2") -> tuple[str, str]:
     given = settings(more)
     assert given.fleet is not None
     finding = examine(given, given.fleet, None)
-    return finding.severity, finding.message
+    return finding.state, finding.message
 
 
 @pytest.mark.parametrize("refused", ["list", "create", "update"])
@@ -438,7 +438,7 @@ def test_doctor_looks_at_the_signature_as_the_services_account(
     (tmp_path / "sas").write_text("sv=1&sig=2")
     fleet = FleetSettings(group="web", table=TABLE, credential=FleetCredential(sas_file=str(tmp_path / "sas")))
     finding = examine(Settings(), fleet, "agent")
-    assert (finding.severity, finding.message) == ("error", "agent cannot read sas")
+    assert (finding.state, finding.message) == ("error", "agent cannot read sas")
 
 
 def test_the_metrics_page_lists_each_kind_of_request_failure() -> None:

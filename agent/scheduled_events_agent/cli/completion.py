@@ -6,8 +6,11 @@ shtab makes it from the grammar. The packages for Linux contain the scripts; els
 import argparse
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from typing import Any
+
+import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import build_parser
@@ -18,6 +21,11 @@ from scheduled_events_agent.store import Store
 _IDS = "scheduled-events-agent completion ids"
 # An administrator's shell expands these words, so an id that a shell could read as something else is left out.
 _PLAIN_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
+STATUS_URL = "http://127.0.0.1:9769/status"
+"""Where an agent says what is pending, by default."""
+# The user waits for the next character.
+_STATUS_TIMEOUT_SECONDS = 0.5
+_MAX_STATUS_BYTES = 4 * 1024 * 1024
 
 
 class _Shells(tuple[str, ...]):
@@ -46,12 +54,46 @@ def parser_with_completers() -> argparse.ArgumentParser:
     ids = shtab.cmd(_IDS)
     ids["zsh"] = "_scheduled_events_agent_ids"  # shtab's own would ask once, when the script is read
     ids["preamble"]["zsh"] = f'{ids["zsh"]}() {{ compadd -- ${{(f)"$({_IDS})"}} }}'
-    hints = {"FILE": shtab.FILE, "DOCUMENT": shtab.FILE, "SCENARIO": shtab.FILE, "DIR": shtab.DIRECTORY, "ID": ids}
+    scenarios = _scenario_or_file()
+    hints = {"FILE": shtab.FILE, "DOCUMENT": scenarios, "SCENARIO": scenarios, "DIR": shtab.DIRECTORY, "ID": ids}
     parser = build_parser()
     for action in _actions(parser):
         if hint := hints.get(str(action.metavar)):
             vars(action)["complete"] = hint
     return parser
+
+
+def _scenario_or_file() -> dict[str, Any]:
+    """A completer, as shtab has them: the names of the shipped scenarios, and files."""
+    from scheduled_events_agent.simulator.scenario import list_scenarios  # noqa: PLC0415  # only to make a script
+
+    names = " ".join(list_scenarios())
+    function = "_scheduled_events_agent_scenarios"
+    word = "param([string]$WordToComplete)"
+    matching = 'Where-Object { $_ -like "$WordToComplete*" }'
+    return {
+        "bash": function,
+        "zsh": function,
+        "fish": f"({function})",
+        "powershell": function,
+        "preamble": {
+            "bash": f'{function}() {{ compgen -W "{names}" -- "$1"; _shtab_compgen_files "$1"; }}',
+            "zsh": f"{function}() {{ _alternative 'scenarios:scenario:({names})' 'files:file:_files' }}",
+            "fish": (
+                f"function {function}\n"
+                f"  string split ' ' -- '{names}'\n"
+                "  __fish_complete_path (commandline -ct)\n"
+                "end"
+            ),
+            "powershell": (
+                f"function {function} {{\n"
+                f"  {word}\n"
+                f"  -split '{names}' | {matching}\n"
+                "  _shtab_powershell_compgen_files $WordToComplete\n"
+                "}"
+            ),
+        },
+    }
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -63,6 +105,17 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(command)
 
 
+class _EventId(msgspec.Struct):
+    id: str
+
+
+class _Answer(msgspec.Struct):
+    """What is of use here in the answer of ``/status``."""
+
+    events: tuple[_EventId, ...]
+    state_lost: dict[str, Any] | None = None
+
+
 def _print_ids() -> int:
     """Print the ids of pending events, one on a line, and the word for a loss of state.
 
@@ -71,15 +124,34 @@ def _print_ids() -> int:
     default = argparse.Namespace(state_dir=None, config=None)
     try:
         with closing(Store.open_readonly(find_state_dir(default, report=lambda _: None))) as store:
-            ids = {workflow.event.id: None for workflow in store.load_workflows()}
+            ids: Iterable[str] = [workflow.event.id for workflow in store.load_workflows()]
             is_state_lost = store.load_unsettled_loss() is not None
-    except AgentError:
-        return 1
-    for event_id in filter(_PLAIN_ID.fullmatch, ids):
+    except AgentError:  # most accounts may not read the state
+        answer = _fetch_status()
+        if answer is None:
+            return 1
+        ids = [event.id for event in answer.events]
+        is_state_lost = answer.state_lost is not None
+    for event_id in filter(_PLAIN_ID.fullmatch, dict.fromkeys(ids)):
         print(event_id)
     if is_state_lost:
         print(STATE_LOST)
     return 0
+
+
+def _fetch_status() -> _Answer | None:
+    """The status of the agent that serves its pages at the default address; None if there is none."""
+    import httpx  # noqa: PLC0415  # half of this command's start, and an account that reads the state needs none
+
+    from scheduled_events_agent.http.transport import BoundedTransport  # noqa: PLC0415  # with httpx
+
+    transport = BoundedTransport(_MAX_STATUS_BYTES)
+    try:
+        with httpx.Client(transport=transport, timeout=_STATUS_TIMEOUT_SECONDS, trust_env=False) as client:
+            content = client.get(STATUS_URL).raise_for_status().content
+        return msgspec.json.decode(content, type=_Answer)
+    except (httpx.HTTPError, msgspec.MsgspecError):
+        return None
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from scheduled_events_agent.cli.config import find_config, load_trusted_policy, 
 from scheduled_events_agent.cli.doctor_checks import (
     UNMASK,
     Finding,
+    command_in,
     failure,
     hidden,
     ok,
@@ -83,7 +84,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     version: str
     ok: int
-    """``ok`` to ``skipped``: number of checks with this severity."""
+    """``ok`` to ``skipped``: number of checks with this state."""
     warning: int
     error: int
     skipped: int
@@ -112,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
             yield finding
 
     if arguments.json:
-        number = Counter(finding.severity for finding in examine())
+        number = Counter(finding.state for finding in examine())
         print_json(
             Diagnosis(
                 at=datetime.now(UTC),
@@ -127,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         for line in doctor_checks.format_findings(examine(), Terminal.of(sys.stdout)):
             print(line, flush=True)
-    return 1 if any(finding.severity == "error" for finding in findings) else 0
+    return 1 if any(finding.state == "error" for finding in findings) else 0
 
 
 def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
@@ -259,7 +260,7 @@ def _check_imds(settings: Settings, status: Status | str, agent: Caller) -> Iter
 
     def check_proxy(*answers: RawResponse) -> Finding:
         other = doctor_checks.check_no_proxy(answers)
-        if other.severity != "ok":
+        if other.state != "ok":
             return other
         evidence = guest_proxy.evidence(httpx.URL(endpoint))
         is_denied = any(answer.error is not None and answer.error.is_of_guest_proxy for answer in answers)
@@ -279,7 +280,7 @@ def _check_imds(settings: Settings, status: Status | str, agent: Caller) -> Iter
         return
     answered_at = datetime.now(UTC)
     direct = check_proxy(instance)
-    is_of_service = direct.severity != "error"
+    is_of_service = direct.state != "error"
     if instance.error is not None and is_of_service:  # there is no point in asking for more
         is_denied = instance.error.kind == "denied"
         if is_denied and is_polling and agent.user != host.account_name():
@@ -625,7 +626,7 @@ def _check_state_lost(directory: Path, options: CommandOptions) -> Iterator[Find
         if loss := store.load_unsettled_loss():
             resolve = as_typed(command(options, "resolve", STATE_LOST))
             hint = f"when this machine is in service: {resolve}; runbook {RUNBOOK}#{kind_of_loss(loss)}"
-            yield warning("state", loss_message(loss), hint)
+            yield warning("state", loss_message(loss), hint, command=resolve)
 
 
 def _check_disk(directory: Path) -> Finding:
@@ -679,13 +680,16 @@ def _check_absent_agent(state_dir: Path, service: OwnService | None, options: Co
             f"the service runs (pid {service.pid}), but not with the state directory {state_dir}",
             "name with --config and --state-dir what the service is started with",
         )
-    hint = f"start it: {start_command(options)}"
+    start = start_command(options)
+    hint = f"start it: {start}"
     if options == NO_OPTIONS and service is not None:
         if service.is_masked:
             hint = UNMASK
+            start = command_in(UNMASK)
         elif service.is_starting or service.failure is not None:
             hint = "see the check service"
-    return warning("agent", f"no agent runs with the state directory {state_dir}", hint)
+            start = ""
+    return warning("agent", f"no agent runs with the state directory {state_dir}", hint, command=start)
 
 
 def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | None) -> Finding:
@@ -693,15 +697,20 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
     if isinstance(status, str):
         return warning("agent", status, "see the checks state and disk, and its log; if it stays, restart it")
     runs = f"runs (pid {pid}), version {status.version}"
-    look = f"see {as_typed(command(status.command_options, 'status'))}"
+    show_status = as_typed(command(status.command_options, "status"))
+    look = f"see {show_status}"
     if status.health != "ok":
         problems = " ".join(status.health)
         worst = next(filter(is_inability, status.attention))
         return failure(
-            "agent", f"{runs}, and is not healthy: {problems}", f"{look}, and its log; runbook {worst.runbook}"
+            "agent",
+            f"{runs}, and is not healthy: {problems}",
+            f"{look}, and its log; runbook {worst.runbook}",
+            command=show_status,
         )
     needs = [
-        warning("agent", f"{runs}: {one.message}", f"{look}; runbook {one.runbook}") for one in status.attention
+        warning("agent", f"{runs}: {one.message}", f"{look}; runbook {one.runbook}", command=show_status)
+        for one in status.attention
     ]
     if status.condition == "act":
         return needs[0]
@@ -724,5 +733,6 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
         ]
     for is_so, problem, advice in warnings:
         if is_so:
-            return warning("agent", f"{runs}, {problem}", advice)
+            reload = host.supervisor_commands().reload
+            return warning("agent", f"{runs}, {problem}", advice, command=reload if _RELOAD in advice else "")
     return needs[0] if needs else ok("agent", runs)

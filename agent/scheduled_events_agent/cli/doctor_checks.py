@@ -26,9 +26,9 @@ from scheduled_events_agent.policy.settings import VmSettings
 from scheduled_events_agent.status import NotifiedTarget
 from scheduled_events_agent.status.messages import clock_difference, clock_effect
 
-Severity = Literal["ok", "warning", "error", "skipped"]
+CheckState = Literal["ok", "warning", "error", "skipped"]
 
-_STYLES: dict[Severity, Style] = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "dim"}
+_STYLES: dict[CheckState, Style] = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "dim"}
 # Headers that only a proxy writes into an answer.
 _OF_PROXIES = ("via", "x-cache", "x-squid-error", "proxy-agent", "proxy-connection", "proxy-authenticate")
 _SKEW_WARNING_SECONDS = 2.0
@@ -58,36 +58,39 @@ _ADVICE: dict[HttpErrorKind, str] = {
     ),
 }
 START = f"start it: {host.supervisor_commands().start}"
-UNMASK = "to run it: systemctl unmask scheduled-events-agent, then systemctl enable --now scheduled-events-agent"
+UNMASK = "to run it: systemctl unmask scheduled-events-agent && systemctl enable --now scheduled-events-agent"
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check."""
 
     check: str
-    severity: Severity
+    state: CheckState
     message: str
-    hint: str = ""  # what to do
+    hint: str = ""
+    """What to do."""
+    command: str = ""
+    """The command line that does it, if one does; the hint has it, too."""
 
 
 def ok(check: str, message: str) -> Finding:
     """The check found no problem."""
-    return Finding(check=check, severity="ok", message=message)
+    return Finding(check=check, state="ok", message=message)
 
 
-def warning(check: str, message: str, hint: str) -> Finding:
+def warning(check: str, message: str, hint: str, *, command: str = "") -> Finding:
     """The agent works, but perhaps not as intended; or something could not be checked."""
-    return Finding(check=check, severity="warning", message=message, hint=hint)
+    return Finding(check=check, state="warning", message=message, hint=hint, command=command)
 
 
-def failure(check: str, message: str, hint: str) -> Finding:
+def failure(check: str, message: str, hint: str, *, command: str = "") -> Finding:
     """The agent cannot do its work, or another program interferes with it."""
-    return Finding(check=check, severity="error", message=message, hint=hint)
+    return Finding(check=check, state="error", message=message, hint=hint, command=command)
 
 
 def skipped(check: str, message: str) -> Finding:
     """The check could not be made. ``message``: why."""
-    return Finding(check=check, severity="skipped", message=message)
+    return Finding(check=check, state="skipped", message=message)
 
 
 def waiting(checks: Iterable[str], needed: str) -> Iterator[Finding]:
@@ -107,8 +110,8 @@ def format_findings(findings: Iterable[Finding], terminal: Terminal) -> Iterator
 
     def rows() -> Iterator[tuple[Cell, ...]]:
         for finding in findings:
-            counts[finding.severity] += 1
-            yield Cell(finding.severity, _STYLES[finding.severity]), Cell(finding.check), Cell(finding.message)
+            counts[finding.state] += 1
+            yield Cell(finding.state, _STYLES[finding.state]), Cell(finding.check), Cell(finding.message)
             if finding.hint:
                 yield Cell(""), Cell(""), Cell(f"-> {finding.hint}", indent=3)
 
@@ -292,11 +295,8 @@ def check_notifications(
             lost = f"{plural(target.lost, 'notification')} lost since {format_time(target.lost_at)}"
             found.append((target.name, f"{lost}: {target.lost_reason}"))
     for name, text in found:
-        yield warning(
-            "notifications",
-            f"{name}: {text}",
-            f"correct it, and try it: {test_command(name)}",
-        )
+        test = test_command(name)
+        yield warning("notifications", f"{name}: {text}", f"correct it, and try it: {test}", command=test)
     if not found:
         well = f"{plural(len(names), 'target')}: nothing is known to be wrong"
         yield ok("notifications", well if names else "the policy names no service to notify")
@@ -329,26 +329,35 @@ def check_service(service: OwnService | None, error: str, policy_problem: str = 
     if service.is_starting:
         return warning("service", what, "it is starting: run this again in half a minute")
     if not service.is_running:
-        return failure("service", what, _start_hint(service, policy_problem))
+        return _not_running(service, what, policy_problem)
     if not service.is_enabled:
         enable = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
         hint = UNMASK if service.is_masked else enable
-        return warning("service", f"{what}: after a reboot there will be no agent", hint)
+        command = command_in(UNMASK) if service.is_masked else ""
+        return warning("service", f"{what}: after a reboot there will be no agent", hint, command=command)
     if service.needs_daemon_reload:
-        hint = "systemctl daemon-reload, and restart it"
-        return warning("service", f"{what}; its files have changed since", hint)
+        command = "systemctl daemon-reload"
+        return warning(
+            "service", f"{what}; its files have changed since", f"{command}, and restart it", command=command
+        )
     return ok("service", what)
 
 
-def _start_hint(service: OwnService, policy_problem: str) -> str:
-    """The hint for a service that does not run."""
+def command_in(hint: str) -> str:
+    """The command line of a hint of the form ``what it does: command line``."""
+    return hint.partition(": ")[2]
+
+
+def _not_running(service: OwnService, what: str, policy_problem: str) -> Finding:
+    """The finding about a service that does not run."""
     if service.is_masked:
-        return UNMASK
+        return failure("service", what, UNMASK, command=command_in(UNMASK))
     if service.failure is None:
-        return START
+        return failure("service", what, START, command=command_in(START))
     reason = service.failure.reason or policy_problem or f"{host.supervisor_commands().log} says why"
-    again = "systemd starts it again" if service.failure.is_retried else START
-    return f"it failed: {reason}; correct that, then {again}"
+    if service.failure.is_retried:
+        return failure("service", what, f"it failed: {reason}; correct that, then systemd starts it again")
+    return failure("service", what, f"it failed: {reason}; correct that, then {START}", command=command_in(START))
 
 
 def check_disk(

@@ -59,7 +59,7 @@ def examine(settings: Settings, account: str | None) -> Iterator[Finding]:
             f"this clock is {abs(skew):.0f} s {which} the API server's: the times that the cluster shows are wrong"
         )
         yield warning(_CHECK, text, "synchronize the clock, here or there")
-    if is_found and all(one.severity != "error" for one in missing):
+    if is_found and all(one.state != "error" for one in missing):
         rights = "the rights it needs" if missing else "all rights"
         yield ok(
             _CHECK,
