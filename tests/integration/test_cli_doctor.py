@@ -45,7 +45,7 @@ class Check(NamedTuple):
     state: str
     message: str
     hint: str
-    command: str
+    command: str = ""
 
 
 class Report(NamedTuple):
@@ -600,7 +600,7 @@ def test_a_policy_that_others_can_change_is_reported(examine: Examine, endpoint:
     file = tmp_path / "p.yaml"
     is_root = host.is_privileged()
     assert found.state == ("error" if is_root else "warning")
-    line = f"{file}:1: " if is_root else ""
+    line = f"{file}: " if is_root else ""
     assert found.message.startswith(f"{line}{file} can be changed by every account")
 
 

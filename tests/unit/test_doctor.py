@@ -439,9 +439,19 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
     lossy = a_target(lost=2, lost_at=NOON, lost_reason="it answers 400")
     unusable = [("ops", "to: /nowhere: cannot be read")]
     assert [*check_notifications(("ops",), unusable, (failing, lossy), "test {}".format)] == [
-        warning("notifications", "ops: to: /nowhere: cannot be read", TRY),
-        warning("notifications", "ops: has failed since 2026-04-11 12:00:00 UTC: it answers 401", TRY),
-        warning("notifications", "ops: 2 notifications lost since 2026-04-11 12:00:00 UTC: it answers 400", TRY),
+        warning("notifications", "ops: to: /nowhere: cannot be read", TRY, command="test ops"),
+        warning(
+            "notifications",
+            "ops: has failed since 2026-04-11 12:00:00 UTC: it answers 401",
+            TRY,
+            command="test ops",
+        ),
+        warning(
+            "notifications",
+            "ops: 2 notifications lost since 2026-04-11 12:00:00 UTC: it answers 400",
+            TRY,
+            command="test ops",
+        ),
     ]
 
 
