@@ -10,6 +10,7 @@ from scheduled_events_agent.policy.durations import (
     format_deadline,
     format_duration,
     format_elapsed,
+    format_estimate,
     format_time,
     parse_duration,
     plural,
@@ -61,6 +62,10 @@ def test_the_time_that_is_left_stands_beside_a_deadline() -> None:
 )
 def test_an_elapsed_time_has_two_units_at_most(seconds: float, text: str) -> None:
     assert format_elapsed(NOW, NOW + timedelta(seconds=seconds)) == text
+
+
+def test_an_estimate_is_rounded_up_to_whole_seconds() -> None:
+    assert [format_estimate(seconds) for seconds in (0.0, 0.2, 17.038, 90.0)] == ["0s", "1s", "18s", "1m30s"]
 
 
 def test_one_is_not_many() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from scheduled_events_agent.imds.document import EVENT_TYPES, ScheduledEvent
 from scheduled_events_agent.policy import (
@@ -325,6 +326,19 @@ def test_an_event_with_nothing_to_prepare_is_not_put_off(fields: dict[str, Any])
 def test_the_reason_says_why_it_does_not_begin_at_once(changes: dict[str, Any], reason: str) -> None:
     far = event(not_before=NOW + timedelta(days=7))
     assert decision(prepare=("drain",), **changes).start(far, NOW, 330.0).reason == reason
+
+
+def test_an_estimate_is_in_whole_seconds_rounded_up() -> None:
+    far = event(not_before=NOW + timedelta(days=7))
+    starts = decision(prepare=("drain",), approve="never").start(far, NOW, 17.038)
+    assert starts.reason == "this VM does not approve it, and preparation may take 18s"
+    assert starts.at == NOW + timedelta(days=7, seconds=-17.038)
+
+
+def test_a_measured_notice_is_in_whole_seconds_and_agrees_with_its_limit() -> None:
+    facts = replace(FACTS, not_before_seen_at=NOW + timedelta(seconds=0.25))
+    for when, text in ((When(notice_at_least=900.0), "at least 15m"), (When(notice_below=899.0), "below 14m59s")):
+        assert why_conditions_fail(when, event(), facts) == f"notice was 14m59s, not {text}"
 
 
 def test_with_shared_first_each_vm_waits_for_the_earlier_listed_ones() -> None:

@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, get_args
 
 import pytest
@@ -61,6 +61,12 @@ def test_another_form_is_found(text: str, found: list[str]) -> None:
 def test_a_text_that_is_kept_has_the_date_of_each_time() -> None:
     assert other_forms("Azure starts it at 03:28:42 UTC", is_kept=True) == ["03:28:42"]
     assert other_forms("Azure starts it at 2026-11-28 03:28:42 UTC", is_kept=True) == []
+
+
+def test_a_text_that_is_read_at_once_has_no_date_of_today() -> None:
+    text = "since 2026-11-28 03:28:42 UTC"
+    assert other_forms(text, today=date(2026, 11, 28)) == ["2026-11-28 03:28:42 UTC"]
+    assert other_forms(text, today=date(2026, 11, 29)) == []
 
 
 def shown_texts(status: Status) -> Iterator[str]:
@@ -119,8 +125,8 @@ def test_every_text_of_a_life_has_the_form(script: Script, monkeypatch: pytest.M
         kept |= {one.message for one in node_state(views, "current", has_lifecycle=True).conditions}
         for text in kept - seen:
             assert other_forms(text, is_kept=True) == [], text
-        for text in {*shown_texts(status)} - seen:
-            assert other_forms(text) == [], text
+        for text in shown_texts(status):
+            assert other_forms(text, today=status.at.date()) == [], text
         seen.update(kept)
         return result
 
@@ -132,15 +138,16 @@ def test_every_text_of_a_life_has_the_form(script: Script, monkeypatch: pytest.M
 @pytest.mark.parametrize("at", [NOW + timedelta(minutes=3), NOW + timedelta(days=2), None])
 @pytest.mark.parametrize("kind", get_args(WaitKind))
 def test_every_reason_to_wait_has_the_form(kind: WaitKind, at: datetime | None) -> None:
-    for phase in ("waiting", "prepared", "held"):
+    for phase in ("waiting", "prepared") if at else ("waiting", "prepared", "held"):  # a hold waits for no time
         waiting: Workflow = a_workflow(phase=phase, wait_reason=WaitReason(kind=kind, at=at, detail="lead 15m"))
         record = Record(kind="held" if phase == "held" else "waiting", wait_reason=waiting.wait_reason)
         view = to_view(waiting)
         status = a_status(at=NOW, pending=(view,))
         for text in kept_texts(Transition(workflow=waiting, records=(record,)), status):
             assert other_forms(text, is_kept=True) == [], text
-        for text in (*shown_texts(status), *shown_texts(replace(status, at=NOW + timedelta(days=1)))):
-            assert other_forms(text) == [], text
+        for later in (status, replace(status, at=NOW + timedelta(days=1))):
+            for text in shown_texts(later):
+                assert other_forms(text, today=later.at.date()) == [], text
 
 
 @pytest.mark.parametrize("kind", get_args(UnpreparedKind))
@@ -152,7 +159,7 @@ def test_every_reason_for_an_unprepared_start_has_the_form(kind: UnpreparedKind)
     for text in kept_texts(Transition(workflow=started, records=(record,)), status):
         assert other_forms(text, is_kept=True) == [], text
     for text in shown_texts(status):
-        assert other_forms(text) == [], text
+        assert other_forms(text, today=NOW.date()) == [], text
 
 
 @pytest.mark.parametrize("kind", get_args(AttentionKind))
@@ -160,7 +167,7 @@ def test_every_need_of_a_person_has_the_form(kind: AttentionKind) -> None:
     status = NEEDED[kind][0]
     for at in (status.at, status.at + timedelta(minutes=20), status.at + timedelta(days=1)):
         for text in shown_texts(replace(status, at=at)):
-            assert other_forms(text) == [], text
+            assert other_forms(text, today=at.date()) == [], text
 
 
 def test_the_time_left_until_a_deadline_is_said_once_in_a_line() -> None:
