@@ -31,6 +31,8 @@ import psutil
 import yaml
 
 from scheduled_events_agent import simulator
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import Workflow
 
 T = TypeVar("T")
 
@@ -342,14 +344,25 @@ class Agent:
 
     def pending(self) -> dict[str, dict[str, Any]]:
         """Events on the page /status, by id."""
-        return {workflow["event"]["id"]: workflow for workflow in self.status()["pending"]}
+        return {event["id"]: event for event in self.status()["events"]}
+
+    def wait_text(self, event_id: str) -> str:
+        """What the event waits for, as the page /status says it; "" for nothing, or of an unknown event."""
+        waits_for = self.pending().get(event_id, {}).get("waits_for") or {}
+        text: str = waits_for.get("text", "")
+        return text
+
+    def stored(self) -> dict[str, Workflow]:
+        """Open events as the state file has them, by id: for what no page shows."""
+        with contextlib.closing(Store.open_readonly(self.state_dir)) as store:
+            return {workflow.event.id: workflow for workflow in store.load_workflows()}
 
     def wait_phase(self, event_id: str, phase: str) -> dict[str, Any]:
         """Wait until the page /status shows the event in this phase."""
 
         def found() -> dict[str, Any]:
-            workflow = self.pending().get(event_id, {})
-            return workflow if workflow.get("phase") == phase else {}
+            event = self.pending().get(event_id, {})
+            return event if event.get("phase") == phase else {}
 
         return self.wait_until(found, f"{event_id} was {phase}")
 

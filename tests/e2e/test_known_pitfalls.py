@@ -99,7 +99,9 @@ def test_an_event_that_names_others_too_is_approved_by_the_first_vm_of_it(make_a
         # It does not start before the slower of the two has seen it.
         event = sim.schedule("Reboot", vms=["vm-2", "vm-1"], start_delay_seconds=600.0, lasts_seconds=None)
         agents[0].wait_log("waiting", event_id=event)
-        assert agents[0].pending()[event]["wait_reason"]["kind"] == "staggered"
+        waits_for = agents[0].pending()[event]["waits_for"]
+        assert waits_for["kind"] == "other_vms"
+        assert waits_for["text"].startswith("VMs listed before this one may approve it until ")
         sim.wait_approved(event)
         agents[1].wait_log("approved", event_id=event)
 
@@ -415,8 +417,14 @@ def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agen
     pending = agent.pending()
     assert [pending[event]["phase"] for event in (led, windowed)] == ["waiting", "waiting"]
     begins_at = sim.event(led).not_before_at - timedelta(minutes=15)
-    assert pending[led]["wait_message"] == f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
-    assert pending[windowed]["wait_message"] == f"begins at {opening:%Y-%m-%dT%H:%M}:00Z (window night opens)"
+    waits_for = pending[led]["waits_for"]
+    assert waits_for["kind"] == "time"
+    assert datetime.fromisoformat(waits_for["until"]) == begins_at
+    assert re.fullmatch(r"begins at [-0-9]+ [:0-9]+ UTC \(in 2d 23h\) \(lead 15m\)", waits_for["text"])
+    waits_for = pending[windowed]["waits_for"]
+    assert waits_for["kind"] == "window"
+    assert datetime.fromisoformat(waits_for["until"]) == opening.replace(second=0, microsecond=0)
+    assert re.fullmatch(r"begins at .*[:0-9]+ UTC \(in 4h 5\dm\) \(window night opens\)", waits_for["text"])
     assert agent.is_ready()
     assert agent.ran() == []
     assert posts(sim) == []
@@ -501,7 +509,9 @@ def test_a_truncated_state_file_is_quarantined_and_blocks_approvals(sim: Simulat
     agent.start()
     agent.let_go("drained")
     agent.wait_log("held", event_id=event)
-    assert agent.pending()[event]["wait_reason"]["kind"] == "state_lost"
+    waits_for = agent.pending()[event]["waits_for"]
+    assert waits_for["kind"] == "operator"
+    assert waits_for["text"] == "the state file was lost, and what was done before is not known"
     assert ("state_lost",) in agent.journal("kind")
     (alarm,) = (line for line in agent.lines if "quarantined_path" in line)
     assert alarm["level"] == "error"

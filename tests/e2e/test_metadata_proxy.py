@@ -196,7 +196,7 @@ def test_a_denial_amid_the_approval_is_said_and_costs_nothing(sim: Simulator, ag
     sim.fault("vm-1", "denied", on="approve")
     agent.let_go("drained")
     agent.wait_until(lambda: agent.metric("approvals_total", outcome="denied") >= 1, "an approval was denied")
-    assert denial_of(EVENTS) in agent.pending()[event]["approval"]["failure"]
+    assert denial_of(EVENTS) in agent.pending()[event]["approval"]["last_error"]
     assert sim.approvals() == ()
 
     sim.clear_faults()

@@ -35,10 +35,10 @@ def test_two_servers_in_one_event_say_when_they_are_drained(both: Simulator, mak
     event = both.schedule("Reboot", vms=VMS, notice_seconds=86400)
     begins_at = both.event(event).not_before_at - timedelta(seconds=60 + 30 + 5)
     for agent in agents:
-        waits = agent.wait_phase(event, "waiting")["wait_message"]
-        assert waits.startswith(
-            f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ} (it names other VMs too and shared is hold"
-        )
+        waits_for = agent.wait_phase(event, "waiting")["waits_for"]
+        assert waits_for["kind"] == "time"
+        assert waits_for["text"].startswith(f"begins at {begins_at:%Y-%m-%d %H:%M:%S} UTC (in ")
+        assert ") (it names other VMs too and shared is hold" in waits_for["text"]
         assert agent.is_ready()
         told = agent.run("status", "--state-dir", str(agent.state_dir)).stdout
         assert f"begins at {begins_at:%Y-%m-%d %H:%M:%S} UTC (in " in " ".join(told.split())

@@ -171,7 +171,7 @@ def test_a_vm_whose_name_is_changed_while_it_is_prepared(agent: Agent, sim: Simu
     assert agent.get("/healthz")[0] == 503
     sim.wait_polls(24)
     assert kinds(agent.status()) == ["vm_changed"]
-    assert agent.pending()[event]["wait_message"] == "it names vm-1, which is no name of this VM any more"
+    assert agent.wait_text(event) == "it names vm-1, which is no name of this VM any more"
     assert agent.say("approve", event).returncode == 1
     agent.stop()
     agent.start()

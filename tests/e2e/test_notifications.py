@@ -48,10 +48,10 @@ def test_a_target_is_notified_of_an_event_from_announcement_to_end(sim: Simulato
         status = agent.status()
         assert first["source"] == f"/azure/vm/{status['vm']['vm_id']}"
         assert first["data"]["vm"] == {"name": "vm-1", "id": status["vm"]["vm_id"]}
-        assert (first["data"]["rule"], first["data"]["mode"]) == ("all", "act")
-        assert first["data"]["event"]["EventId"] == event
+        assert (first["data"]["event"]["rule"], first["data"]["mode"]) == ("all", "act")
+        assert first["data"]["event"]["id"] == event
         assert first["data"]["seconds_left"] > 0
-        assert receiver.taken[-1]["data"]["outcome"] == "completed"
+        assert receiver.taken[-1]["data"]["event"]["outcome"] == "completed"
         assert evictions.attempts == 0
         assert "secret" not in "".join(agent.history)
 

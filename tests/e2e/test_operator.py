@@ -102,8 +102,8 @@ def test_many_readers_of_the_state_file_lose_nothing(sim: Simulator, agent: Agen
     agent.kill()
     agent.start()
     histories = json.loads(ask(agent, "history", "--json").stdout)["histories"]
-    lives = [one["workflow"] for one in histories if one["workflow"]]
-    assert {life["event"]["id"]: life["phase"] for life in lives} == dict.fromkeys(events, "closed")
+    lives = [one["event"] for one in histories if one["event"]]
+    assert {life["id"]: life["phase"] for life in lives} == dict.fromkeys(events, "closed")
 
 
 def test_an_operator_action_takes_effect_within_two_seconds_with_the_name(sim: Simulator, agent: Agent) -> None:
@@ -175,7 +175,7 @@ def test_an_event_that_azure_has_accepted_is_not_reported_as_held(sim: Simulator
     told = msgspec.json.decode(said.stdout, type=OperatorResult)
     assert (said.returncode, told.succeeded, told.command, told.event_id) == (0, True, "approve", event)
     assert told.message.startswith("approved: ")
-    assert told.workflow_id == agent.pending()[event]["id"]
+    assert told.key == agent.pending()[event]["key"]
     agent.wait_phase(event, "approved")
     said = ask(agent, "hold", event, "--json")
     told = msgspec.json.decode(said.stdout, type=OperatorResult)
@@ -235,7 +235,7 @@ def test_a_hold_during_an_approval_is_answered_after_the_approval(
     done = ask(agent, "hold", event)
     if is_taken:
         assert (done.returncode, done.stdout) == (1, "rejected: Azure has accepted the approval\n")
-        assert agent.pending()[event]["operator"] is None
+        assert agent.pending()[event]["operator"]["action"] == ""
         assert agent.pending()[event]["phase"] == "approved"
     else:
         assert (done.returncode, done.stdout) == (0, "hold: set; the event is held\n")
@@ -260,7 +260,7 @@ def test_a_release_of_an_approval_under_way_says_what_became_of_it(
         assert (done.returncode, done.stdout.partition(":")[0]) == (0, "released")
         sim.wait_polls(8)
         assert sim.approvals(event) == ()
-        assert agent.pending()[event]["operator"] is None
+        assert agent.pending()[event]["operator"]["action"] == ""
 
 
 def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, agent: Agent) -> None:
@@ -279,18 +279,21 @@ def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, 
     command = re.findall(r"^  overrule +scheduled-events-agent (.*)$", busy.stdout, re.MULTILINE)
     place = f"--state-dir {agent.state_dir}"
     assert command == [f"hold {event[:8]} {place}"]
-    (summary,) = agent.status()["summaries"]
-    assert summary["commands"] == [f"scheduled-events-agent hold {event[:8]} --state-dir {agent.state_dir}"]
+    (shown,) = agent.status()["events"]
+    assert [one["command"] for one in shown["commands"]] == [
+        f"scheduled-events-agent hold {event[:8]} --state-dir {agent.state_dir}"
+    ]
     assert agent.run(*command[0].split()).returncode == 0
     agent.let_go("drained")
     agent.wait_phase(event, "held")
     held = ask(agent, "status").stdout
     assert held.splitlines()[0] == "Reboot is held: an operator holds it"
     assert re.search(
-        r"^  now       held: an operator holds it; Azure starts it at .* UTC \(in .*\)$", held, re.MULTILINE
+        r"^  now       held: an operator holds it; Azure starts it at .* UTC \(in 1\dm \d+s\)$", held, re.MULTILINE
     )
+    assert re.search(r"^  operator  held by \w+ since \d\d:\d\d:\d\d UTC$", held, re.MULTILINE)
     assert f"  overrule  scheduled-events-agent release {event[:8]} {place}\n" in held
-    assert json.loads(ask(agent, "status", "--json").stdout)["pending"] == list(agent.pending().values())
+    assert json.loads(ask(agent, "status", "--json").stdout)["events"] == list(agent.pending().values())
     agent.kill()
     dead = ask(agent, "status")
     assert dead.returncode == 1
@@ -362,12 +365,8 @@ def test_hook_output_is_limited_to_the_command_line_unless_the_policy_allows_it(
     agent.start()
     agent.wait_phase(event, "approved")
     assert "db-password: hunter2" in agent.get("/history")[1]
-    (entry,) = agent.status()["hook_output"]
-    assert (entry["hook"], entry["outcome"], entry["detail"].strip()) == (
-        "drain",
-        "succeeded",
-        "db-password: hunter2",
-    )
+    (hook,) = agent.pending()[event]["hooks"]
+    assert (hook["hook"], hook["state"], hook["output"].strip()) == ("drain", "done", "db-password: hunter2")
 
 
 def test_explain_shows_the_agents_plan_for_each_event_of_the_document(
@@ -420,8 +419,12 @@ def test_explain_shows_the_agents_plan_for_each_event_of_the_document(
     assert (told["source"], told["incarnation"], told["vm"]["names"]) == ("endpoint", "7", ["vm-1"])
     assert datetime.fromisoformat(told["received_at"]) > not_before - timedelta(hours=2, minutes=30)
     ours, others = told["events"]
-    assert (ours["decision"]["rule"], ours["workflow"]["wait_reason"]["kind"]) == ("by-hand", "manual")
-    assert (others["decision"]["affects"], others["workflow"]) == ("others", None)
+    assert (ours["rule"], ours["waits_for"]["kind"], ours["waits_for"]["text"]) == (
+        "by-hand",
+        "operator",
+        "an operator must approve it",
+    )
+    assert (others["affects"], others["key"]) == ("others", "")
 
 
 def test_explain_agrees_with_the_agent_that_saw_the_event_earlier(endpoint_agent: tuple[Endpoint, Agent]) -> None:
@@ -456,7 +459,7 @@ def test_explain_agrees_with_the_agent_that_saw_the_event_earlier(endpoint_agent
     agent.let_go("go")
     agent.wait_phase("A", "held")
     shown = ask(agent, "explain").stdout
-    assert "; an operator has held it; first seen " in shown
+    assert re.search(r"; held by \w+ since \d\d:\d\d:\d\d UTC; first seen ", shown)
     assert "  approve  not approved: an operator holds it\n" in shown
     assert "  prepare " not in shown
 
@@ -544,7 +547,7 @@ def test_explain_needs_only_one_of_agent_and_endpoint(endpoint_agent: tuple[Endp
     assert first.endswith("; these are the events that the agent knows")
     assert approve.startswith("  approve  when an operator approves it: ")
     told = json.loads(ask(agent, "explain", "--json").stdout)
-    assert (told["source"], [one["workflow"]["phase"] for one in told["events"]]) == ("agent", ["prepared"])
+    assert (told["source"], [one["phase"] for one in told["events"]]) == ("agent", ["prepared"])
     assert told["received_at"] is not None
     agent.kill()
     failed = ask(agent, "explain")

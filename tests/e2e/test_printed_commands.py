@@ -89,7 +89,10 @@ def wait_by_hand(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[{**RULE, "approve": "manual", "prepare": []}], hooks=agent.hooks("resume"))
     agent.start()
     event = sim.schedule("Reboot", notice_seconds=3600, lasts_seconds=None)
-    agent.wait_until(lambda: agent.pending().get(event, {}).get("approval_needed_since"), "it needed approval")
+    needs = {"kind": "approval_needed", "event_id": event}
+    agent.wait_until(
+        lambda: any(needs.items() <= one.items() for one in agent.status()["attention"]), "it needed approval"
+    )
 
 
 def fail_to_prepare(sim: Simulator, agent: Agent) -> str:

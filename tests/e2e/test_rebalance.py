@@ -121,7 +121,7 @@ def test_a_recommendation_that_is_over_is_recovered_from_and_closed(
 
 def assert_nothing_is_pending(agent: Agent) -> None:
     status = agent.status()
-    assert (status["pending"], status["headline"], status["ready"]) == ([], "Nothing is pending", True)
+    assert (status["events"], status["headline"], status["ready"]) == ([], "Nothing is pending", True)
     assert all(value == 0.0 for _, value in agent.metrics()["pending"])
 
 

@@ -290,7 +290,7 @@ def test_hostile_texts_forge_nothing_and_start_nothing(make_agent: MakeAgent, tm
         agent.wait_log("closed", count=len(HOSTILE))
         agent.stop()
     expected = [one.description for one in parse_document(body).events]
-    assert sorted(workflow["event"]["description"] for workflow in status["pending"]) == sorted(expected)
+    assert sorted(event["description"] for event in status["events"]) == sorted(expected)
     assert all(text.isprintable() for text in expected)
 
     written = "".join(line for line in agent.history if not line.startswith("---"))

@@ -27,9 +27,11 @@ def test_what_azure_starts_unprepared_is_said_everywhere_and_counted_over_a_rest
         agent.wait_until(lambda: receiver.taken, "it was notified")
         assert WHY in receiver.taken[0]["data"]["reason"]
     status = agent.status()
-    assert WHY in status["summaries"][0]["activity"]
+    assert WHY in status["events"][0]["activity"]
     assert status["headline"].startswith("Reboot is under way, unprepared: ")
-    assert agent.pending()[event]["unprepared"]["kind"] == "time"
+    unprepared = agent.stored()[event].unprepared
+    assert unprepared is not None
+    assert unprepared.kind == "time"
     history = agent.run("history", "--state-dir", str(agent.state_dir)).stdout
     assert WHY in history
     line = agent.wait_log("unprepared")
@@ -50,10 +52,10 @@ def test_it_is_said_of_an_event_that_azure_starts_while_the_name_is_not_known(
     event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
     agent.wait_until(agent.pending, "it is pending")
     sim.start_event(event)
-    agent.wait_until(lambda: agent.pending()[event]["event"]["status"] == "Started", "it has started")
+    agent.wait_until(lambda: agent.pending()[event]["status"] == "Started", "it has started")
     if is_over:
         sim.end(event)
-        agent.wait_until(lambda: agent.pending()[event]["is_over"], "it is over")
+        agent.wait_until(lambda: agent.pending()[event]["outcome"], "it is over")
         agent.kill()
         agent.start()
     assert agent.metric("unprepared_total", reason="vm_unknown") == 0
@@ -74,7 +76,7 @@ def test_a_target_is_notified_once_of_an_event_while_the_name_is_not_known(agent
         event = sim.schedule("Preempt", notice_seconds=600)
         agent.wait_until(lambda: receiver.taken, "it was notified")
         data = receiver.taken[0]["data"]
-        assert (data["kind"], data["event"]["EventType"]) == ("vm_unknown", "Preempt")
+        assert (data["kind"], data["event"]["type"]) == ("vm_unknown", "Preempt")
         assert data["deadline"] is not None
         assert "vm.name" in data["reason"]
         (command,) = [one["command"] for one in data["commands"]]

@@ -79,7 +79,7 @@ def test_a_clock_step_changes_the_decision_on_an_event_once(sim: Simulator, agen
     clock.set(-HOUR)
     agent.start()
     event = sim.schedule("Reboot", notice_seconds=1000, lasts_seconds=None)
-    assert agent.wait_phase(event, "waiting")["wait_message"].startswith("begins at ")
+    assert agent.wait_phase(event, "waiting")["waits_for"]["text"].startswith("begins at ")
     sim.wait_polls(4)
     assert agent.ran() == []
     clock.set(0)  # 1000 s are still more than a lead of 15 minutes

@@ -107,17 +107,19 @@ def lead(agent: Agent, sim: Simulator, event: str, boot: str) -> bool:
     code, text = agent.get("/status")
     if code != 200:
         return False
-    workflows = {one["event"]["id"]: one for one in json.loads(text)["pending"]}
-    workflow = workflows.get(event)
+    phases = {one["id"]: one["phase"] for one in json.loads(text)["events"]}
     status = sim.event(event).status
-    if workflow is not None:
-        is_of_this_boot = boot in ("", workflow["prepare_boot_id"])
-        is_prepared = is_of_this_boot and workflow["prepare"]["state"] == "succeeded"
-        if workflow["phase"] == "approved" and is_prepared and status == "Scheduled":
-            sim.start_event(event)
-        if workflow["phase"] == "started" and status == "Started":
-            sim.end(event)
-    return status == "Gone" and not workflows
+    if phases.get(event) == "approved" and is_prepared(agent, event, boot) and status == "Scheduled":
+        sim.start_event(event)
+    if phases.get(event) == "started" and status == "Started":
+        sim.end(event)
+    return status == "Gone" and not phases
+
+
+def is_prepared(agent: Agent, event: str, boot: str) -> bool:
+    """Whether the event is prepared for in ``boot``; "" for any."""
+    workflow = agent.stored()[event]
+    return boot in ("", workflow.prepare_boot_id) and workflow.prepare.state == "succeeded"
 
 
 def check(life: Life, where: str, *, is_rebooted: bool) -> None:

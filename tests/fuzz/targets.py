@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from inputs import STORY_BREAK, THIS_PORT
+from msgspec.structs import replace
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.hooks.run import hook_environment
@@ -55,8 +56,8 @@ from scheduled_events_agent.simulator.recording import (
     rename_vm,
     summarize,
 )
-from scheduled_events_agent.status import Status
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import Facts
 from scheduled_events_agent.web.server import Response, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.workflow import (
@@ -423,9 +424,16 @@ def check_page(data: bytes) -> None:
     The bytes are its texts; how many events there are, and in what state, follows from them as well.
     """
     texts = data.decode("utf-8", "replace").split(STORY_BREAK.decode())
-    found = with_summaries(_some(Random(zlib.crc32(data)), Status, texts))
+    random = Random(zlib.crc32(data))
+    facts: Facts = _some(random, Facts, texts)
+    # The clock is that of a running agent, and a policy can give a hook at most 2000 years.
+    limits = (None, 0.0, 5.0, 200 * 3650 * 86400.0)
+    running = [replace(hook, since=NOW, limit_seconds=random.choice(limits)) for hook in facts.running]
+    facts = replace(facts, running=tuple(running))
+    found = to_status(facts)
     assert found.headline
-    assert len(found.summaries) == len(found.pending)
+    assert len(found.events) == len(facts.workflows)
+    assert all(event.activity and event.approval.text for event in found.events)
     assert msgspec.json.decode(msgspec.json.encode(found))["headline"] == found.headline
 
 

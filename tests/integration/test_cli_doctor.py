@@ -311,7 +311,6 @@ def test_what_azures_proxy_denies_to_this_user_alone_is_a_warning(
         at=now,
         vm=Vm(names=("vm-1",), vm_id="1"),
         health="ok",
-        pending=(),
         endpoint=simulator.endpoint("vm-1"),
         last_poll_at=now,
         poll_failure=failure,

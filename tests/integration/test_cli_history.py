@@ -161,7 +161,7 @@ def test_history_interleaves_agent_records_by_time(run: Run) -> None:
 )
 def test_events_are_chosen(run: Run, options: list[str], expected: list[str]) -> None:
     array = json.loads(run(*options, "--json")[1])["histories"]
-    assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == expected
+    assert [item["event"]["id"] for item in array if item["event"]] == expected
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_text_and_json_have_the_same_records_of_the_journal(
         journal = [record for record in store.load_records() if f"{record.at:%H:%M:%S}" in expected]
     journal.sort(key=lambda record: record.at)
     items = json.loads(run(*options, "--json")[1])["histories"]
-    agent_records = [item["records"] for item in items if item["workflow"] is None]
+    agent_records = [item["records"] for item in items if item["event"] is None]
     assert [msgspec.convert(record, JournalRecord) for (record,) in agent_records] == journal
     kinds = "agent started|machine paused|reload rejected|reloaded"
     shown = re.findall(rf"(\d\d:\d\d:\d\d)\D[^:\n]*?  ({kinds})\b", run(*options)[1])
@@ -216,9 +216,9 @@ def test_a_record_about_the_agent_during_two_events_is_once_in_the_json(run: Run
 
 def test_json_is_a_list_of_events_with_their_entries_and_of_notes(run: Run) -> None:
     first, reboot, paused, *_ = json.loads(run("--json")[1])["histories"]
-    assert (first["workflow"], [entry["kind"] for entry in first["records"]]) == (None, ["agent_started"])
-    assert (paused["workflow"], [entry["kind"] for entry in paused["records"]]) == (None, ["machine_paused"])
-    assert reboot["workflow"]["decision"]["rule"] == "impactful"
+    assert (first["event"], [entry["kind"] for entry in first["records"]]) == (None, ["agent_started"])
+    assert (paused["event"], [entry["kind"] for entry in paused["records"]]) == (None, ["machine_paused"])
+    assert reboot["event"]["rule"] == "impactful"
     assert [entry["kind"] for entry in reboot["records"]] == [
         "seen", "decided", "hook_finished", "held", "closed",
     ]  # fmt: skip
@@ -248,7 +248,7 @@ def test_an_exact_id_is_chosen_over_a_prefix(run: Run, state_dir: Path) -> None:
     commit(store, replace(FREEZE, id="longer", event=event), 0, "held", note("seen", "Freeze Scheduled"))
     store.close()
     array = json.loads(run("--event", "602d9444-aaaa", "--json")[1])["histories"]
-    assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == ["602D9444-AAAA"]
+    assert [item["event"]["id"] for item in array if item["event"]] == ["602D9444-AAAA"]
 
 
 def test_an_empty_result_is_reported(run: Run) -> None:

@@ -219,7 +219,7 @@ def _explained_begin(run: Run, tmp_path: Path, type_: str, resources: list[str])
     (tmp_path / "event.json").write_text(json.dumps(event))
     words = ("--config", str(tmp_path / "p.yaml"), "--vm", "vm-1", "--at", "2022-04-11T12:00:00Z", "--json")
     _, out, _ = run("explain", str(tmp_path / "event.json"), *words)
-    begins_at = json.loads(out)["events"][0]["begins_at"]
+    begins_at = json.loads(out)["events"][0]["plan"]["begins_at"]
     return datetime.fromisoformat(begins_at) if begins_at else None
 
 
@@ -746,7 +746,7 @@ def test_explain_shows_whether_and_when_an_event_would_be_approved(
     run: Run, policy: str, payload: str, approval: str
 ) -> None:
     (event,) = json.loads(explain(run, policy, payload, "--json"))["events"]
-    assert event["expected_approval"]["text"].startswith(approval)
+    assert event["plan"]["approval"]["text"].startswith(approval)
 
 
 SPOT = """\
@@ -847,15 +847,44 @@ def test_explain_as_json_has_the_content_of_the_text(run: Run, policy: str) -> N
         "vm": {"names": ["vm-spot"], "vm_id": ""},
         "mode": "act",
     }
-    assert event.pop("event")["type"] == "Preempt"
-    decision = event.pop("decision")
-    assert (decision["rule"], decision["affects"], decision["reason"]) == (
-        "impactful",
-        "self",
-        "rule impactful matches it: affects self, type Preempt",
-    )
-    assert (decision["drain_for"], decision["prepare"]) == (5.0, ["drain", "checkpoint"])
+    plan = event.pop("plan")
+    hooks = event.pop("hooks")
+    assert [(hook["stage"], hook["hook"], hook["state"]) for hook in hooks] == [
+        ("prepare", "drain", "open"),
+        ("prepare", "checkpoint", "open"),
+        ("recover", "resume", "open"),
+    ]
     assert event == {
+        "key": "",
+        "id": "C1BF8322-4CBF-4FC4-9C45-B40CF3106D0E",
+        "type": "Preempt",
+        "status": "Scheduled",
+        "source": "Platform",
+        "resources": ["vm-spot"],
+        "not_before": "2022-08-09T17:07:32Z",
+        "duration_seconds": None,
+        "description": "",
+        "seen_at": "2022-04-11T22:10:00Z",
+        "rule": "impactful",
+        "reason": "rule impactful matches it: affects self, type Preempt",
+        "affects": "self",
+        "phase": "waiting",
+        "phase_since": "2022-04-11T22:10:00Z",
+        "outcome": "",
+        "ready": True,
+        "approval": {
+            "wanted": "when-prepared",
+            "state": "none",
+            "failures": 0,
+            "last_error": "",
+            "text": "by itself, when prepared",
+        },
+        "waits_for": None,
+        "operator": {"action": "", "by": "", "at": None},
+        "activity": "rehearsed as if it were seen now",
+        "commands": [],
+    }
+    assert plan == {
         "rejected_rules": [
             {"rule": "user-initiated", "reason": "source is Platform, not User"},
             {"rule": "short-freeze", "reason": "type is Preempt, not Freeze"},
@@ -864,16 +893,17 @@ def test_explain_as_json_has_the_content_of_the_text(run: Run, policy: str) -> N
         "begins_at": "2022-08-09T16:52:32Z",
         "begins_reason": "lead 15m",
         "needs_slot": False,
-        "workflow": None,
         "drain_seconds": 5.0,
         "prepare": ["drain", "checkpoint"],
         "hooks_until": "2022-08-09T17:07:27Z",
-        "expected_approval": {
+        "approval": {
             "verdict": "allow",
             "at": "2022-08-09T16:52:37Z",
             "text": "as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37 UTC at the earliest; "
             "a failed hook holds it",
         },
+        "on_start": [],
+        "recover": ["resume"],
     }
 
 
@@ -971,7 +1001,7 @@ def test_explain_knows_every_shipped_scenario_and_says_the_same_each_time(
     planned = [
         (began_at + timedelta(seconds=step.at), step.event.type) for step in scenario.timeline if step.event
     ]
-    found = [(datetime.fromisoformat(one["at"]), one["event"]["type"]) for one in report["events"]]
+    found = [(datetime.fromisoformat(one["plan"]["at"]), one["type"]) for one in report["events"]]
     assert found == sorted(planned)
 
 
@@ -990,7 +1020,7 @@ def test_explain_of_a_scenario_begins_now_without_a_time(run: Run, policy: str) 
     at = datetime.fromisoformat(report["at"])
     assert before <= at <= datetime.now(UTC)
     assert at.microsecond == 0
-    assert datetime.fromisoformat(report["events"][0]["at"]) == at + timedelta(seconds=2)
+    assert datetime.fromisoformat(report["events"][0]["plan"]["at"]) == at + timedelta(seconds=2)
 
 
 def test_a_file_that_is_called_like_a_scenario_is_a_document(run: Run, policy: str, tmp_path: Path) -> None:
@@ -1033,7 +1063,7 @@ timeline:
     (tmp_path / "named.yaml").write_text("vm: {name: web_1, aliases: [x]}")
     report = json.loads(run("explain", "s.yaml", "--json", "--config", "empty.yaml", *words.split())[1])
     assert report["vm"]["names"] == names
-    assert [event["decision"]["affects"] for event in report["events"]] == affects
+    assert [event["affects"] for event in report["events"]] == affects
 
 
 @pytest.mark.parametrize(
@@ -1048,7 +1078,7 @@ def test_explain_of_a_scenario_shows_what_the_api_version_of_the_policy_has(
     )
     (tmp_path / "p.yaml").write_text(f"imds: {{api_version: {version}}}")
     report = json.loads(run("explain", "s.yaml", "--config", "p.yaml", "--json")[1])
-    assert [event["event"]["source"] for event in report["events"]] == expected
+    assert [event["source"] for event in report["events"]] == expected
 
 
 @pytest.mark.parametrize(
@@ -1135,7 +1165,7 @@ def test_explain_of_a_scenario_counts_on_the_time_that_hooks_took_here(run: Run,
 
     def begins_at() -> str:
         (event,) = json.loads(run("explain", "platform-reboot", "--config", str(path), "--json", *AT)[1])["events"]
-        found: str = event["begins_at"]
+        found: str = event["plan"]["begins_at"]
         return found
 
     by_its_limit = begins_at()

@@ -27,13 +27,12 @@ from scheduled_events_agent.status import (
     ActivePolicy,
     CommandOptions,
     FleetState,
-    RunningHook,
     StateLost,
     Status,
     Vm,
-    WorkflowView,
 )
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import Facts, RunningHook
 from scheduled_events_agent.store import RequestAnswer, Store, StoreError
 from scheduled_events_agent.workflow import Record, StageStatus, Transition, WaitReason, Workflow
 
@@ -56,7 +55,7 @@ DECISION = Decision(
     prepare=("drain",),
     approve="when-prepared",
 )
-PREPARING = WorkflowView(
+PREPARING = Workflow(
     id="602d9444@1",
     event=EVENT,
     decision=DECISION,
@@ -66,7 +65,7 @@ PREPARING = WorkflowView(
     phase="preparing",
     prepare=StageStatus(state="running", current="drain", run=1),
 )
-STATUS = Status(
+FACTS = Facts(
     at=NOW,
     version="0.1.0",
     started_at=NOW - timedelta(days=3),
@@ -79,8 +78,6 @@ STATUS = Status(
     last_poll_at=NOW,
     poll_failure="",
     incarnation="7",
-    running=(),
-    pending=(),
 )
 
 Run = Callable[..., tuple[int, str, str]]
@@ -138,23 +135,16 @@ def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
         lock.close()
 
 
-def answered(state_dir: Path, status: Status, run: Run, *options: str) -> tuple[int, str, str]:
+def answered(state_dir: Path, facts: Facts, run: Run, *options: str) -> tuple[int, str, str]:
     """The output of the command for an agent that answers this."""
-    with an_agent(state_dir, msgspec.json.encode(with_summaries(status))):
+    with an_agent(state_dir, msgspec.json.encode(to_status(facts))):
         return run("status", "--state-dir", str(state_dir), *options)
-
-
-def as_stored(workflow: Workflow) -> Workflow:
-    """The workflow without the words that JSON has besides."""
-    return Workflow(**{name: getattr(workflow, name) for name in Workflow.__struct_fields__})
 
 
 def commit(state_dir: Path, *workflows: Workflow) -> None:
     """As the agent would have done."""
     store = Store.open_client(state_dir)
-    store.commit(
-        [Transition(workflow=as_stored(w), records=(Record(kind="seen", text="it"),)) for w in workflows], NOW
-    )
+    store.commit([Transition(workflow=w, records=(Record(kind="seen", text="it"),)) for w in workflows], NOW)
     store.close()
 
 
@@ -163,7 +153,7 @@ def without_ages(text: str) -> str:
 
 
 def test_status_of_an_idle_healthy_agent_has_five_lines(state_dir: Path, run: Run) -> None:
-    code, out, err = answered(state_dir, STATUS, run)
+    code, out, err = answered(state_dir, FACTS, run)
     assert (code, err) == (0, "")
     assert out == (
         "Nothing is pending\n"
@@ -180,10 +170,10 @@ def test_a_command_to_copy_begins_with_sudo_if_that_was_needed_here(
     monkeypatch.setenv("SUDO_USER", "kim")
     prefix = host.supervisor_commands().prefix
     stale = msgspec.structs.replace(POLICY, rejected="policy.yaml:3: bad", rejected_at=NOW)
-    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=stale, pending=(PREPARING,)), run)
+    _, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, policy=stale, workflows=(PREPARING,)), run)
     assert f"\n     {prefix}scheduled-events-agent check  show all" in out
     assert f"\n  overrule  {prefix}scheduled-events-agent hold 602D9444\n" in out
-    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=stale), run, "--json")
+    _, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, policy=stale), run, "--json")
     assert '"command": "scheduled-events-agent check"' in out  # with command_prefix beside it
 
 
@@ -202,14 +192,14 @@ def test_a_command_to_copy_begins_with_sudo_if_that_was_needed_here(
     ],
 )
 def test_the_fleet_line_shows_its_wait_reason(state_dir: Path, run: Run, fleet: FleetState, expected: str) -> None:
-    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
+    code, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, fleet=fleet), run)
     assert (code, out.splitlines()[-1]) == (0, f"  fleet      {expected}")
 
 
 def test_a_fleet_configuration_error_has_a_line_of_its_own(state_dir: Path, run: Run) -> None:
     warning = "members does not match this VM, web-1: all VMs are waited for"
     fleet = FleetState(group="web", error="", unavailable_since=None, not_ready=(), warnings=(warning,))
-    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
+    _, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, fleet=fleet), run)
     assert out.splitlines()[-2:] == ["  fleet      group web", f"  fleet      {warning}"]
 
 
@@ -219,8 +209,8 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
     code, out, _ = answered(
         state_dir,
         msgspec.structs.replace(
-            STATUS,
-            pending=(PREPARING,),
+            FACTS,
+            workflows=(PREPARING,),
             running=(hook,),
             ready=False,
             command_options=CommandOptions(state="--state-dir /its/own"),
@@ -246,7 +236,6 @@ FAILED = msgspec.structs.replace(
     phase="held",
     prepare=StageStatus(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 3"),
     wait_reason=WaitReason(kind="prepare_failed"),
-    wait_message="hook drain: exit code 3",
 )
 OUTPUT = "one\ntwo\n\nthree \x1b[31mred\x1b[0m\nfour " + "x" * 300
 
@@ -254,13 +243,13 @@ OUTPUT = "one\ntwo\n\nthree \x1b[31mred\x1b[0m\nfour " + "x" * 300
 def with_output(state_dir: Path, workflow: Workflow) -> None:
     note = Record(kind="hook_finished", stage="prepare", hook="drain", outcome="failed", detail=OUTPUT)
     store = Store.open_client(state_dir)
-    store.commit([Transition(workflow=as_stored(workflow), records=(note,))], NOW)
+    store.commit([Transition(workflow=workflow, records=(note,))], NOW)
     store.close()
 
 
 def test_an_attention_item_comes_first_with_hook_output_and_command(state_dir: Path, run: Run) -> None:
     with_output(state_dir, FAILED)
-    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(FAILED,)), run)
+    code, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, workflows=(FAILED,)), run)
     assert code == 3
     block, card, _ = out.split("\n\n")
     held = "The Redeploy of web-1 is held: hook drain: exit code 3."
@@ -283,16 +272,16 @@ def test_the_output_of_a_failed_hook_is_as_bright_as_what_failed(
     failed = FAILED if is_needed else msgspec.structs.replace(FAILED, phase="approved", wait_reason=None)
     with_output(state_dir, failed)
     monkeypatch.setattr(terminal.Terminal, "of", lambda _: terminal.Terminal(width=None, has_colors=True))
-    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(failed,)), run)
+    _, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, workflows=(failed,)), run)
     lines = [line.lstrip() for line in out.splitlines()]
     assert "| two" in lines
     assert "| three red" in lines
 
 
 def test_hook_output_of_a_harmless_failure_is_shown_with_its_event(state_dir: Path, run: Run) -> None:
-    approved = msgspec.structs.replace(FAILED, phase="approved", wait_reason=None, wait_message="")  # by its rule
+    approved = msgspec.structs.replace(FAILED, phase="approved", wait_reason=None)  # by its rule
     with_output(state_dir, approved)
-    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(approved,)), run)
+    code, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, workflows=(approved,)), run)
     assert code == 0
     assert re.search(r"\n  failed +hook drain: exit code 3\n +\| two\n +\| three red\n +\| four x", out)
 
@@ -301,8 +290,8 @@ def test_each_attention_item_has_its_block_and_the_worst_comes_first(state_dir: 
     policy = msgspec.structs.replace(
         POLICY, rejected="policy.yaml:3: rules: expected a list", rejected_summary="line 3, rules", rejected_at=NOW
     )
-    status = msgspec.structs.replace(STATUS, pending=(FAILED,), policy=policy)
-    _, out, _ = answered(state_dir, status, run)
+    facts = msgspec.structs.replace(FACTS, workflows=(FAILED,), policy=policy)
+    _, out, _ = answered(state_dir, facts, run)
     assert [block[:5] for block in out.split("\n\n")[:2]] == ["ACT  ", "FIX  "]
     assert "FIX  The policy file is rejected: line 3, rules. In force" in out
     assert "\n     policy.yaml:3: rules: expected a list\n" in out
@@ -327,7 +316,7 @@ def test_without_an_agent_an_open_failed_recovery_is_shown_below(state_dir: Path
 
 def test_without_an_agent_waiting_notifications_are_shown(state_dir: Path, run: Run) -> None:
     store = Store.open_client(state_dir)
-    step = Transition(workflow=as_stored(PREPARING))
+    step = Transition(workflow=PREPARING)
     store.commit([step], NOW, {}, [("ops", "{}"), ("ops", "{}"), ("chat", "{}")])
     store.close()
     out = run("status", "--state-dir", str(state_dir))[1]
@@ -347,28 +336,29 @@ def test_shortened_ids_stay_distinct_and_long_name_lists_are_cut(state_dir: Path
         id="2",
         event=twin,
         phase="held",
-        wait_message="hook drain: exit code 3",
-        decision=msgspec.structs.replace(DECISION, affects="shared"),
+        wait_reason=WaitReason(kind="never"),
+        decision=msgspec.structs.replace(DECISION, affects="shared", approve="never"),
     )
-    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(other, PREPARING)), run)
+    _, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, workflows=(other, PREPARING)), run)
     assert out.splitlines()[0] == "Preparing for a Redeploy, and 1 more"
     assert re.findall("overrule  (.*)", out) == [
         "scheduled-events-agent hold 602D9444-1",
         "scheduled-events-agent approve 602d9444-9",
     ]
-    assert "now       held: hook drain: exit code 3; Azure starts it at 23:12:00 UTC (in 1h 0m)\n" in out
+    held = "held: approve is never (rule impactful matches it: type Redeploy)"
+    assert f"now       {held}; Azure starts it at 23:12:00 UTC (in 1h 0m)\n" in out
     assert "this VM and 99 others: web-1, web-2, web-3, web-4, web-5, web-6, web-7, web-8 and 92 more\n" in out
 
 
 def test_an_observing_agent_offers_no_operator_action(state_dir: Path, run: Run) -> None:
-    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, mode="observe", pending=(PREPARING,)), run)
+    _, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, mode="observe", workflows=(PREPARING,)), run)
     assert "  agent      only observes; " in out
     assert "overrule" not in out
 
 
 def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> None:
     ill = msgspec.structs.replace(
-        STATUS,
+        FACTS,
         polls="overdue",
         poll_failure="GET http://imds: timed out",
         poll_failure_summary="timed out",
@@ -400,7 +390,7 @@ def test_errors_come_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> 
 
 def test_a_change_that_needs_a_restart_is_named(state_dir: Path, run: Run) -> None:
     late = msgspec.structs.replace(POLICY, needs_restart=("agent.listen_names", "agent.web_config"))
-    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=late), run)
+    code, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, policy=late), run)
     assert code == 0
     assert (
         "  policy     policy.yaml, read 2h 0m ago (20:12:00 UTC)\n"
@@ -410,9 +400,9 @@ def test_a_change_that_needs_a_restart_is_named(state_dir: Path, run: Run) -> No
 
 
 def test_json_is_what_the_agent_answered(state_dir: Path, run: Run) -> None:
-    code, out, _ = answered(state_dir, STATUS, run, "--json")
+    code, out, _ = answered(state_dir, FACTS, run, "--json")
     assert code == 0
-    assert msgspec.json.decode(out, type=Status) == with_summaries(STATUS)
+    assert msgspec.json.decode(out, type=Status) == to_status(FACTS)
 
 
 def test_without_an_agent_the_state_file_is_shown(state_dir: Path, run: Run) -> None:
@@ -452,7 +442,7 @@ def test_status_says_since_when_the_state_exists(state_dir: Path, run: Run) -> N
     Store.open(state_dir, NOW + timedelta(days=2)).close()  # an agent that starts again keeps it
     status = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])
     assert datetime.fromisoformat(status["state_since"]) == NOW + timedelta(days=1)
-    answer = msgspec.json.encode(replace(STATUS, state_since=NOW - timedelta(hours=3)))
+    answer = msgspec.json.encode(to_status(replace(FACTS, state_since=NOW - timedelta(hours=3))))
     with an_agent(state_dir, answer):
         assert "state      since 3h 0m ago (19:12:00 UTC)" in run("status", "--state-dir", str(state_dir))[1]
 
@@ -467,19 +457,19 @@ def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> N
         "state_file",
         ["web-1"],
     )
-    assert (told["ready"], told["running"], told["mode"], told["incarnation"]) == (False, [], None, None)
+    assert (told["ready"], told["on_clear"], told["mode"], told["incarnation"]) == (False, [], None, None)
     assert [note["kind"] for note in told["agent_log"]] == ["agent_started"]
-    assert [workflow["phase"] for workflow in told["pending"]] == ["preparing"]
+    assert [event["phase"] for event in told["events"]] == ["preparing"]
 
 
 def test_a_wait_reason_is_in_json_as_a_value_and_as_a_message(state_dir: Path, run: Run) -> None:
     waits = WaitReason(kind="time", at=NOW, detail="lead 15m")
     commit(state_dir, msgspec.structs.replace(PREPARING, phase="waiting", wait_reason=waits))
-    (workflow,) = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["pending"]
-    assert workflow["wait_message"] == f"begins at {NOW:%Y-%m-%d %H:%M:%S} UTC (lead 15m)"
-    assert workflow["wait_reason"] == msgspec.to_builtins(waits)
+    (event,) = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["events"]
+    text = f"begins at {NOW:%Y-%m-%d %H:%M:%S} UTC (lead 15m)"
+    assert event["waits_for"] == {"kind": "time", "until": msgspec.to_builtins(NOW), "text": text}
     histories = json.loads(run("history", "--state-dir", str(state_dir), "--json")[1])["histories"]
-    assert workflow in [item["workflow"] for item in histories]
+    assert [item["event"] for item in histories if item["event"]] == [event]
 
 
 def test_an_agent_that_does_not_answer_is_named(
@@ -497,11 +487,11 @@ def test_an_agent_that_does_not_answer_is_named(
 
 
 def test_unknown_fields_of_a_newer_agent_are_ignored(state_dir: Path, run: Run) -> None:
-    status = with_summaries(msgspec.structs.replace(STATUS, pending=(PREPARING,)))
+    status = to_status(msgspec.structs.replace(FACTS, workflows=(FAILED,)))
     answer = msgspec.to_builtins(status)
-    (workflow,) = answer["pending"]
-    objects = (answer, answer["vm"], workflow, workflow["event"], workflow["decision"], workflow["prepare"])
-    for one in objects:
+    (event,) = answer["events"]
+    parts = (*event["hooks"], *event["commands"], event["waits_for"], event["approval"], event["operator"])
+    for one in (answer, answer["vm"], *answer["attention"], event, *parts):
         one["is_new"] = True
     with an_agent(state_dir, msgspec.json.encode(answer)):
         _, out, _ = run("status", "--state-dir", str(state_dir), "--json")
@@ -532,7 +522,7 @@ def test_an_invalid_policy_file_hides_no_agent_in_the_default_directory(
     broken = tmp_path / "none.yaml"
     broken.write_text("rules: [\n")
     monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
-    with an_agent(state_dir, msgspec.json.encode(with_summaries(STATUS))):
+    with an_agent(state_dir, msgspec.json.encode(to_status(FACTS))):
         code, out, err = run("status")
     assert (code, out.splitlines()[0]) == (0, "Nothing is pending")
     problem = str(err).splitlines(keepends=True)[0]
@@ -561,7 +551,7 @@ def test_the_state_directory_of_a_rejected_policy_file_is_used(
         monkeypatch.setenv(CONFIG_VARIABLE, str(policy))
     option = "" if way == "system" else f" --config {policy}"
     told = f"{policy} is rejected: scheduled-events-agent check{option} says why\n"
-    with an_agent(state_dir, msgspec.json.encode(with_summaries(STATUS))):
+    with an_agent(state_dir, msgspec.json.encode(to_status(FACTS))):
         for fault, text in REJECTED.items():
             policy.write_text(f"{text}agent: {{state_dir: '{state_dir}'}}\n")
             code, out, err = run("status", *options)
@@ -601,7 +591,7 @@ def test_a_rejected_policy_file_without_a_state_directory_leads_to_the_default(
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"rulez: []\n{agent}")
     monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
-    with an_agent(state_dir, msgspec.json.encode(with_summaries(STATUS))):
+    with an_agent(state_dir, msgspec.json.encode(to_status(FACTS))):
         assert run("status", "--config", str(policy))[0] == 0
 
 
@@ -682,7 +672,7 @@ def test_without_an_agent_a_policy_that_others_can_change_is_named(
     rejected = "the policy file is rejected: other accounts could change it, or a file that it names."
     headline, detail, *_ = out.splitlines()
     assert headline.startswith(f"ACT  No agent runs: {rejected} ")
-    assert detail == f"     {policy}:1: {risk}"
+    assert detail == f"     {policy}: {risk}"
 
 
 def test_a_service_that_would_go_on_with_the_accepted_policy_is_only_started(
@@ -808,12 +798,11 @@ def test_external_texts_never_control_the_terminal(state_dir: Path, run: Run) ->
     hostile = "\x1b[2J\x1b]0;evil\x07\u202e"
     event = msgspec.structs.replace(EVENT, description=hostile, type=hostile, resources=(hostile, "web-1"))
     decision = msgspec.structs.replace(DECISION, affects="shared", reason=hostile)
-    workflow = msgspec.structs.replace(
-        PREPARING, event=event, decision=decision, wait_message=hostile, phase="held"
-    )
+    failed = msgspec.structs.replace(FAILED.prepare, failure=hostile)
+    workflow = msgspec.structs.replace(FAILED, event=event, decision=decision, prepare=failed)
     commit(state_dir, workflow)
-    status = msgspec.structs.replace(STATUS, pending=(workflow,), poll_failure=hostile, faults=(hostile,))
-    outputs = [answered(state_dir, status, run)[1], run("status", "--state-dir", str(state_dir))[1]]
+    facts = msgspec.structs.replace(FACTS, workflows=(workflow,), poll_failure=hostile, faults=(hostile,))
+    outputs = [answered(state_dir, facts, run)[1], run("status", "--state-dir", str(state_dir))[1]]
     for out in outputs:
         assert r"\x1b[2J\x1b]0;evil\x07\u202e" in out
         assert [line for line in out.splitlines() if not line.isprintable()] == []
@@ -823,16 +812,16 @@ def test_json_is_ascii_and_never_controls_the_terminal(state_dir: Path, run: Run
     hostile = "\x9b2J\u202eschön"
     workflow = msgspec.structs.replace(PREPARING, event=msgspec.structs.replace(EVENT, description=hostile))
     commit(state_dir, workflow)
-    status = msgspec.structs.replace(STATUS, pending=(workflow,))
+    facts = msgspec.structs.replace(FACTS, workflows=(workflow,))
     outputs = [
-        answered(state_dir, status, run, "--json")[1],
+        answered(state_dir, facts, run, "--json")[1],
         run("status", "--state-dir", str(state_dir), "--json")[1],
         run("history", "--state-dir", str(state_dir), "--json")[1],
     ]
     for out in outputs:
         assert out.isascii()
         assert r'"\u009b2J\u202esch\u00f6n"' in out
-    assert msgspec.json.decode(outputs[0], type=Status) == with_summaries(status)
+    assert msgspec.json.decode(outputs[0], type=Status) == to_status(facts)
 
 
 def test_the_last_journal_record_decides_whether_the_agent_stopped(state_dir: Path, run: Run) -> None:
@@ -908,7 +897,7 @@ def test_before_a_removal_it_names_prepared_events_and_recover_hooks_that_will_n
 
 def test_a_good_policy_file_that_is_not_loaded_is_a_plain_line(state_dir: Path, run: Run) -> None:
     changed = msgspec.structs.replace(POLICY, changed_at=NOW - timedelta(minutes=8))
-    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=changed), run)
+    code, out, _ = answered(state_dir, msgspec.structs.replace(FACTS, policy=changed), run)
     assert code == 0
     assert "\n             changed at 22:04:00 UTC, not loaded: reload\n" in out
     assert not re.search(r"^(ACT|FIX)", out, re.MULTILINE)

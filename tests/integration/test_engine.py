@@ -43,7 +43,7 @@ from scheduled_events_agent.policy.settings import (
     NotifyTarget,
     Settings,
 )
-from scheduled_events_agent.status.messages import to_view
+from scheduled_events_agent.status.messages import wait_message
 from scheduled_events_agent.store import MAX_EVENT_RECORDS, CommitResult, RequestAnswer, Store
 from scheduled_events_agent.telemetry.log import set_up
 from scheduled_events_agent.telemetry.metrics import Metrics
@@ -480,8 +480,8 @@ def test_nothing_is_approved_by_an_answer_that_is_old(tmp_path: Path, executor: 
         assert engine.run_cycle(answered_at)
         assert executor.requests == []
         (workflow,) = engine.workflows.values()
-        waits_for = f"the metadata service has not answered since {answered_at:%Y-%m-%dT%H:%M:%SZ}"
-        assert to_view(workflow).wait_message == waits_for
+        waits_for = f"the metadata service has not answered since {answered_at:%Y-%m-%d %H:%M:%S} UTC"
+        assert wait_message(workflow, workflow.wait_reason) == waits_for
         assert engine.snapshot.needs_answer  # also if it is that of before
         engine.receive(document)
         assert engine.run_cycle(machine.wait(1.0))
@@ -528,7 +528,7 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
             event = a_shared_event(machine)
             engine.receive(Document(incarnation="1", events=(event,)))
             assert engine.run_cycle(machine.now())
-            reasons.append(*(to_view(workflow).wait_message for workflow in engine.workflows.values()))
+            reasons.append(*(wait_message(one, one.wait_reason) for one in engine.workflows.values()))
             assert executor.effects == []
             if life == 0:
                 assert engine.run_cycle(machine.wait(3600 - 605))
@@ -613,7 +613,7 @@ def test_journal_log_and_notification_have_the_same_text_of_a_record(tmp_path: P
         (workflow_id,) = engine.workflows
         store.add_request(workflow_id, "hold", "kim", datetime.now(UTC))
         assert engine.run_cycle(datetime.now(UTC))
-        journal = {entry.kind: entry.text for entry in store.load_journal() if entry.workflow_id}
+        journal = {entry.kind: entry.text for entry in store.load_journal() if entry.key}
         notified: dict[str, str] = {}
         last = store.outbox.load_next("ops", 0)
         while last is not None:

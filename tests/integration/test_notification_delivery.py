@@ -11,24 +11,25 @@ import threading
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import jsonschema
 import msgspec
+import notification_schema
 import pytest
 import respx
 from msgspec.structs import replace
 from ports import free_port
 from receiver import Receiver, read_request
+from test_state_fixture import PREPARED_EVENT, STARTED_EVENT
 
 from scheduled_events_agent import __version__
 from scheduled_events_agent.http.errors import TooLargeError
 from scheduled_events_agent.http.transport import BoundedTransport, proxy_for
-from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.notifications import SAMPLE, FormatError, NotificationError, deliver, render, warnings
-from scheduled_events_agent.policy.settings import NotifyTarget, SecretFile
-from scheduled_events_agent.status import SuggestedCommand
+from scheduled_events_agent.policy.settings import NotificationKind, NotifyTarget, SecretFile
+from scheduled_events_agent.status import EventView, SuggestedCommand
 
 ROOT = Path(__file__).parents[2]
 URL = "https://hooks.example.com/T0/secret-path?sig=secret-query"
@@ -442,7 +443,10 @@ class Tunnel(Listener):
 
 # --- the bodies
 
-EVIL = ScheduledEvent(id='E"1', type="Reboot", status="Scheduled", description='a "quote" <!channel> \\ & ${vm}')
+EVIL = replace(
+    SAMPLE.event, id='E"1', type="Reboot", not_before=None, description='a "quote" <!channel> \\ & ${vm}'
+)
+OVER = replace(SAMPLE.event, outcome="completed")
 
 
 def body_of(form: str, **changes: Any) -> Any:
@@ -453,12 +457,13 @@ def body_of(form: str, **changes: Any) -> Any:
 
 def test_a_cloud_event_has_the_data_that_the_documented_schema_says() -> None:
     assert "](notification.schema.json)" in (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
-    schema = json.loads((ROOT / "docs/notification.schema.json").read_text(encoding="utf-8"))
+    schema = json.loads(notification_schema.FILE.read_text(encoding="utf-8"))
     event = body_of("cloudevents", vm_id="7a1f")
     jsonschema.validate(event["data"], schema)
     assert schema["required"] == [*event["data"]]
     assert schema["required"] == [*schema["properties"]]
-    assert event["data"].pop("event")["EventId"] == SAMPLE.event.id
+    assert schema["properties"]["kind"]["enum"] == [*get_args(NotificationKind), "test"]
+    assert msgspec.convert(event["data"].pop("event"), EventView) == SAMPLE.event
     assert {key: value for key, value in event.items() if key != "data"} == {
         "specversion": "1.0",
         "id": SAMPLE.id,
@@ -468,6 +473,16 @@ def test_a_cloud_event_has_the_data_that_the_documented_schema_says() -> None:
         "datacontenttype": "application/json",
         "subject": SAMPLE.event.id,
     }
+
+
+def test_the_documented_schema_of_an_event_is_that_of_its_type() -> None:
+    schema = json.loads(notification_schema.FILE.read_text(encoding="utf-8"))
+    of_event = schema["properties"]["event"]
+    assert of_event == notification_schema.event_schema()  # if not: python tests/fixtures/notification_schema.py
+    for shown in (PREPARED_EVENT, STARTED_EVENT):  # with what the sample has not
+        data = body_of("cloudevents", event=shown)["data"]
+        jsonschema.validate(data, schema)
+        assert [*data["event"]] == of_event["required"]
 
 
 def test_an_event_without_an_id_is_no_subject() -> None:
@@ -573,7 +588,7 @@ def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
     assert list(body) == ["text"]
     assert body["text"].startswith("*The Reboot of vm-1 is held*\n")
     assert "&lt;!channel&gt; \\ &amp; ${vm}" in body["text"]
-    lines = body_of("slack", kind="recovered", outcome="completed", addition="")["text"].splitlines()
+    lines = body_of("slack", kind="recovered", event=OVER, addition="")["text"].splitlines()
     assert lines[:2] == ["*The Freeze of vm-1 is over: completed*", f"Event: {SAMPLE.event.id}"]
 
 
@@ -603,15 +618,16 @@ def test_pagerduty_gets_separate_incidents_for_before_and_after_the_start(
     what: Any, action: str, severity: str
 ) -> None:
     for has_started, key in ((False, "test"), (True, "test" if what == "started" else "test/recovery")):
-        body = body_of("pagerduty", kind=what, outcome="completed", has_started=has_started)
+        body = body_of("pagerduty", kind=what, event=OVER, has_started=has_started)
         assert (body["routing_key"], body["dedup_key"], body["event_action"]) == ("key", key, action)
         assert body["payload"]["severity"] == severity
         assert body["payload"]["source"] == "vm-1"
 
 
 def test_a_long_key_keeps_the_two_incidents_apart() -> None:
+    event = replace(SAMPLE.event, key="x" * 400)
     for has_started, end in ((False, "x"), (True, "/recovery")):
-        key = body_of("pagerduty", kind="seen", workflow_id="x" * 400, has_started=has_started)["dedup_key"]
+        key = body_of("pagerduty", kind="seen", event=event, has_started=has_started)["dedup_key"]
         assert len(key) == 255
         assert key.endswith(end)
 
@@ -666,19 +682,17 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
     places = [f'"{name}": ' + (f"${{{name}}}" if name in numbers else f'"${{{name}}}"') for name in known]
     file = tmp_path / "body.json"
     file.write_text("{" + ", ".join(places) + "}")
+    event = replace(OVER, rule="impactful", resources=("vm-1", "vm-2"))
     given: dict[str, Any] = {
         "id": "n-1",
         "kind": "seen",
         "vm_id": "5d1c",
-        "rule": "impactful",
-        "outcome": "completed",
         "deadline": SAMPLE.event.not_before,
         "commands": (SuggestedCommand(command="retry A123", effect="run it again"),),
         "runbook": "https://example.com/runbook.md#prepare_failed",
-        "event": replace(SAMPLE.event, resources=("vm-1", "vm-2")),
     }
-    assert body_of(str(file), **given) == known
-    assert body_of(str(file), **given | {"rule": None}) == known | {"rule": ""}
+    assert body_of(str(file), event=event, **given) == known
+    assert body_of(str(file), event=replace(event, rule=None), **given) == known | {"rule": ""}
     file.write_text('{"a": ${none}}')
     with pytest.raises(FormatError, match=f"known are: {', '.join([*known][:20])}"):  # none is missing above
         render(str(file), SAMPLE)

@@ -23,7 +23,8 @@ from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.notifications import Notification, decode_notification
 from scheduled_events_agent.policy import Decision, Hook, MaintenanceWindow, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
-from scheduled_events_agent.status import JournalRecord, StateLost, SuggestedCommand
+from scheduled_events_agent.status import EventView, HookView, JournalRecord, StateLost, SuggestedCommand
+from scheduled_events_agent.status.status import ApprovalView, OperatorView, WaitsFor
 from scheduled_events_agent.store import FILE_NAME, Loss, MetaKey, Request, RequestAnswer, StatusRequest, Store
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.workflow import (
@@ -411,7 +412,7 @@ def event_record(
     workflow = HALF_RECOVERED
     return JournalRecord(
         at=MIDWAY,
-        workflow_id=workflow.id,
+        key=workflow.id,
         event_id=workflow.event.id,
         kind=kind,
         stage=stage,
@@ -424,7 +425,7 @@ def event_record(
 
 def agent_record(kind: str, text: str, *, detail: str = "", at: datetime = MIDWAY) -> JournalRecord:
     return JournalRecord(
-        at=at, workflow_id="", event_id="", kind=kind, stage="", hook="", outcome="", text=text, detail=detail
+        at=at, key="", event_id="", kind=kind, stage="", hook="", outcome="", text=text, detail=detail
     )
 
 
@@ -471,16 +472,70 @@ JOURNAL = [
     event_record("closed", "is closed: completed"),
     agent_record("agent_stopped", "1 event is pending", at=ENDED_AT),
 ]  # fmt: skip
+PREPARED_EVENT = EventView(
+    key=PREPARED.id,
+    id="PREPARED",
+    type="Redeploy",
+    status="Scheduled",
+    source="User",
+    resources=("vm-1",),
+    not_before=NOT_BEFORE,
+    duration_seconds=None,
+    description="host maintenance",
+    seen_at=SEEN_AT,
+    rule="by-operator",
+    reason=BY_OPERATOR.reason,
+    affects="self",
+    phase="prepared",
+    phase_since=MIDWAY,
+    outcome="",
+    ready=False,
+    approval=ApprovalView(wanted="manual", state="none", failures=0, last_error="", text="by an operator"),
+    hooks=(
+        HookView(stage="prepare", hook="drain", state="done"),
+        HookView(stage="prepare", hook="checkpoint", state="failed", failure="exit code 1", output="no space"),
+        HookView(stage="recover", hook="resume", state="open"),
+    ),
+    waits_for=WaitsFor(kind="operator", until=NOT_BEFORE, text="an operator must approve it"),
+    operator=OperatorView(),
+    activity="prepared: an operator must approve it; Azure starts it at 12:30:00 UTC",
+    commands=(SuggestedCommand(command="scheduled-events-agent hold PREPARED", effect="not approve it"),),
+)
+STARTED_EVENT = EventView(
+    key=STARTED.id,
+    id="STARTED",
+    type="Reboot",
+    status="Started",
+    source="Platform",
+    resources=("vm-1",),
+    not_before=None,
+    duration_seconds=9.0,
+    description="host maintenance",
+    seen_at=SEEN_AT,
+    rule=None,
+    reason="no rule matches it",
+    affects="self",
+    phase="started",
+    phase_since=MIDWAY,
+    outcome="completed",
+    ready=True,
+    approval=ApprovalView(
+        wanted="when-prepared", state="confirmed", failures=2, last_error="timed out", text="Azure has accepted it"
+    ),
+    hooks=(HookView(stage="on_start", hook="announce", state="running", since=MIDWAY, until=NOT_BEFORE),),
+    waits_for=None,
+    operator=OperatorView(action="approve", by="kim", at=MIDWAY),
+    activity="runs the on_start hook announce",
+    commands=(),
+)
 FIRST_NOTIFICATION = Notification(
     id="0123456789abcdef0123456789abcdef",
     kind="approval_needed",
     at=MIDWAY,
-    workflow_id=PREPARED.id,
     vm="vm-1",
     vm_id="id-1",
     mode="act",
-    rule="by-operator",
-    reason="an operator must approve it before 2026-03-02 12:30:00 UTC: rule night",
+    reason="an operator must approve it before 2026-03-02 12:30:00 UTC: the rule says so",
     addition="the rule says so",
     seconds_left=1500,
     deadline=NOT_BEFORE,
@@ -488,24 +543,20 @@ FIRST_NOTIFICATION = Notification(
     runbook="https://example.com/runbook.md#approval_needed",
     severity="act",
     has_started=False,
-    outcome="",
-    event=PREPARED.event,
+    event=PREPARED_EVENT,
 )
 SECOND_NOTIFICATION = Notification(
     id="fedcba9876543210fedcba9876543210",
     kind="started",
     at=ENDED_AT,
-    workflow_id=STARTED.id,
     vm="vm-1",
     vm_id="id-1",
     mode="observe",
-    rule=None,
     reason="has started (approved)",
     addition="approved",
     seconds_left=None,
     has_started=True,
-    outcome="completed",
-    event=STARTED.event,
+    event=STARTED_EVENT,
 )
 META: dict[MetaKey, str] = {
     "vm_name": "vm-1", "vm_id": "id-1", "vm_group": "group-1", "boot_id": BOOT,
@@ -555,7 +606,10 @@ def test_the_open_workflows_are_loaded(store: Store) -> None:
 def test_the_journal_is_read_as_it_was_written(store: Store) -> None:
     assert store.load_journal() == JOURNAL
     assert store.load_last_start_and_stop() == [JOURNAL[0], JOURNAL[-1]]
-    assert store.load_last_output(HALF_RECOVERED.id, "drain") == "drained: \u00e4 'quoted' text\nof two lines"
+    assert (
+        store.load_last_output(HALF_RECOVERED.id, "prepare", "drain")
+        == "drained: \u00e4 'quoted' text\nof two lines"
+    )
 
 
 def test_unsent_notifications_are_read_in_their_order(store: Store) -> None:

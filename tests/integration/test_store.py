@@ -157,7 +157,7 @@ def test_the_journal_is_in_the_order_of_what_happened(store: Store) -> None:
     store.record("agent_started", "version 1", NOW)
     store.commit([make_step("one", "first", "second"), make_step("two", "third")], NOW)
     store.commit([make_step("one", "fourth")], NOW - timedelta(hours=1))  # the clock was set back
-    assert [(entry.workflow_id, entry.text) for entry in store.load_journal()] == [
+    assert [(entry.key, entry.text) for entry in store.load_journal()] == [
         ("", "version 1"),
         ("one", "first"),
         ("one", "second"),
@@ -179,7 +179,7 @@ def test_a_journal_entry_says_when_which_event_stage_and_hook(store: Store) -> N
     assert store.load_journal() == [
         JournalRecord(
             at=NOW,
-            workflow_id="one",
+            key="one",
             event_id="ONE",
             kind="hook_finished",
             stage="prepare",
@@ -411,7 +411,7 @@ def test_discarded_workflows_are_closed_with_the_reason_in_the_journal(store: St
     store.commit([make_step("one"), make_step("two")], NOW)
     store.discard_workflows(NOW, "another machine's")
     assert store.load_workflows() == []
-    assert [(entry.workflow_id, entry.kind, entry.text) for entry in store.load_journal()] == [
+    assert [(entry.key, entry.kind, entry.text) for entry in store.load_journal()] == [
         ("one", "closed", "another machine's"),
         ("two", "closed", "another machine's"),
     ]

@@ -318,8 +318,8 @@ def test_history_has_the_records_about_the_agent_without_what_only_the_journal_m
         journal = load_agent_records(tmp_path)
     assert answer.status == 200
     items = msgspec.json.decode(body)["histories"]
-    (event,) = [item for item in items if item["workflow"]]
-    records = [item["records"][0] for item in items if item["workflow"] is None]
+    (event,) = [item for item in items if item["event"]]
+    records = [item["records"][0] for item in items if item["event"] is None]
     assert items.index(event) < items.index(
         next(item for item in items if item["records"][0]["kind"] == "reloaded")
     )
@@ -377,7 +377,7 @@ def test_the_history_of_ninety_busy_days_is_read_quickly(tmp_path: Path) -> None
             seconds = time.thread_time() - began
     assert page.status == 200
     histories = msgspec.json.decode(page.body)["histories"]
-    assert [len(history["records"]) for history in histories if history["workflow"]] == [15] * 20
+    assert [len(history["records"]) for history in histories if history["event"]] == [15] * 20
     assert OUTPUT.encode()[:20] not in page.body
     assert len(page.body) < 700_000
     print(f"made in {seconds:.3f} s, {len(page.body):,} bytes")

@@ -1015,7 +1015,7 @@ class VmSimulation(Simulation[Trouble], Machine):
     def notify(self, target: str, notice: OutboxItem, answer: Callable[[bool], None]) -> None:
         """A notification is sent, and may meet a fault. ``answer``: whether it is settled."""
         notification = msgspec.json.decode(notice.body, type=Notification)
-        news: News = (notification.workflow_id, notification.kind, notification.at)
+        news: News = (notification.event.key, notification.kind, notification.at)
         chance, fate, life = self.chance("receivers"), "", self.life
         if self.has("bad receivers"):
             fate = chance.choice(("", "", "refused", "not sent", "server error", "answer lost"))

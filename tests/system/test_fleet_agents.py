@@ -42,9 +42,7 @@ def _start(agent: Agent, table: str) -> None:
 
 
 def _wait_for_words(agent: Agent, event: str, words: str) -> None:
-    agent.wait_until(
-        lambda: words in agent.pending().get(event, {}).get("wait_message", ""), f"it reported: {words}"
-    )
+    agent.wait_until(lambda: words in agent.wait_text(event), f"it reported: {words}")
 
 
 def test_an_event_of_three_vms_is_approved_once_all_are_prepared(azure: Simulator, agents: list[Agent]) -> None:

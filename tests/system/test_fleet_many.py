@@ -88,7 +88,7 @@ def test_two_events_are_prepared_for_at_a_time_and_one_more_at_its_limit(fleet: 
     late = fleet.schedule([third], notice_seconds=310)
     fleet.wait(lambda: fleet.is_drained(third, late), "the late one was prepared", [third])
     agent = fleet.agents[third]
-    fleet.wait(lambda: "a slot to approve" in agent.pending()[late]["wait_message"], "it waits", [third])
+    fleet.wait(lambda: "a slot to approve" in agent.wait_text(late), "it waits", [third])
     assert fleet.azure.approvals(late) == ()
     assert not any(map(fleet.has_begun, waiting))
     fleet.let_go((first, second))

@@ -134,7 +134,7 @@ def test_nodes_that_wait_begin_in_time(api: KubeApi, azure: Simulator, agents: d
 
     def two_wait() -> bool:
         for vm, event in events.items():
-            if "waits for a slot" in agents[vm].pending().get(event, {}).get("wait_message", ""):
+            if "waits for a slot" in agents[vm].wait_text(event):
                 waiting.add(vm)
         return len(waiting) == 2
 

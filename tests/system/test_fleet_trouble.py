@@ -47,10 +47,7 @@ class Host(Agent):
         return self.metric("fleet_requests_total", operation="list", result="ok")
 
     def wait_words(self, event: str, words: str) -> None:
-        def found() -> bool:
-            return words in self.pending().get(event, {}).get("wait_message", "")
-
-        self.wait_until(found, f"it reported: {words}")
+        self.wait_until(lambda: words in self.wait_text(event), f"it reported: {words}")
 
     def wait_lists(self, count: int) -> None:
         before = self.lists()

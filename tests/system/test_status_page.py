@@ -29,25 +29,33 @@ from scheduled_events_agent.policy import Decision, Rule
 from scheduled_events_agent.status import (
     ActivePolicy,
     FleetState,
-    History,
     Journal,
     JournalRecord,
     NotifiedTarget,
-    RunningHook,
     Status,
     SuggestedCommand,
     TargetFailure,
     Vm,
-    WorkflowView,
 )
+from scheduled_events_agent.status.events import to_status, with_output
+from scheduled_events_agent.status.facts import Facts, History, RunningHook
 from scheduled_events_agent.status.history import merge, to_journal
-from scheduled_events_agent.status.messages import to_view
-from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.web.server import Response, WebServer
 from scheduled_events_agent.web.static import FILES
-from scheduled_events_agent.workflow import Approval, Context, Phase, StageStatus, WaitReason, advance
+from scheduled_events_agent.workflow import (
+    Approval,
+    Context,
+    OperatorDecision,
+    Phase,
+    StageStatus,
+    WaitReason,
+    Workflow,
+    advance,
+)
 
-NOW = datetime.now(UTC).replace(microsecond=0)
+NOW = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
+"""The agent's clock. It is the page's too, so no time of a scene is of another day unless it is meant to be."""
+SEEN_AT = NOW - timedelta(seconds=7300)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
 PHONE, DESKTOP = 360, 1280
 HOSTILE = (
@@ -72,11 +80,9 @@ def event(number: int = 1, **changes: Any) -> ScheduledEvent:
     return replace(plain, **changes)
 
 
-def workflow(
-    one: ScheduledEvent, phase: Phase = "waiting", rule: Rule | None = RULE, **changes: Any
-) -> WorkflowView:
+def workflow(one: ScheduledEvent, phase: Phase = "waiting", rule: Rule | None = RULE, **changes: Any) -> Workflow:
     context = Context(
-        now=NOW - timedelta(minutes=3),
+        now=SEEN_AT,
         names=("web_3",),
         rules=(rule,) if rule else (),
         windows={},
@@ -86,31 +92,33 @@ def workflow(
         is_acting=False,
     )
     (first,) = advance({}, [Seen(one)], context).workflows.values()
-    plain = {"phase": phase, "wait_reason": None, "wait_message": "", "prepare": StageStatus(), **changes}
-    return replace(to_view(first), **plain)
+    return replace(first, **{"phase": phase, "wait_reason": None, "prepare": StageStatus(), **changes})
 
 
 def entry(seconds: float, kind: str, text: str, **fields: str) -> JournalRecord:
-    empty = {"workflow_id": "w", "event_id": "e", "stage": "", "hook": "", "outcome": "", "detail": ""}
+    empty = {"key": "w", "event_id": "e", "stage": "", "hook": "", "outcome": "", "detail": ""}
     return JournalRecord(at=NOW - timedelta(seconds=seconds), kind=kind, text=text, **{**empty, **fields})
 
 
-def status(*pending: WorkflowView, **changes: Any) -> Status:
-    plain = Status(
+def agent_entry(seconds: float, kind: str, text: str) -> JournalRecord:
+    return entry(seconds, kind, text, key="", event_id="")
+
+
+def facts(*workflows: Workflow, **changes: Any) -> Facts:
+    plain = Facts(
         at=NOW,
         version="0.1.0",
         started_at=NOW - timedelta(days=12, hours=4),
         vm=Vm(names=("web_3",), vm_id="02aab8a4-74ef-476e-8182-f6d2ba4166a6"),
         mode="act",
-        ready=not any(one.is_prepared_for for one in pending),
+        ready=not any(one.is_prepared_for for one in workflows),
         policy=ActivePolicy(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3)),
         rules=("user-initiated", "short-freeze", "impactful"),
         endpoint="http://169.254.169.254",
         last_poll_at=NOW - timedelta(seconds=1),
         poll_failure="",
         incarnation="42",
-        running=(),
-        pending=pending,
+        workflows=workflows,
         command_prefix="sudo ",
         supervisor_commands=(SuggestedCommand(command="systemctl status it", effect="show whether it runs"),),
     )
@@ -119,7 +127,7 @@ def status(*pending: WorkflowView, **changes: Any) -> Status:
 
 DRAINED = "draining web_3 from backend web\n128 connections left\n64 connections left\n0 connections left\ndone"
 PAST = (
-    entry(7300, "seen", "Freeze Scheduled, from Platform, for web_3, not before 2022-04-11T22:26:58Z (900s)"),
+    entry(7300, "seen", "Freeze Scheduled, from Platform, for web_3, not before 2026-04-11 22:26:58 UTC (900s)"),
     entry(7300, "decided", "rule impactful: approve when-prepared"),
     entry(7300, "preparing", "preparation begins: drain, checkpoint"),
     entry(7299, "hook_started", "hook drain starts", stage="prepare", hook="drain"),
@@ -143,9 +151,15 @@ def past(count: int) -> list[History]:
 
 
 PAUSES = [
-    entry(90_000, "machine_paused", "was paused for 6.2s"),
-    entry(7_000, "machine_paused", "was paused for 28.9s"),
-    entry(600, "reloaded", "rules: impactful"),  # of the records about the agent, the page shows pauses only
+    agent_entry(90_000, "machine_paused", "was paused for 6.2s"),
+    agent_entry(7_000, "machine_paused", "was paused for 28.9s"),
+]
+AGENT_RECORDS = [
+    agent_entry(90_000, "agent_started", "version 0.1.0, mode act"),
+    agent_entry(7_299.5, "reload_rejected", "the policy file is rejected"),
+    agent_entry(7_250, "on_clear", ""),
+    agent_entry(7_000, "notification_lost", "pager: started of E: too old"),
+    agent_entry(600, "reloaded", "rules: impactful"),
 ]
 PREPARING = workflow(
     event(),
@@ -165,7 +179,6 @@ HELD = workflow(
     "held",
     prepare=StageStatus(state="failed", done=("drain",), run=2, failure="hook checkpoint failed: exit code 3"),
     wait_reason=WaitReason(kind="prepare_failed"),
-    wait_message="hook checkpoint failed: exit code 3",
     id="Held",
 )
 FAILED = workflow(
@@ -175,23 +188,50 @@ FAILED = workflow(
     was_started=True,
     prepare=StageStatus(state="succeeded", done=("drain", "checkpoint"), run=2),
     recover=StageStatus(state="failed", failed_hook="resume", failure="hook resume: exit code 3"),
-    wait_message="hook resume: exit code 3",
+    outcome="completed",
     id="Failed",
 )
 SHOWN = replace(FAILED, id="Shown")
-OUTPUT = (
-    entry(61, "hook_finished", "hook resume: exit code 3", workflow_id="Shown", hook="resume", detail="earlier\n"),
-    entry(60, "hook_finished", "hook resume: exit code 3", workflow_id="Shown", hook="resume",
-          detail="one\nno route to 10.1.2.3\n\ncannot reach the load balancer\ngives up\n"),
-    entry(50, "hook_finished", "hook drain succeeded", workflow_id="Shown", hook="drain", detail="drained\n"),
-)  # fmt: skip
+OUTPUT = {
+    ("Shown", "recover", "resume"): "one\nno route to 10.1.2.3\n\ncannot reach the load balancer\ngives up\n",
+    ("Shown", "prepare", "drain"): "drained\n",
+}
 RESOLVED = StageStatus(state="resolved", failed_hook="resume", failure="hook resume: exit code 3")
-OPTIONAL = StageStatus(state="succeeded", done=("resume",), failure="hook resume: exit code 3")
+OPTIONAL = StageStatus(
+    state="succeeded", done=("resume",), failed_hook="resume", failure="hook resume: exit code 3"
+)
+STOPPED = workflow(
+    event(5, not_before=NOW + timedelta(minutes=6)),
+    "held",
+    wait_reason=WaitReason(kind="held"),
+    operator=OperatorDecision(action="hold", user="kim", at=NOW - timedelta(minutes=2)),
+    id="Stopped",
+)
+APPROVED = workflow(
+    event(8, not_before=NOW + timedelta(days=6, hours=3)),
+    first_seen_at=NOW - timedelta(days=1),
+    wait_reason=WaitReason(kind="time", at=NOW + timedelta(days=1), detail="lead 5d"),
+    operator=OperatorDecision(action="approve", user="", at=NOW - timedelta(days=1)),
+    id="Approved",
+)
+STARTED = workflow(
+    event(9, status="Started"),
+    "started",
+    rule=replace(RULE, on_start=("announce",)),
+    was_started=True,
+    prepare=StageStatus(
+        state="succeeded", done=("drain", "checkpoint"), failed_hook="drain", failure="hook drain: exit code 1"
+    ),
+    on_start=StageStatus(
+        state="succeeded", done=("announce",), failed_hook="announce", failure="hook announce: exit code 2"
+    ),
+    id="Started",
+)
 MANUAL = workflow(
     event(4, type="Redeploy", not_before=NOW + timedelta(minutes=8, seconds=57)),
     rule=replace(RULE, approve="manual"),
     approval_needed_since=NOW,
-    wait_message="an operator must approve it",
+    wait_reason=WaitReason(kind="manual"),
     id="Manual",
 )
 UNMATCHED = workflow(
@@ -200,14 +240,19 @@ UNMATCHED = workflow(
     decision=Decision(
         rule=None, reason="this VM's name is not known: observe", affects="unknown", approve="never"
     ),
-    wait_message="nothing says whether it names this VM",
+    wait_reason=WaitReason(kind="other_vm"),
     id="Unmatched",
 )
 MANY = (
     workflow(event(0, type="Freeze"), "approved", approval=Approval(state="confirmed"), id="many 0"),
     workflow(event(1, type="Preempt", status="Started"), "started", was_started=True, id="many 1"),
     workflow(
-        event(2, type="Terminate"), "recovering", is_over=True, recover=StageStatus(state="running"), id="many 2"
+        event(2, type="Terminate"),
+        "recovering",
+        is_over=True,
+        outcome="completed",
+        recover=StageStatus(state="running"),
+        id="many 2",
     ),
     workflow(
         event(3, not_before=NOW - timedelta(seconds=3)), "prepared", approval=Approval(failures=3), id="many 3"
@@ -246,16 +291,16 @@ FLEET = FleetState(
     warnings=("members does not match this VM, web_3: all VMs are waited for",),
 )
 
-Scene = tuple[Status, list[History], list[JournalRecord]]
+Scene = tuple[Facts, list[History], list[JournalRecord]]
 SCENES: dict[str, Scene] = {
-    "idle": (status(), past(4), PAUSES),
+    "idle": (facts(), past(4), PAUSES),
     "fresh": (
-        status(started_at=NOW, last_poll_at=None, polls="late", vm=Vm(names=(), vm_id=""), incarnation=""),
+        facts(started_at=NOW, last_poll_at=None, polls="late", vm=Vm(names=(), vm_id=""), incarnation=""),
         [],
         [],
     ),
     "late": (
-        status(
+        facts(
             polls="late",
             poll_failure="GET http://169.254.169.254/metadata/scheduledevents: timed out",
             poll_failure_summary="timed out",
@@ -264,9 +309,9 @@ SCENES: dict[str, Scene] = {
         past(1),
         [],
     ),
-    "blind": (status(PREPARING, polls="late", last_poll_at=NOW - timedelta(seconds=12)), [], []),
+    "blind": (facts(PREPARING, polls="late", last_poll_at=NOW - timedelta(seconds=12)), [], []),
     "nameless": (
-        status(
+        facts(
             UNMATCHED,
             vm=Vm(names=(), vm_id=""),
             vm_failure="GET http://169.254.169.254/metadata/instance: 403 Forbidden",
@@ -276,31 +321,47 @@ SCENES: dict[str, Scene] = {
         [],
     ),
     "preparing": (
-        status(PREPARING, running=(RUNNING,)),
+        facts(PREPARING, running=(RUNNING,)),
         [*past(2), History(workflow=PREPARING, records=PAST[:5])],
         PAUSES,
     ),
     "restoring": (
-        status(running=(replace(RUNNING, workflow_id="", stage="on_clear", limit_seconds=3600.0),)),
+        facts(running=(replace(RUNNING, workflow_id="", stage="on_clear", limit_seconds=3600.0),)),
         [],
         [],
     ),
     "resolved": (
-        status(),
+        facts(),
         [
             History(workflow=replace(past(1)[0].workflow, recover=RESOLVED), records=PAST),
             History(workflow=replace(past(1)[0].workflow, id="other", recover=OPTIONAL), records=PAST),
         ],
         [],
     ),
-    "shown": (status(SHOWN, hook_output=OUTPUT), [History(workflow=SHOWN, records=PAST)], []),
-    "fleet": (status(PREPARING, fleet=FLEET), [], []),
-    "held": (status(HELD), [History(workflow=HELD, records=PAST[:7]), *past(1)], PAUSES),
-    "manual": (status(MANUAL), [History(workflow=MANUAL, records=PAST[:2])], PAUSES),
-    "failed": (status(FAILED), [History(workflow=FAILED, records=PAST)], PAUSES),
-    "many": (status(*MANY), past(4), PAUSES),
+    "shown": (facts(SHOWN), [History(workflow=SHOWN, records=PAST)], []),
+    "fleet": (facts(PREPARING, fleet=FLEET), [], []),
+    "held": (facts(HELD), [History(workflow=HELD, records=PAST[:7]), *past(1)], PAUSES),
+    "manual": (facts(MANUAL), [History(workflow=MANUAL, records=PAST[:2])], PAUSES),
+    "failed": (facts(FAILED), [History(workflow=FAILED, records=PAST)], PAUSES),
+    "operator": (
+        facts(STOPPED, APPROVED),
+        [
+            History(workflow=STOPPED, records=(*PAST[:3], entry(120, "operator", "held by kim"))),
+            History(
+                workflow=APPROVED,
+                records=(
+                    entry(86_400, "seen", "Reboot Scheduled, from Platform, for web_3"),
+                    entry(86_400, "operator", "approved by an operator"),
+                    entry(600, "changed", "NotBefore is earlier by 2m"),
+                ),
+            ),
+        ],
+        [],
+    ),
+    "started": (facts(STARTED), [History(workflow=STARTED, records=PAST[:10])], AGENT_RECORDS),
+    "many": (facts(*MANY), past(4), PAUSES),
     "hostile": (
-        status(
+        facts(
             BAD,
             vm=Vm(names=("web_3", "<b>"), vm_id="<i>"),
             endpoint="http://<u>",
@@ -318,10 +379,10 @@ SCENES: dict[str, Scene] = {
                 records=(entry(9, "hook_finished", HOSTILE, outcome="failed", detail=HOSTILE[:4096]),),
             )
         ],
-        [entry(1, "machine_paused", HOSTILE)],
+        [agent_entry(1, "machine_paused", HOSTILE)],
     ),
     "failing": (
-        status(
+        facts(
             polls="overdue",
             poll_failure="GET http://169.254.169.254/metadata/scheduledevents: connection refused",
             poll_failure_summary="connection refused",
@@ -330,16 +391,16 @@ SCENES: dict[str, Scene] = {
         past(1),
         [],
     ),
-    "observes": (status(mode="observe"), past(2), PAUSES),
+    "observes": (facts(mode="observe"), past(2), PAUSES),
     "quiet": (
-        status(
+        facts(
             policy=replace(POLICY, needs_restart=("agent.listen_names",)), poll_failure="timed out", notify=TARGETS
         ),
         past(1),
         PAUSES,
     ),
     "refused": (
-        status(policy=replace(POLICY, rejected=REFUSED, rejected_summary="line 9, approve"), mode="observe"),
+        facts(policy=replace(POLICY, rejected=REFUSED, rejected_summary="line 9, approve"), mode="observe"),
         past(1),
         PAUSES,
     ),
@@ -358,7 +419,8 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
 
     def status_now() -> Status:
         began.append(time.monotonic())
-        return replace(scene()[0], at=NOW + timedelta(seconds=began[-1] - began[0]))
+        now = replace(scene()[0], at=NOW + timedelta(seconds=began[-1] - began[0]))
+        return with_output(to_status(now), lambda *of_hook: OUTPUT.get(of_hook, ""))
 
     def as_json(answer: Status | Journal) -> Response:
         return Response(HTTPStatus.OK, msgspec.json.encode(answer), "application/json")
@@ -369,7 +431,7 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
 
     files = {f"{place}{path}": make for path, make in FILES.items()}
     answers = {
-        f"{place}/status": lambda: as_json(with_summaries(status_now())),
+        f"{place}/status": lambda: as_json(status_now()),
         f"{place}/history": history,
     }
     return {**files, **answers}
@@ -631,6 +693,92 @@ def test_a_past_event_that_an_operator_resolved_is_no_failure(tab: Tab, server: 
     assert tab.ask(f"{chips}.map((one) => one.className.trim())") == ["chip busy", "chip"]
 
 
+def test_an_operators_hold_or_approval_is_shown_with_its_time(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, "operator/")
+    operators = f"{PAIRS}.filter(([name]) => name === 'Operator').map(([, text]) => text)"
+    assert tab.ask(operators) == [
+        "held by kim since 11:58:00 UTC",
+        f"approved by an operator at {NOW - timedelta(days=1):%Y-%m-%d} 12:00:00 UTC",
+    ]
+    open_scene(tab, server, "held/")
+    assert "Operator" not in tab.ask(FACTS)
+
+
+def test_a_hook_that_failed_is_shown_as_failed_though_the_agent_goes_on(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, "started/")
+    assert tab.ask("[...document.querySelectorAll('.steps li')].map((one) => one.innerText)") == [
+        "✕ drain failed",
+        "✓ checkpoint done",
+        "✕ announce failed",
+        "· resume to do",
+    ]
+    failures = "[...document.querySelectorAll('article dd p.bad')].map((one) => one.innerText)"
+    assert tab.ask(failures) == ["hook drain: exit code 1", "hook announce: exit code 2"]
+
+
+# Of each record: the lines of its time and of its text.
+RECORDS = (
+    "[...document.querySelectorAll('{} .timeline li')].map((one) =>"
+    " [...one.children].flatMap((part) => part.innerText.split('\\n')))"
+)
+
+
+def test_records_about_the_agent_are_in_the_timelines_of_their_time(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, "started/")
+    shown = [text for _, text, *_ in tab.ask(RECORDS.format("article"))]
+    assert [text for text in shown if text not in [one.text for one in PAST]] == [
+        "reload rejected: the policy file is rejected",
+        "on clear",
+        "notification lost: pager: started of E: too old",
+        "reloaded: rules: impactful",
+    ]
+    assert shown.index("reload rejected: the policy file is rejected") == 3  # before the hook that started then
+    assert shown[-1] == "reloaded: rules: impactful"
+    # Of an event that is over, only those until its end.
+    ended = [History(workflow=past(1)[0].workflow, records=PAST)]
+    late = agent_entry(6_000, "agent_stopped", "1 event is pending")
+    other = WebServer("127.0.0.1:0", pages_of(lambda: (facts(), ended, [*AGENT_RECORDS, late])))
+    open_scene(tab, other)
+    texts = [text for _, text, *_ in tab.ask(RECORDS.format("[aria-labelledby=recent]"))]
+    assert len(texts) == len(PAST) + 3
+    assert texts[-1] == "is over: completed"
+    other.close()
+
+
+def test_the_first_record_of_another_day_has_its_date(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, "operator/")
+    tab.ask("document.querySelectorAll('article details').forEach((one) => { one.open = true; })")
+    times = [time[:-1] for time in tab.ask(RECORDS.format("article:last-of-type"))]
+    yesterday = f"{NOW - timedelta(days=1):%Y-%m-%d}"
+    assert times == [[yesterday, "12:00:00"], ["12:00:00"], [f"{NOW:%Y-%m-%d}", "11:50:00"]]
+    first = tab.ask(RECORDS.format("article:first-of-type"))[0]
+    assert first == ["09:58:20", PAST[0].text]
+
+
+# Of each point in time: the value, its text, and whether the page has it from the past.
+TIMES = """[...document.querySelectorAll('time:not([data-until], [data-since], [data-now])')].map((one) =>
+  [one.dateTime, one.innerText, Boolean(one.closest('[aria-labelledby=recent], [aria-labelledby=pauses]'))])"""
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_times_have_one_form_and_their_date_unless_it_is_today(tab: Tab, server: WebServer, name: str) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, f"{name}/")
+    tab.ask("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    # Above a timeline stands UTC.
+    tab.ask("document.querySelectorAll('.timeline:not(.wide) time').forEach((one) => one.remove())")
+    for at, shown, is_past in tab.ask(TIMES):
+        day, clock = at[:10], at[11:19]
+        has_date = is_past or day != f"{NOW:%Y-%m-%d}"
+        assert shown == (f"{day} {clock} UTC" if has_date else f"{clock} UTC")
+    for shown in re.findall(r"\S*\d\d:\d\d(?::\d\d)?\S*(?: UTC)?", tab.ask("document.body.innerText")):
+        assert re.fullmatch(r"\d\d:\d\d:\d\d UTC", shown)
+
+
 @pytest.mark.parametrize(
     ("place", "shown"),
     [
@@ -640,7 +788,7 @@ def test_a_past_event_that_an_operator_resolved_is_no_failure(tab: Tab, server: 
 )
 def test_the_runbook_is_a_link_or_a_path_on_the_machine(tab: Tab, place: str, shown: str) -> None:
     def status_now() -> Response:
-        held = with_summaries(status(HELD))
+        held = to_status(facts(HELD))
         needs = tuple(replace(one, runbook=place) for one in held.attention)
         return Response(HTTPStatus.OK, msgspec.json.encode(replace(held, attention=needs)), "application/json")
 
@@ -741,8 +889,8 @@ def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> 
     tab.ask("document.querySelector('section > details summary').focus()")
     tab.ask("getSelection().selectAllChildren(document.querySelector('section > details pre'))")
     selected = tab.ask("getSelection().toString()")
-    status_now, recent, pauses = SCENES["held"]
-    scene[0] = (replace(status_now, incarnation="43", faults=("a disk is full",)), recent, pauses)
+    held, recent, pauses = SCENES["held"]
+    scene[0] = (replace(held, incarnation="43", faults=("a disk is full",)), recent, pauses)
     tab.wait("document.querySelectorAll('.attention').length === 2")
     assert tab.ask("document.title") == "✕ web_3: prepare failed"
     assert tab.ask("document.querySelector('article details').open") is False
@@ -751,7 +899,7 @@ def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> 
     assert tab.ask("getSelection().toString()") == selected
     # One more event comes: what was opened stays so, though it is at another place now.
     opened = tab.ask("document.querySelector('section > details').id")
-    scene[0] = (replace(status_now, pending=(PREPARING, HELD)), recent, pauses)
+    scene[0] = (replace(held, workflows=(PREPARING, HELD)), recent, pauses)
     tab.wait("document.querySelectorAll('article').length === 2")
     assert tab.ask(f"document.getElementById({opened!r}).open") is True
     assert tab.ask("document.activeElement.tagName") == "SUMMARY"
@@ -873,8 +1021,8 @@ def test_the_page_of_an_agent_that_was_upgraded_is_loaded_again(tab: Tab) -> Non
     tab.look(DESKTOP)
     open_scene(tab, server)
     assert loaded.acquire(timeout=60)
-    status_now, recent, pauses = scene[0]
-    scene[0] = (replace(status_now, version="0.2.0"), recent, pauses)
+    idle, recent, pauses = scene[0]
+    scene[0] = (replace(idle, version="0.2.0"), recent, pauses)
     assert loaded.acquire(timeout=60)
     server.close()
 
@@ -887,7 +1035,7 @@ def test_the_page_truncates_long_lists_and_reports_it(tab: Tab) -> None:
     ]
     output = entry(1, "hook_finished", "hook drain succeeded", outcome="succeeded", detail="a" * 4000 + "z")
     past = [History(workflow=replace(many[0], id="past"), records=(output,) * 41)]
-    scene: Scene = (status(*many), past, [])
+    scene: Scene = (facts(*many), past, [])
     server = WebServer("127.0.0.1:0", pages_of(lambda: scene))
     tab.look(DESKTOP)
     open_scene(tab, server)

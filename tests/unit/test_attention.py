@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from status_samples import HELD_BY_KIM, NOW, a_status, a_workflow
+from status_samples import HELD_BY_KIM, NOW, a_workflow, some_facts
 
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.status import (
@@ -20,18 +20,17 @@ from scheduled_events_agent.status import (
     KubernetesFailure,
     NotifiedTarget,
     StateLost,
-    Status,
     SuggestedCommand,
     TargetFailure,
     Vm,
     WebConfigRejected,
-    WorkflowView,
 )
 from scheduled_events_agent.status.actions import with_prefix
 from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE, attention, exit_code
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import Facts
 from scheduled_events_agent.telemetry.metrics import Metrics
-from scheduled_events_agent.workflow import Approval, StageStatus, WaitReason
+from scheduled_events_agent.workflow import Approval, StageStatus, WaitReason, Workflow
 
 POLICY = ActivePolicy(file="/etc/policy.yaml", read_at=NOW - timedelta(hours=1))
 FAILED = StageStatus(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 7")
@@ -40,19 +39,19 @@ RECOVERY = {"recover": ("resume",)}
 LOG = SuggestedCommand(command="journalctl -u scheduled-events-agent -n 50", effect="show the end of its log")
 
 
-def held(**fields: Any) -> WorkflowView:
+def held(**fields: Any) -> Workflow:
     """Its preparation has failed."""
-    told = {"wait_reason": WaitReason(kind="prepare_failed"), "wait_message": "hook drain: exit code 7"}
-    return a_workflow(**{"phase": "held", "prepare": FAILED, **told, **fields})
+    failed: dict[str, Any] = {"phase": "held", "prepare": FAILED, "wait_reason": WaitReason(kind="prepare_failed")}
+    return a_workflow(**{**failed, **fields})
 
 
-def recovering(**fields: Any) -> WorkflowView:
+def recovering(**fields: Any) -> Workflow:
     told: dict[str, Any] = {"phase": "recovering", "is_over": True, "prepare": UNDONE, "handling_since": NOW}
     return a_workflow(decision=RECOVERY, **{**told, **fields})
 
 
-def of_event(workflow: WorkflowView, **fields: Any) -> Status:
-    return a_status(pending=(workflow,), ready=False, **fields)
+def of_event(workflow: Workflow, **fields: Any) -> Facts:
+    return some_facts(workflows=(workflow,), ready=False, **fields)
 
 
 def target(**fields: Any) -> NotifiedTarget:
@@ -73,24 +72,23 @@ EARLY = a_workflow(
 UNRECOVERED = recovering(
     phase="recovery_failed",
     recover=replace(FAILED, failed_hook="resume", failure="hook resume: exit code 1"),
-    wait_message="hook resume: exit code 1",
 )
 LOST = StateLost(at=NOW, reason="file is not a database", recover=("resume", "tell"))
 OTHER_VM = "the state file is of VM id-1, and this VM is id-2"
 FOREIGN = StateLost(at=NOW, reason=OTHER_VM, is_foreign=True, recover=())
 
 
-def of_old_name(event: dict[str, Any] | None = None, **fields: Any) -> WorkflowView:
+def of_old_name(event: dict[str, Any] | None = None, **fields: Any) -> Workflow:
     """Prepared for when this VM was web-1; now it is web-2."""
     found: dict[str, Any] = {"named_as": "web-1", "phase": "held", "prepare": UNDONE}
-    found |= {"wait_reason": WaitReason(kind="other_vm"), "wait_message": "it names web-1"}
+    found["wait_reason"] = WaitReason(kind="other_vm")
     of_old = {"resources": ("web-1",), **(event or {})}
     return a_workflow(event=of_old, decision={"affects": "others"}, **{**found, **fields})
 
 
 RENAMED = {"vm": Vm(names=("web-2", "b"), vm_id="id")}
-# By kind: a status, severity, message and the first command.
-NEEDED: dict[str, tuple[Status, str, str, str]] = {
+# By kind: the facts, severity, message and the first command.
+NEEDED: dict[str, tuple[Facts, str, str, str]] = {
     "recovery_failed": (
         of_event(UNRECOVERED),
         "act",
@@ -104,7 +102,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "scheduled-events-agent check",
     ),
     "state_lost": (
-        a_status(state_lost=LOST),
+        some_facts(state_lost=LOST),
         "act",
         f"The state file was damaged at {NOW:%H:%M:%S} UTC: file is not a database.",
         "scheduled-events-agent resolve state_lost",
@@ -134,7 +132,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "scheduled-events-agent history --event 602D9444",
     ),
     "unhealthy": (
-        a_status(faults=("the engine has run no cycle for 20s",)),
+        some_facts(faults=("the engine has run no cycle for 20s",)),
         "act",
         "The engine has run no cycle for 20s.",
         "scheduled-events-agent doctor",
@@ -146,25 +144,27 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "scheduled-events-agent doctor",
     ),
     "agent_restarts": (
-        a_status(unclean_starts=tuple(NOW - timedelta(minutes=m) for m in (59, 2, 1)), supervisor_commands=(LOG,)),
+        some_facts(
+            unclean_starts=tuple(NOW - timedelta(minutes=m) for m in (59, 2, 1)), supervisor_commands=(LOG,)
+        ),
         "fix",
         "The agent ended by itself and was started again, 3 times within an hour.",
         LOG.command,
     ),
     "policy_rejected": (
-        a_status(policy=replace(POLICY, rejected=PROBLEMS, rejected_summary="line 3, approve", rejected_at=NOW)),
+        some_facts(policy=replace(POLICY, rejected=PROBLEMS, rejected_summary="line 3, approve", rejected_at=NOW)),
         "fix",
         "The policy file is rejected: line 3, approve.",
         "scheduled-events-agent check",
     ),
     "web_config_rejected": (
-        a_status(web_config_rejected=WebConfigRejected(reason="no such file", since=NOW)),
+        some_facts(web_config_rejected=WebConfigRejected(reason="no such file", since=NOW)),
         "fix",
         "agent.web_config is rejected: no such file.",
         "scheduled-events-agent check",
     ),
     "vm_unknown": (
-        a_status(vm=Vm(names=(), vm_id=""), started_at=NOW - timedelta(minutes=5)),
+        some_facts(vm=Vm(names=(), vm_id=""), started_at=NOW - timedelta(minutes=5)),
         "act",
         "The name of this VM is not known.",
         "scheduled-events-agent doctor",
@@ -184,31 +184,31 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "scheduled-events-agent approve 602D9444",
     ),
     "clock_wrong": (
-        a_status(clock_wrong=ClockWrong(seconds_ahead=-599.2, since=NOW, command="timedatectl")),
+        some_facts(clock_wrong=ClockWrong(seconds_ahead=-599.2, since=NOW, command="timedatectl")),
         "fix",
         "The clock of this VM is 10 minutes behind Azure's.",
         "timedatectl",
     ),
     "foreign_state": (
-        a_status(state_lost=FOREIGN),
+        some_facts(state_lost=FOREIGN),
         "fix",
         f"This disk may be prepared for an event of another VM: {OTHER_VM}.",
         "scheduled-events-agent history",
     ),
     "fleet_unavailable": (
-        a_status(fleet=FleetState(group="web", error="no route", unavailable_since=NOW, not_ready=())),
+        some_facts(fleet=FleetState(group="web", error="no route", unavailable_since=NOW, not_ready=())),
         "fix",
         "The store of the fleet cannot be used: no route.",
         "scheduled-events-agent fleet status",
     ),
     "kubernetes_unavailable": (
-        a_status(kubernetes_failure=KubernetesFailure(since=NOW - timedelta(minutes=5), reason="forbidden")),
+        some_facts(kubernetes_failure=KubernetesFailure(since=NOW - timedelta(minutes=5), reason="forbidden")),
         "fix",
         "The conditions of the Kubernetes node cannot be updated: forbidden.",
         "scheduled-events-agent doctor",
     ),
     "notifications_failing": (
-        a_status(notify=(target(lost=3, lost_at=NOW, lost_reason="it answers 400"),)),
+        some_facts(notify=(target(lost=3, lost_at=NOW, lost_reason="it answers 400"),)),
         "fix",
         "3 notifications to ops are lost: it answers 400.",
         "scheduled-events-agent notify test ops",
@@ -216,21 +216,23 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
 }
 
 
-def one_of(status: Status) -> Attention:
-    (found,) = attention(status)
+def one_of(facts: Facts) -> Attention:
+    (found,) = attention(facts)
     return found
 
 
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_each_kind_has_a_message_a_command_and_an_exit_code(kind: str) -> None:
-    status, severity, message, first = NEEDED[kind]
-    found = one_of(status)
+    facts, severity, message, first = NEEDED[kind]
+    found = one_of(facts)
     assert (found.kind, found.severity, found.message) == (kind, severity, message)
     assert found.commands[0].command == first
     assert (found.deadline is not None) == (kind in WITH_DEADLINE)
     assert found.since is not None or kind == "unhealthy"
-    shown = with_summaries(status)
+    shown = to_status(facts)
     assert shown.headline == message
+    assert found.key in ("", *[event.key for event in shown.events])
+    assert bool(found.key) == bool(found.event_id)
     is_of_event = bool(found.event_id) and severity == "act"
     assert exit_code(shown) == {"unhealthy": 1, "vm_unknown": 1, "state_lost": 3}.get(
         kind, 3 if is_of_event else 0
@@ -268,7 +270,7 @@ def test_an_event_that_may_start_at_any_moment_has_the_deadline_0() -> None:
     metrics = Metrics(tuple)
     soon = held(event={"not_before": None})
     later = held(event={"id": "later"})
-    metrics.set_attention(attention(a_status(pending=(later, soon))))
+    metrics.set_attention(attention(some_facts(workflows=(later, soon))))
     text = metrics.expose().decode()
     assert 'scheduled_events_attention_deadline_timestamp_seconds{kind="prepare_failed"} 0.0\n' in text
 
@@ -280,26 +282,26 @@ def test_a_loss_of_state_names_what_may_not_have_run_and_how_it_ends() -> None:
     )
     clears = " The next start with nothing pending runs on_clear (undo), which settles this."
     with_on_clear = replace(LOST, on_clear=("undo",))
-    assert one_of(a_status(state_lost=LOST)).consequence == known
-    assert one_of(a_status(state_lost=with_on_clear)).consequence == known + clears
-    observes = one_of(a_status(state_lost=with_on_clear, mode="observe"))
+    assert one_of(some_facts(state_lost=LOST)).consequence == known
+    assert one_of(some_facts(state_lost=with_on_clear)).consequence == known + clears
+    observes = one_of(some_facts(state_lost=with_on_clear, mode="observe"))
     assert (observes.severity, observes.consequence) == ("act", known)
     assert [one.command for one in observes.commands] == ["scheduled-events-agent resolve state_lost"]
 
 
 def test_without_an_agent_a_loss_of_state_stays_and_no_command_has_an_effect() -> None:
     told = {"source": "state_file", "faults": ("no agent runs",), "mode": None, "rules": None, "policy": None}
-    absence, loss = attention(a_status(state_lost=replace(LOST, recover=None), **told))
+    absence, loss = attention(some_facts(state_lost=replace(LOST, recover=None), **told))
     assert (absence.kind, loss.kind, loss.commands) == ("unhealthy", "state_lost", ())
     assert loss.consequence.startswith("Whether the recover hooks have run is not known")
 
 
 def test_a_loss_of_state_that_no_rule_would_recover_from_needs_no_one() -> None:
-    assert attention(a_status(state_lost=replace(LOST, recover=(), on_clear=("undo",)))) == ()
+    assert attention(some_facts(state_lost=replace(LOST, recover=(), on_clear=("undo",)))) == ()
 
 
 def test_what_another_vm_prepared_stays_listed_though_no_rule_recovers() -> None:
-    assert one_of(a_status(state_lost=FOREIGN)).consequence == (
+    assert one_of(some_facts(state_lost=FOREIGN)).consequence == (
         "The agent does not run the recover hooks for it: this VM may be out of service."
     )
 
@@ -322,9 +324,9 @@ WANTED = {
 
 
 @pytest.mark.parametrize("workflow", WANTED.values(), ids=WANTED.keys())
-def test_an_event_that_a_rule_or_an_operator_holds_needs_no_attention(workflow: WorkflowView) -> None:
+def test_an_event_that_a_rule_or_an_operator_holds_needs_no_attention(workflow: Workflow) -> None:
     assert attention(of_event(workflow)) == ()
-    assert exit_code(with_summaries(of_event(workflow))) == 0
+    assert exit_code(to_status(of_event(workflow))) == 0
 
 
 NO_TIME = a_workflow(event={"not_before": None}, decision={"approve": "never"}, **DRAINED)
@@ -351,7 +353,7 @@ NO_TIME = a_workflow(event={"not_before": None}, decision={"approve": "never"}, 
     ],
 )
 def test_a_vm_out_of_service_needs_attention_unless_that_ends_in_time(
-    workflow: WorkflowView, at: datetime, is_needed: bool
+    workflow: Workflow, at: datetime, is_needed: bool
 ) -> None:
     kinds = [one.kind for one in attention(replace(of_event(workflow), at=at))]
     assert kinds == (["out_of_service"] if is_needed else [])
@@ -384,7 +386,7 @@ def test_a_store_that_keeps_an_approval_from_an_event_is_shown_with_this_event_o
     why = "The store of the fleet cannot be used: no route"
     assert found.message == f"The Reboot of web-1 needs an operator's approval: {why}."
     assert [one.command.split()[1] for one in found.commands] == ["approve", "hold", "fleet"]
-    assert exit_code(with_summaries(of_event(workflow, fleet=NO_STORE))) == 3
+    assert exit_code(to_status(of_event(workflow, fleet=NO_STORE))) == 3
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,7 @@ def test_a_store_that_keeps_an_approval_from_an_event_is_shown_with_this_event_o
         a_workflow(phase="waiting", wait_reason=WaitReason(kind="slot", at=NOW)),
     ],
 )
-def test_a_store_that_keeps_no_approval_from_an_event_is_to_be_repaired(workflow: WorkflowView) -> None:
+def test_a_store_that_keeps_no_approval_from_an_event_is_to_be_repaired(workflow: Workflow) -> None:
     found = one_of(of_event(workflow, fleet=NO_STORE))
     assert (found.kind, found.severity) == ("fleet_unavailable", "fix")
 
@@ -412,21 +414,21 @@ API_AWAY = KubernetesFailure(since=NOW - timedelta(minutes=5), reason=REFUSED)
 
 def test_an_api_server_that_was_away_for_less_than_five_minutes_needs_no_attention() -> None:
     soon = replace(API_AWAY, since=NOW - timedelta(minutes=4, seconds=59))
-    assert attention(a_status(kubernetes_failure=soon)) == ()
+    assert attention(some_facts(kubernetes_failure=soon)) == ()
 
 
 def test_an_api_server_that_is_away_is_reported_once() -> None:
     target_failure = TargetFailure(since=API_AWAY.since, reason=REFUSED)
     events = target(name="kubernetes", failure=target_failure)
-    found = one_of(a_status(kubernetes_failure=API_AWAY, notify=(events,)))
+    found = one_of(some_facts(kubernetes_failure=API_AWAY, notify=(events,)))
     assert found.kind == "kubernetes_unavailable"
     leases = replace(NO_STORE, error=REFUSED)
-    assert one_of(a_status(kubernetes_failure=API_AWAY, fleet=leases)).kind == "fleet_unavailable"
+    assert one_of(some_facts(kubernetes_failure=API_AWAY, fleet=leases)).kind == "fleet_unavailable"
     words = replace(NO_STORE, error=f"this account may not list Leases in the namespace default: {REFUSED}")
-    assert one_of(a_status(kubernetes_failure=API_AWAY, fleet=words)).kind == "fleet_unavailable"
+    assert one_of(some_facts(kubernetes_failure=API_AWAY, fleet=words)).kind == "fleet_unavailable"
     denied = replace(events, failure=replace(target_failure, reason="events is forbidden"))
-    status = a_status(kubernetes_failure=API_AWAY, notify=(denied,), fleet=NO_STORE)
-    kinds = [one.kind for one in attention(status)]
+    facts = some_facts(kubernetes_failure=API_AWAY, notify=(denied,), fleet=NO_STORE)
+    kinds = [one.kind for one in attention(facts)]
     assert kinds == ["fleet_unavailable", "kubernetes_unavailable", "notifications_failing"]
 
 
@@ -439,20 +441,20 @@ def test_a_recommendation_needs_attention_only_for_repairs() -> None:
     warning = {"type": "SpotRebalanceRecommendation"}
     found = one_of(of_event(held(event=warning)))
     assert (found.kind, found.severity, found.deadline) == ("prepare_failed", "fix", None)
-    assert exit_code(with_summaries(of_event(held(event=warning)))) == 0
+    assert exit_code(to_status(of_event(held(event=warning)))) == 0
     over = replace(UNRECOVERED, event=a_workflow(event=warning).event)
-    assert exit_code(with_summaries(of_event(over))) == 3
+    assert exit_code(to_status(of_event(over))) == 3
 
 
 def test_the_nearest_deadline_comes_first_and_then_the_worst() -> None:
     later = held(event={"id": "later", "not_before": NOW + timedelta(days=1)})
-    status = a_status(
-        pending=(later, UNRECOVERED, held(), MANUAL),
+    facts = some_facts(
+        workflows=(later, UNRECOVERED, held(), MANUAL),
         policy=replace(POLICY, rejected="bad", rejected_at=NOW),
         polls="overdue",
         last_poll_at=NOW - timedelta(seconds=61),
     )
-    assert [(one.kind, one.event_id) for one in attention(status)] == [
+    assert [(one.kind, one.event_id) for one in attention(facts)] == [
         ("prepare_failed", "602D9444"),
         ("approval_needed", "602D9444"),
         ("prepare_failed", "later"),
@@ -464,28 +466,28 @@ def test_the_nearest_deadline_comes_first_and_then_the_worst() -> None:
         event={"id": "soon", "not_before": NOW + timedelta(minutes=1)}, phase="prepared", approval=FAILING
     )
     now = held(event={"id": "now", "not_before": None})
-    first, second, *_ = attention(replace(status, pending=(*status.pending, soon, now)))
+    first, second, *_ = attention(replace(facts, workflows=(*facts.workflows, soon, now)))
     assert (first.event_id, second.event_id) == ("now", "soon")
 
 
 def test_without_an_agent_that_comes_first_for_no_command_has_an_effect() -> None:
-    status = a_status(
+    facts = some_facts(
         source="state_file",
         mode=None,
-        pending=(held(), UNRECOVERED),
+        workflows=(held(), UNRECOVERED),
         faults=("no agent runs",),
         supervisor_commands=(LOG,),
     )
-    first, second, third = attention(status)
+    first, second, third = attention(facts)
     assert (first.message, first.commands) == ("No agent runs.", (LOG,))
     assert "is prepared for" in first.consequence
     assert second.kind == "prepare_failed"
     assert (third.kind, third.consequence) == ("recovery_failed", "")  # nothing answers at /readyz
-    assert exit_code(with_summaries(status)) == 3
+    assert exit_code(to_status(facts)) == 3
 
 
 def test_a_failed_preparation_needs_attention_while_one_document_lacks_the_event() -> None:
-    missing = held(wait_reason=WaitReason(kind="missing"), wait_message="it is not in the last document")
+    missing = held(wait_reason=WaitReason(kind="missing"))
     assert one_of(of_event(missing)).message == "The Reboot of web-1 is held: hook drain: exit code 7."
 
 
@@ -507,8 +509,8 @@ def test_the_consequence_says_what_happens_if_no_person_acts() -> None:
 
 
 def test_the_commands_say_what_they_do() -> None:
-    def effects(status: Status) -> list[tuple[str, str]]:
-        return [(one.command.split()[1], one.effect) for one in one_of(status).commands]
+    def effects(facts: Facts) -> list[tuple[str, str]]:
+        return [(one.command.split()[1], one.effect) for one in one_of(facts).commands]
 
     assert effects(of_event(held())) == [
         ("retry", "run drain again, then the rest"),
@@ -550,8 +552,8 @@ def test_what_ends_with_a_change_of_the_policy_names_its_file_and_the_reload() -
 
 def test_an_approval_that_azure_does_not_accept_can_be_given_from_outside_the_vm() -> None:
     event = {"id": "602D9444-1B2C-4A5D-9E8F-0123456789AB"}
-    status = of_event(a_workflow(event=event, phase="prepared", approval=FAILING), command_prefix="sudo ")
-    (line,) = [one for one in one_of(status).commands if one.command.startswith("az ")]
+    facts = of_event(a_workflow(event=event, phase="prepared", approval=FAILING), command_prefix="sudo ")
+    (line,) = [one for one in one_of(facts).commands if one.command.startswith("az ")]
     assert line.command == (
         "az maintenance scheduledevents acknowledge --resource-group GROUP --resource-type virtualMachines "
         "--resource-name web-1 --scheduled-events-id 602D9444-1B2C-4A5D-9E8F-0123456789AB"
@@ -565,7 +567,7 @@ def test_an_approval_that_azure_does_not_accept_can_be_given_from_outside_the_vm
 
 def test_an_event_of_a_name_that_this_vm_no_longer_has_is_one_cause() -> None:
     failed = of_old_name({"id": "later", "not_before": NOW + timedelta(days=1)}, prepare=FAILED)
-    found = one_of(a_status(pending=(failed, of_old_name()), **RENAMED))
+    found = one_of(some_facts(workflows=(failed, of_old_name()), **RENAMED))
     assert (found.event_id, found.deadline) == ("602D9444", NOW + timedelta(minutes=14, seconds=12))
     assert (
         found.message
@@ -577,13 +579,13 @@ def test_an_event_of_a_name_that_this_vm_no_longer_has_is_one_cause() -> None:
         ("check", effect),
         ("doctor", "find the problem"),
     ]
-    service = a_status(pending=(of_old_name(),), reload_command="systemctl reload it", **RENAMED)
+    service = some_facts(workflows=(of_old_name(),), reload_command="systemctl reload it", **RENAMED)
     assert [(one.command.split()[1], one.effect) for one in one_of(service).commands] == [
         ("reload", effect),
         ("check", "see before the reload that the policy is right"),
         ("doctor", "find the problem"),
     ]
-    assert with_summaries(a_status(pending=(of_old_name(),), **RENAMED)).health == (
+    assert to_status(some_facts(workflows=(of_old_name(),), **RENAMED)).health == (
         "This VM is prepared for the Reboot of web-1, and its name is web-2 now.",
     )
 
@@ -618,10 +620,10 @@ def test_after_the_event_a_changed_name_counts_until_it_is_recovered_or_needs_mo
 def test_a_reason_that_ends_as_a_sentence_gets_no_second_stop() -> None:
     rejected = 'unknown key "rulez"; did you mean "rules"?'
     bad = replace(POLICY, rejected=f"policy.yaml:3: {rejected}", rejected_summary=rejected, rejected_at=NOW)
-    assert one_of(a_status(policy=bad)).message == f"The policy file is rejected: {rejected}"
+    assert one_of(some_facts(policy=bad)).message == f"The policy file is rejected: {rejected}"
     reason = "its certificate is not trusted: it is not valid for '127.0.0.1'."
     failing = target(failure=TargetFailure(since=NOW - timedelta(minutes=5), reason=reason))
-    assert one_of(a_status(notify=(failing,))).message == f"Notifications to ops fail: {reason}"
+    assert one_of(some_facts(notify=(failing,))).message == f"Notifications to ops fail: {reason}"
 
 
 def test_a_message_is_a_sentence_and_the_exact_error_stands_below_it() -> None:
@@ -629,7 +631,7 @@ def test_a_message_is_a_sentence_and_the_exact_error_stands_below_it() -> None:
     error = '401 Unauthorized: {"error": "denied"}'
     since = NOW - timedelta(minutes=4)
     polls = {"poll_failure": f"{request}: {error}", "poll_failure_summary": "401 Unauthorized"}
-    unanswered = a_status(polls="overdue", last_poll_at=since, **polls)
+    unanswered = some_facts(polls="overdue", last_poll_at=since, **polls)
     found = one_of(unanswered)
     assert found.message == "Azure's metadata service has not answered since 22:08:00 UTC: 401 Unauthorized."
     assert (found.consequence, found.detail) == ("No new event is seen.", f"{request}: {error}")
@@ -640,25 +642,25 @@ def test_a_message_is_a_sentence_and_the_exact_error_stands_below_it() -> None:
         "vm_failure": "GET http://x/metadata/instance: 403",
         "vm_failure_summary": "/metadata/instance: 403",
     }
-    found = one_of(a_status(**nameless, **answers))
+    found = one_of(some_facts(**nameless, **answers))
     assert found.message == "The name of this VM is not known: /metadata/instance: 403."
     assert found.detail == "GET http://x/metadata/instance: 403"
     assert one_of(NEEDED["approval_failing"][0]).detail == "POST: 500"
     assert one_of(NEEDED["policy_rejected"][0]).detail == PROBLEMS
-    for kind, (status, *_) in NEEDED.items():
-        assert not re.search(r"https?:|\b(GET|POST)\b|\n", one_of(status).message), kind
+    for kind, (facts, *_) in NEEDED.items():
+        assert not re.search(r"https?:|\b(GET|POST)\b|\n", one_of(facts).message), kind
 
 
 def test_doctor_comes_before_the_errors_of_approvals_if_polls_fail_too() -> None:
-    status = of_event(a_workflow(phase="prepared", approval=FAILING), poll_failure="timeout")
-    assert one_of(status).commands[0].command == "scheduled-events-agent doctor"
+    facts = of_event(a_workflow(phase="prepared", approval=FAILING), poll_failure="timeout")
+    assert one_of(facts).commands[0].command == "scheduled-events-agent doctor"
 
 
 def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> None:
     policy = replace(POLICY, rejected="bad")
     options = CommandOptions(state="--state-dir /my/state", policy="--config /my/policy.yaml")
-    status = of_event(held(), policy=policy, command_options=options)
-    lines = [one.command for found in attention(status) for one in found.commands]
+    facts = of_event(held(), policy=policy, command_options=options)
+    lines = [one.command for found in attention(facts) for one in found.commands]
     assert lines == [
         "scheduled-events-agent retry 602D9444 --state-dir /my/state",
         "scheduled-events-agent approve 602D9444 --state-dir /my/state",
@@ -669,9 +671,9 @@ def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> No
 @pytest.mark.parametrize("kind", ATTENTION_KINDS)
 def test_each_command_that_is_shown_is_about_the_same_agent(kind: str) -> None:
     options = CommandOptions(state="--state-dir '/my state'", policy="--config '/my policy.yaml'")
-    status = with_summaries(replace(NEEDED[kind][0], command_options=options))
+    status = to_status(replace(NEEDED[kind][0], command_options=options))
     lines = [one.command for found in status.attention for one in found.commands]
-    lines += [line for summary in status.summaries for line in summary.commands]
+    lines += [one.command for event in status.events for one in event.commands]
     for line in lines:
         if not line.startswith("scheduled-events-agent "):
             continue
@@ -685,12 +687,13 @@ def test_each_command_that_is_shown_is_about_the_same_agent(kind: str) -> None:
 def test_a_state_that_ends_by_itself_soon_needs_no_attention_yet() -> None:
     recent = TargetFailure(since=NOW - timedelta(minutes=4), reason="it answers 503")
     long = replace(recent, since=NOW - timedelta(minutes=5))
-    assert attention(a_status(notify=(target(failure=recent),))) == ()
-    assert one_of(a_status(notify=(target(failure=long),))).message == "Notifications to ops fail: it answers 503."
+    assert attention(some_facts(notify=(target(failure=recent),))) == ()
+    found = one_of(some_facts(notify=(target(failure=long),)))
+    assert found.message == "Notifications to ops fail: it answers 503."
     unnamed = {"vm": Vm(names=(), vm_id=""), "started_at": NOW - timedelta(minutes=4)}
-    assert attention(a_status(**unnamed)) == ()
+    assert attention(some_facts(**unnamed)) == ()
     old = tuple(NOW - timedelta(minutes=m) for m in (61, 2, 1))
-    assert attention(a_status(unclean_starts=old)) == ()
+    assert attention(some_facts(unclean_starts=old)) == ()
 
 
 OPEN = "/etc/policy.yaml can be changed by every account: chmod go-w /etc/policy.yaml"
@@ -698,27 +701,27 @@ OPEN = "/etc/policy.yaml can be changed by every account: chmod go-w /etc/policy
 
 def test_a_rejected_policy_with_which_no_agent_starts_again_needs_an_operator_before_a_restart_of_the_vm() -> None:
     policy = replace(POLICY, rejected=OPEN, rejected_at=NOW, next_start_failure=OPEN)
-    found = one_of(a_status(policy=policy))
+    found = one_of(some_facts(policy=policy))
     assert (found.kind, found.severity, found.deadline) == ("policy_rejected", "act", None)
     in_force = "In force is the policy accepted at 21:12:00 UTC"
     assert found.consequence == f"{in_force}. After a restart no agent runs: {OPEN}."
-    assert exit_code(with_summaries(a_status(policy=policy))) == 3
+    assert exit_code(to_status(some_facts(policy=policy))) == 3
     freeze = a_workflow(event={"id": "freeze", "type": "Freeze"})
     of_another = a_workflow(event={"id": "other"}, decision={"affects": "others"})
     started = a_workflow(event={"id": "started", "status": "Started"}, was_started=True)
-    unmoved = a_status(pending=(freeze, of_another, started), policy=policy)
+    unmoved = some_facts(workflows=(freeze, of_another, started), policy=policy)
     assert one_of(unmoved).deadline is None
     later = a_workflow(event={"type": "Redeploy", "not_before": NOW + timedelta(days=1)})
-    status = a_status(pending=(freeze, later, a_workflow()), policy=policy)
-    assert one_of(status).deadline == a_workflow().event.not_before
+    facts = some_facts(workflows=(freeze, later, a_workflow()), policy=policy)
+    assert one_of(facts).deadline == a_workflow().event.not_before
     metrics = Metrics(tuple)
-    metrics.set_attention(attention(status))
+    metrics.set_attention(attention(facts))
     assert 'attention_deadline_timestamp_seconds{kind="policy_rejected"}' in metrics.expose().decode()
 
 
 def test_another_state_directory_at_the_next_start_needs_an_operator_only_before_a_restart_of_the_vm() -> None:
     policy = replace(POLICY, needs_restart=("agent.listen", "agent.state_dir"))
-    assert attention(a_status(policy=policy)) == ()
+    assert attention(some_facts(policy=policy)) == ()
     assert attention(of_event(a_workflow(event={"type": "Freeze"}), policy=policy)) == ()
     assert attention(of_event(a_workflow(), policy=replace(POLICY, needs_restart=("agent.listen",)))) == ()
     found = one_of(of_event(a_workflow(), policy=policy))
@@ -728,4 +731,4 @@ def test_another_state_directory_at_the_next_start_needs_an_operator_only_before
 
 
 def test_a_good_policy_file_that_is_not_loaded_rings_nothing() -> None:
-    assert attention(a_status(policy=replace(POLICY, changed_at=NOW))) == ()
+    assert attention(some_facts(policy=replace(POLICY, changed_at=NOW))) == ()

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from status_samples import NOW, a_status, a_workflow
+from status_samples import NOW, a_workflow, some_facts
 from test_attention import NEEDED
 
 from scheduled_events_agent.cli.doctor import check_running_agent
-from scheduled_events_agent.status import ClockWrong, Condition, Status, Vm
+from scheduled_events_agent.status import ClockWrong, Condition, Vm
 from scheduled_events_agent.status.attention import exit_code
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import Facts
 from scheduled_events_agent.workflow import StageStatus, WaitReason
 
 DENIED = "/metadata/instance: 403 Forbidden"
@@ -57,14 +58,14 @@ class Shown(NamedTuple):
     """Of what needs a person."""
 
 
-def after(minutes: float, **changes: Any) -> Status:
-    """The status of an agent that started so many minutes ago."""
-    return a_status(started_at=NOW - timedelta(minutes=minutes), **changes)
+def after(minutes: float, **changes: Any) -> Facts:
+    """An agent that started so many minutes ago."""
+    return some_facts(started_at=NOW - timedelta(minutes=minutes), **changes)
 
 
-STATES: dict[str, tuple[Status, Shown]] = {
+STATES: dict[str, tuple[Facts, Shown]] = {
     "nothing is pending": (after(60), Shown("good", 0, True, "Nothing is pending")),
-    "an event is pending": (after(60, pending=(a_workflow(),)), Shown("busy", 0, True, "Reboot is pending")),
+    "an event is pending": (after(60, workflows=(a_workflow(),)), Shown("busy", 0, True, "Reboot is pending")),
     "an agent only observes": (
         after(60, mode="observe"),
         Shown("good", 0, True, "Nothing is pending; the agent only observes"),
@@ -74,15 +75,15 @@ STATES: dict[str, tuple[Status, Shown]] = {
         Shown("good", 0, True, "Nothing is pending; the agent only observes"),
     ),
     "an agent only observes an event": (
-        after(60, mode="observe", pending=(a_workflow(),)),
+        after(60, mode="observe", workflows=(a_workflow(),)),
         Shown("busy", 0, True, "Reboot is pending; the agent only observes"),
     ),
     "an agent only observes an event that is prepared": (
-        after(60, mode="observe", pending=(a_workflow(phase="held", wait_message="the agent only observes"),)),
+        after(60, mode="observe", workflows=(a_workflow(phase="held", wait_reason=WaitReason(kind="observes")),)),
         Shown("busy", 0, True, "Reboot is held: the agent only observes"),
     ),
     "an event has moved away after its drain": (
-        after(60, pending=(DRAINED_EARLY,)),
+        after(60, workflows=(DRAINED_EARLY,)),
         Shown(
             "fix",
             0,
@@ -92,7 +93,7 @@ STATES: dict[str, tuple[Status, Shown]] = {
         ),
     ),
     "the name is not known, an event is pending": (
-        after(0, **NAMELESS, pending=(UNMATCHED,)),
+        after(0, **NAMELESS, workflows=(UNMATCHED,)),
         Shown(
             "act",
             3,
@@ -110,11 +111,11 @@ STATES: dict[str, tuple[Status, Shown]] = {
         Shown("act", 1, False, f"The name of this VM is not known: {DENIED}.", ("vm_unknown",)),
     ),
     "an observing agent does not know the name, an event is pending": (
-        after(0, **NAMELESS, mode="observe", pending=(UNMATCHED,)),
+        after(0, **NAMELESS, mode="observe", workflows=(UNMATCHED,)),
         Shown("unknown", 0, True, f"The name of this VM is not known yet: {DENIED}"),
     ),
     "an event names no VM": (
-        after(60, pending=(UNMATCHED,)),
+        after(60, workflows=(UNMATCHED,)),
         Shown("unknown", 0, True, "1 event pending, and nothing says whether for this VM"),
     ),
     "the disk may be a copy": (
@@ -128,7 +129,7 @@ STATES: dict[str, tuple[Status, Shown]] = {
         ),
     ),
     "the disk may be a copy, and an event is pending": (
-        after(0.2, vm_confirmed=False, pending=(a_workflow(),)),
+        after(0.2, vm_confirmed=False, workflows=(a_workflow(),)),
         Shown(
             "act", 3, False, "The metadata service has not said since the boot which VM this is.", ("vm_unknown",)
         ),
@@ -157,7 +158,7 @@ STATES: dict[str, tuple[Status, Shown]] = {
         Shown("unknown", 0, True, "Azure's metadata service has not answered since 22:11:50 UTC"),
     ),
     "polls fail beside an event": (
-        after(60, polls="late", poll_failure_summary="timed out", pending=(a_workflow(),)),
+        after(60, polls="late", poll_failure_summary="timed out", workflows=(a_workflow(),)),
         Shown("busy", 0, True, "Reboot is pending"),
     ),
     "polls have failed for long": (
@@ -171,7 +172,7 @@ STATES: dict[str, tuple[Status, Shown]] = {
         ),
     ),
     "the name became another VM's while it is prepared": (
-        after(60, vm=Vm(names=("web-2",), vm_id="id"), pending=(OF_OLD_NAME,), ready=False),
+        after(60, vm=Vm(names=("web-2",), vm_id="id"), workflows=(OF_OLD_NAME,), ready=False),
         Shown(
             "act",
             3,
@@ -194,7 +195,7 @@ STATES: dict[str, tuple[Status, Shown]] = {
 @pytest.mark.parametrize("state", STATES)
 def test_each_state_is_shown_alike_on_all_surfaces(state: str) -> None:
     facts, expected = STATES[state]
-    status = with_summaries(facts)
+    status = to_status(facts)
     kinds = tuple(one.kind for one in status.attention)
     found = Shown(status.condition, exit_code(status), status.health == "ok", status.headline, kinds)
     assert found == expected
@@ -229,14 +230,14 @@ def test_the_page_has_what_each_state_shows() -> None:
     assert [row for row, *_ in rows] == [*ON_THE_PAGE]
     for row, *expected in rows:
         name = ON_THE_PAGE[row]
-        status = with_summaries(STATES[name][0] if name in STATES else NEEDED[name][0])
+        status = to_status(STATES[name][0] if name in STATES else NEEDED[name][0])
         code, health = exit_code(status), 200 if status.health == "ok" else 503
         assert [str(code), str(health), SIGNS[status.condition]] == expected, row
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_doctor_calls_an_agent_ok_only_if_nothing_needs_a_person_and_it_could_act(state: str) -> None:
-    status = with_summaries(STATES[state][0])
+    status = to_status(STATES[state][0])
     found = check_running_agent("17", status, None)
     is_ok = status.condition in ("good", "busy")
     assert (found.state == "ok") == is_ok
@@ -244,7 +245,7 @@ def test_doctor_calls_an_agent_ok_only_if_nothing_needs_a_person_and_it_could_ac
 
 
 def test_an_unknown_name_beside_an_event_says_until_when_and_what_to_type() -> None:
-    (found,) = with_summaries(STATES["the name is not known, an event is pending"][0]).attention
+    (found,) = to_status(STATES["the name is not known, an event is pending"][0]).attention
     assert (found.event_id, found.deadline) == (UNMATCHED.event.id, UNMATCHED.event.not_before)
     assert found.consequence == "Azure starts it at 22:12:30 UTC, prepared or not."
     assert [(one.command, one.effect) for one in found.commands] == [

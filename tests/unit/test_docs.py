@@ -1,6 +1,7 @@
 """The documentation's statements about the code, and its links."""
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -44,11 +45,19 @@ def test_the_page_about_systemd_has_every_field_of_the_journal() -> None:
 
 def test_the_page_about_json_has_the_fields_of_the_types_and_what_the_sources_say_of_them() -> None:
     page = text_of("docs/json.md")
-    assert page.endswith(json_page.tables())  # if not: python tests/fixtures/json_page.py
+    assert page.endswith(json_page.tables(json_page.examples()))  # if not: python tests/fixtures/json_page.py
     assert "|`policy.rejected`|text|Why the current file was rejected.|\n" in page
     assert f"`schema_version` is {SCHEMA_VERSION}." in page
     for answer in JSON_OUTPUTS.values():
         assert [field.name for field in msgspec.structs.fields(answer)][:2] == ["schema_version", "at"]
+
+
+@pytest.mark.parametrize(("command", "output"), JSON_OUTPUTS.items(), ids=[*JSON_OUTPUTS])
+def test_the_page_about_json_has_an_example_of_each_command_with_all_fields(
+    command: str, output: type[msgspec.Struct]
+) -> None:
+    example = json.loads(json_page.examples()[command])
+    assert json.loads(msgspec.json.encode(msgspec.convert(example, output))) == example
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from status_samples import a_workflow
+from status_samples import a_workflow, some_facts
 
 from scheduled_events_agent import RUNBOOK, __version__, host
 from scheduled_events_agent.cli.config import load_policy
@@ -40,31 +40,23 @@ from scheduled_events_agent.status import (
     ActivePolicy,
     Attention,
     NotifiedTarget,
-    Status,
     TargetFailure,
     Vm,
 )
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status.events import to_status
 from scheduled_events_agent.workflow import StageStatus, WaitReason
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
-STATUS = Status(
+FACTS = some_facts(
     at=NOON,
     version=__version__,
     started_at=NOON,
     vm=Vm(names=("vm-1",), vm_id="1"),
-    mode="act",
-    ready=True,
-    condition="good",
     policy=ActivePolicy(file="p.yaml", read_at=NOON),
     rules=(),
-    endpoint="auto",
     last_poll_at=NOON,
-    poll_failure="",
-    incarnation="1",
-    running=(),
-    pending=(),
 )
+STATUS = to_status(FACTS)
 SOMETHING_ELSE = "check imds.endpoint, and what else answers there: a proxy, a portal, another service"
 
 
@@ -516,9 +508,9 @@ def test_an_agent_that_needs_a_person_is_a_warning_with_the_first_entry() -> Non
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     ill = msgspec.structs.replace(
-        STATUS, faults=("its disk is full",), polls="overdue", poll_failure_summary="timed out"
+        FACTS, faults=("its disk is full",), polls="overdue", poll_failure_summary="timed out"
     )
-    found = check_running_agent("17", with_summaries(ill), None)
+    found = check_running_agent("17", to_status(ill), None)
     told = ", and is not healthy: Its disk is full. Azure's metadata service has not answered since 12:00:00 UTC: "
     told += "timed out."
     assert (found.state, found.message) == ("error", f"runs (pid 17), version {__version__}{told}")
@@ -526,7 +518,7 @@ def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     held = a_workflow(
         phase="held", prepare=StageStatus(state="failed", run=1), wait_reason=WaitReason(kind="prepare_failed")
     )
-    beside = with_summaries(msgspec.structs.replace(ill, pending=(held,)))
+    beside = to_status(msgspec.structs.replace(ill, workflows=(held,)))
     assert [one.kind for one in beside.attention] == ["prepare_failed", "unhealthy", "unhealthy"]
     assert check_running_agent("17", beside, None).hint == found.hint
     assert check_running_agent("17", "the agent (pid 17) does not answer", None) == warning(

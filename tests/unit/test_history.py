@@ -7,20 +7,19 @@ import pytest
 
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Decision
-from scheduled_events_agent.status import AgentRecordKind, History, JournalRecord
+from scheduled_events_agent.status import AgentRecordKind, JournalRecord
+from scheduled_events_agent.status.facts import History
 from scheduled_events_agent.status.history import _PUBLIC_TEXTS, merge, place, to_journal, to_public
 from scheduled_events_agent.workflow import Workflow
 
 BEGAN = datetime(2026, 3, 4, 3, 0, tzinfo=UTC)
 
 
-def a_record(
-    minutes: float, kind: str, text: str = "", *, workflow_id: str = "", detail: str = ""
-) -> JournalRecord:
+def a_record(minutes: float, kind: str, text: str = "", *, key: str = "", detail: str = "") -> JournalRecord:
     return JournalRecord(
         at=BEGAN + timedelta(minutes=minutes),
-        workflow_id=workflow_id,
-        event_id=workflow_id,
+        key=key,
+        event_id=key,
         kind=kind,
         stage="",
         hook="",
@@ -40,9 +39,9 @@ def a_history(id_: str, begins: float, ends: float | None = None) -> History:
         not_before_seen_at=at,
         boot_id="boot",
     )
-    records = [a_record(begins, "seen", workflow_id=id_)]
+    records = [a_record(begins, "seen", key=id_)]
     if ends is not None:
-        records.append(a_record(ends, "closed", workflow_id=id_))
+        records.append(a_record(ends, "closed", key=id_))
     return History(workflow=workflow, records=tuple(records))
 
 
@@ -67,9 +66,7 @@ def test_each_record_is_there_once_and_the_oldest_item_is_first() -> None:
         ("open", ["45", "50"]),
     ]
     journal = to_journal(items, BEGAN)
-    assert [item.workflow.id if item.workflow else item.records[0].text for item in journal.histories] == names(
-        items
-    )
+    assert [item.event.key if item.event else item.records[0].text for item in journal.histories] == names(items)
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,58 @@
 """Text for people about the agent's state: the same for the terminal, the page and the service manager."""
 
 from datetime import timedelta
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
-from status_samples import APPROVED_BY_KIM, HELD_BY_KIM, NOW, a_workflow
+from status_samples import APPROVED_BY_KIM, HELD_BY_KIM, NOW, a_workflow, some_facts
 
-from scheduled_events_agent.status import RunningHook, WorkflowView
+from scheduled_events_agent.status import EventView
 from scheduled_events_agent.status.actions import available_actions, short_ids
+from scheduled_events_agent.status.events import event_view
+from scheduled_events_agent.status.facts import RunningHook
 from scheduled_events_agent.status.messages import (
     activity,
     by_urgency,
     duration_text,
+    operator_message,
     pending_message,
     time_left,
     wait_message,
     with_messages,
 )
-from scheduled_events_agent.workflow import Approval, Record, StageStatus, Transition, WaitKind, WaitReason
+from scheduled_events_agent.workflow import (
+    Approval,
+    Record,
+    StageStatus,
+    Transition,
+    WaitKind,
+    WaitReason,
+    Workflow,
+)
 
 OBSERVED = {"rule": None, "reason": "no rule matches it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
 UNRECOVERED = a_workflow(
-    event={"id": "failed"}, phase="recovery_failed", is_over=True, wait_message="hook resume: exit code 3"
+    event={"id": "failed"},
+    phase="recovery_failed",
+    is_over=True,
+    recover=StageStatus(state="failed", failure="hook resume: exit code 3", failed_hook="resume"),
 )
+FAILED: dict[str, Any] = {
+    "phase": "held",
+    "prepare": StageStatus(failure="it failed"),
+    "wait_reason": WaitReason(kind="prepare_failed"),
+}
+
+
+def view(event: dict[str, Any] | None = None) -> EventView:
+    return event_view(a_workflow(event), some_facts())
 
 
 def test_pending_events_are_counted_with_those_that_may_need_attention() -> None:
     pending = [
-        a_workflow(phase="held", wait_message="preparation failed"),
+        a_workflow(**FAILED),
         a_workflow(decision=MANUAL, phase="prepared"),
         a_workflow(decision=MANUAL, phase="prepared", operator=APPROVED_BY_KIM),
         a_workflow(phase="started", event={"status": "Started"}),
@@ -43,7 +66,7 @@ def test_pending_events_are_counted_with_those_that_may_need_attention() -> None
     ("workflow", "words"),
     [
         (a_workflow(phase="preparing"), ("hold",)),
-        (a_workflow(phase="waiting", wait_message="its time comes later"), ("hold", "approve")),
+        (a_workflow(phase="waiting", wait_reason=WaitReason(kind="too_early")), ("hold", "approve")),
         (a_workflow(phase="held"), ("approve",)),
         (a_workflow(decision=MANUAL, phase="prepared", approval_needed_since=NOW), ("approve", "hold")),
         (a_workflow(decision=OBSERVED), ("approve",)),
@@ -60,7 +83,7 @@ def test_pending_events_are_counted_with_those_that_may_need_attention() -> None
         (a_workflow(event={"id": "", "resources": ("web-1",)}), ()),
     ],
 )
-def test_only_effective_operator_actions_are_offered(workflow: WorkflowView, words: tuple[str, ...]) -> None:
+def test_only_effective_operator_actions_are_offered(workflow: Workflow, words: tuple[str, ...]) -> None:
     assert available_actions(workflow) == words
 
 
@@ -103,25 +126,21 @@ def test_the_same_id_twice_is_one_event() -> None:
     ("workflow", "said"),
     [
         (a_workflow(decision=OBSERVED), "only observed"),
-        (a_workflow(phase="waiting", wait_message="its time comes at 1"), "waits: its time comes at 1"),
+        (a_workflow(phase="waiting", wait_reason=WaitReason(kind="too_early")), "waits: its time has not come"),
         (
             a_workflow(
                 phase="waiting",
                 wait_reason=WaitReason(kind="time", at=NOW + timedelta(seconds=230), detail="lead 15m"),
-                wait_message="begins at 2026-04-11 22:15:50 UTC (lead 15m)",
             ),
             "waits: begins at 22:15:50 UTC (in 3m 50s) (lead 15m)",
         ),
+        (a_workflow(**FAILED), "held: it failed; Azure starts it at 22:26:12 UTC (in 14m 12s)"),
         (
-            a_workflow(phase="held", wait_message="it failed"),
-            "held: it failed; Azure starts it at 22:26:12 UTC (in 14m 12s)",
-        ),
-        (
-            a_workflow({"not_before": NOW + timedelta(hours=3)}, phase="held", wait_message="it failed"),
+            a_workflow({"not_before": NOW + timedelta(hours=3)}, **FAILED),
             "held: it failed; Azure starts it at 2026-04-12 01:12:00 UTC (in 3h 0m)",
         ),
         (
-            a_workflow({"not_before": None}, phase="held", wait_message="it failed"),
+            a_workflow({"not_before": None}, **FAILED),
             "held: it failed; Azure may start it at any moment",
         ),
         (
@@ -139,8 +158,8 @@ def test_the_same_id_twice_is_one_event() -> None:
         (a_workflow(phase="closed", outcome="completed"), "over: completed"),
     ],
 )
-def test_the_state_of_an_event_is_one_sentence(workflow: WorkflowView, said: str) -> None:
-    assert activity(workflow, (), NOW) == said
+def test_the_state_of_an_event_is_one_sentence(workflow: Workflow, said: str) -> None:
+    assert activity(workflow, (), NOW, NOW) == said
 
 
 @pytest.mark.parametrize("kind", get_args(WaitKind))
@@ -152,26 +171,54 @@ def test_every_wait_reason_has_a_message(kind: WaitKind) -> None:
     assert wait_message(workflow, None) == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"operator": HELD_BY_KIM}, "held by kim since 22:12:00 UTC"),
+        ({"operator": APPROVED_BY_KIM}, "approved by kim at 22:12:00 UTC"),
+        ({"operator": replace(HELD_BY_KIM, user="")}, "held by an operator since 22:12:00 UTC"),
+        (
+            {"operator": replace(APPROVED_BY_KIM, at=NOW - timedelta(days=1))},
+            "approved by kim at 2026-04-10 22:12:00 UTC",
+        ),
+        # A hold ends when the event starts, and if it is over; an approval goes on.
+        ({"operator": HELD_BY_KIM, "phase": "started", "was_started": True}, ""),
+        ({"operator": HELD_BY_KIM, "phase": "recovering", "is_over": True, "outcome": "canceled"}, ""),
+        (
+            {"operator": APPROVED_BY_KIM, "phase": "started", "was_started": True},
+            "approved by kim at 22:12:00 UTC",
+        ),
+    ],
+)
+def test_an_operators_decision_is_said_with_its_time_as_long_as_it_counts(
+    changes: dict[str, Any], said: str
+) -> None:
+    assert operator_message(event_view(a_workflow(**changes), some_facts()).operator, NOW) == said
+
+
 def test_a_running_hook_is_shown_with_its_time_so_far() -> None:
     hook = RunningHook(workflow_id="1", stage="prepare", hook="drain", since=NOW - timedelta(seconds=72))
     waits = replace(hook, state="queued")
     limited = replace(hook, limit_seconds=120.0)
-    assert activity(a_workflow(), [limited], NOW) == "runs the prepare hook drain, 1m 12s of at most 2m"
+    assert activity(a_workflow(), [limited], NOW, NOW) == "runs the prepare hook drain, 1m 12s of at most 2m"
     cut = replace(hook, limit_seconds=73.4)
-    assert activity(a_workflow(), [cut], NOW) == "runs the prepare hook drain, 1m 12s of at most 1m 13s"
-    assert activity(a_workflow(phase="preparing"), [hook], NOW) == "runs the prepare hook drain, 1m 12s so far"
-    assert activity(a_workflow(phase="preparing"), [waits], NOW) == "waits for another run of hook drain"
+    assert activity(a_workflow(), [cut], NOW, NOW) == "runs the prepare hook drain, 1m 12s of at most 1m 13s"
+    assert (
+        activity(a_workflow(phase="preparing"), [hook], NOW, NOW) == "runs the prepare hook drain, 1m 12s so far"
+    )
+    assert activity(a_workflow(phase="preparing"), [waits], NOW, NOW) == "waits for another run of hook drain"
 
 
 def test_the_time_left_is_that_until_the_event_may_start() -> None:
-    assert time_left(a_workflow().event, NOW) == "not before 22:26:12 UTC (in 14m 12s)"
-    assert time_left(a_workflow(event={"not_before": None}).event, NOW) == "may start at any moment"
-    assert time_left(a_workflow(event={"not_before": NOW}).event, NOW) == "may start at any moment (22:12:00 UTC)"
-    assert time_left(a_workflow(event={"status": "Started"}).event, NOW) == "has started"
+    assert time_left(view(), NOW) == "not before 22:26:12 UTC (in 14m 12s)"
+    assert time_left(view({"not_before": None}), NOW) == "may start at any moment"
+    assert time_left(view({"not_before": NOW}), NOW) == "may start at any moment (22:12:00 UTC)"
+    assert time_left(view({"status": "Started"}), NOW) == "has started"
 
 
 def test_the_duration_is_shown_as_an_estimate() -> None:
-    said = [duration_text(a_workflow(event={"duration_seconds": seconds}).event) for seconds in (None, 0.0, 9.0)]
+    said = [duration_text(view({"duration_seconds": seconds})) for seconds in (None, 0.0, 9.0)]
     assert said == ["for an unknown time", "without an interruption", "for about 9s"]
 
 
@@ -224,7 +271,7 @@ LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "dur
         ),
     ],
 )
-def test_a_log_line_describes_the_event_and_the_change(workflow: WorkflowView, note: Record, line: str) -> None:
+def test_a_log_line_describes_the_event_and_the_change(workflow: Workflow, note: Record, line: str) -> None:
     (finished,) = with_messages(Transition(workflow=workflow, records=(note,))).records
     assert finished.log_line == line
 
@@ -232,10 +279,9 @@ def test_a_log_line_describes_the_event_and_the_change(workflow: WorkflowView, n
 @pytest.mark.parametrize("kind", get_args(WaitKind))
 def test_a_log_line_states_the_wait_once(kind: WaitKind) -> None:
     waits = WaitReason(kind=kind, at=NOW, detail="x")
-    failed = a_workflow(event={"id_error": "x"}, prepare=StageStatus(failure="x"), wait_reason=waits)
-    workflow = replace(failed, wait_message=wait_message(failed, waits))
+    workflow = a_workflow(event={"id_error": "x"}, prepare=StageStatus(failure="x"), wait_reason=waits)
     (finished,) = with_messages(
         Transition(workflow=workflow, records=(Record(kind="waiting", wait_reason=waits),))
     ).records
-    for said in (finished.log_line, activity(workflow, (), NOW)):
+    for said in (finished.log_line, activity(workflow, (), NOW, NOW)):
         assert said.count("waits") == 1

@@ -144,10 +144,10 @@ def whole_row(rows: dict[str, str], name: str) -> str:
         text += " " + whole_row(rows, "`outcome` of a poll")
     elif "a failure" in text:
         text += " " + rows["a failure of a poll or a notification"]
-    for type_, field in re.findall(r"as \[`(\w+)\.(\w+)`\]", text):
+    for type_, field in re.findall(r"as \[`(\w+)\.([\w.]+)`\]", text):
         page = DOCUMENT.with_name("json.md").read_text(encoding="utf-8")
         (table,) = re.findall(rf"^### {type_}\n(.+?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
-        text += " ".join(re.findall(rf"^\|`{field}`\|.+$", table, re.MULTILINE))
+        text += " ".join(re.findall(rf"^\|`{re.escape(field)}`\|.+$", table, re.MULTILINE))
     return text
 
 

@@ -1,4 +1,4 @@
-"""Which notifications a transition gives which target; and hooks on the pages. Pure."""
+"""Which notifications a transition gives which target. Pure."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from status_samples import a_status
+from status_samples import some_facts
 from test_recommendations import a_recommendation, advice
 from test_workflow import NOTICE, Agent, a_rule, an_event, started
 
@@ -16,9 +16,8 @@ from scheduled_events_agent.kubernetes.events import event_of
 from scheduled_events_agent.notifications import Notification, matches, notifications_of, render
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.policy.settings import NotifyTarget
-from scheduled_events_agent.status import CommandOptions, History, JournalRecord, Vm
-from scheduled_events_agent.status.messages import notification_title, to_view, with_messages
-from scheduled_events_agent.web.endpoints import output_of_pending
+from scheduled_events_agent.status import CommandOptions, Vm
+from scheduled_events_agent.status.messages import notification_title, with_messages
 from scheduled_events_agent.workflow import Record, Signal, Transition, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
@@ -42,7 +41,7 @@ def told(workflow: Workflow, *kinds: str) -> list[tuple[str, int | None]]:
     """Notifications of a transition with these records, and the seconds left by them."""
     notes: list[Any] = [Record(kind=kind, text="x") for kind in kinds]  # type: ignore[arg-type] # a name of the test
     step = Transition(workflow=workflow, records=tuple(notes))
-    found = notifications_of([step], a_status())
+    found = notifications_of([step], some_facts())
     return [(notification.kind, notification.seconds_left) for _, notification in found]
 
 
@@ -79,7 +78,7 @@ def test_seconds_are_left_until_the_event_begins_or_is_over(event: dict[str, Any
 def test_a_target_is_notified_of_its_kinds_for_its_events(on: tuple[Any, ...], when: When, is_sent: bool) -> None:
     target = NotifyTarget(name="ops", to="https://hooks.example.com", on=on, when=when)
     step = Transition(workflow=a_workflow(), records=(Record(kind="seen", text="x"),))
-    ((_, notification),) = notifications_of([step], a_status())
+    ((_, notification),) = notifications_of([step], some_facts())
     assert matches(target, step, notification, ("vm-1",)) == is_sent
 
 
@@ -93,14 +92,14 @@ class Told(Agent):
 
     def send(self, *signals: Signal) -> list[str]:
         effects = super().send(*signals)
-        status = a_status(
+        facts = some_facts(
             at=self.context.now,
             vm=Vm(names=("vm-1",), vm_id=""),
-            pending=tuple(map(to_view, self.workflows.values())),
+            workflows=tuple(self.workflows.values()),
             command_options=CommandOptions(state="--state-dir /srv/state"),
             command_prefix="sudo ",
         )
-        for step, notification in notifications_of(map(with_messages, self.last.transitions), status):
+        for step, notification in notifications_of(map(with_messages, self.last.transitions), facts):
             self.summaries.append(json.loads(render("pagerduty", notification)[1])["payload"]["summary"])
             self.history.append((step, notification))
         return effects
@@ -272,23 +271,6 @@ def test_details_of_a_reason_beyond_the_title_are_kept() -> None:
     ]
 
 
-def an_entry(workflow_id: str, hook: str, detail: str) -> JournalRecord:
-    fields = {"event_id": "E1", "kind": "hook_finished", "stage": "prepare", "outcome": "succeeded", "text": "x"}
-    return JournalRecord(at=NOW, workflow_id=workflow_id, hook=hook, detail=detail, **fields)
-
-
-def test_output_is_shown_of_hooks_of_pending_events_that_wrote_something() -> None:
-    pending, over = a_workflow("1"), a_workflow("2")
-    drain = an_entry("1", "drain", "drained")
-    mine = (an_entry("1", "", "no hook"), drain, an_entry("1", "checkpoint", ""))
-    recent = [
-        History(workflow=over, records=(an_entry("2", "drain", "long ago"),)),
-        History(workflow=pending, records=mine),
-    ]
-    assert output_of_pending(recent, [pending]) == (drain,)
-    assert output_of_pending(recent, []) == ()
-
-
 def test_a_target_hears_what_azure_started_unprepared_and_why() -> None:
     waiting = Told(a_rule(prepare=("drain",), lead=300.0))
     waiting.document(an_event())
@@ -350,7 +332,7 @@ def test_a_target_hears_once_of_an_event_of_which_the_vm_is_not_known(
         "sudo scheduled-events-agent doctor --state-dir /srv/state"
     ]
     assert notification.runbook == f"{RUNBOOK}#vm_unknown"
-    assert notification_title("vm_unknown", notification.event, "", "") == (
+    assert notification_title("vm_unknown", notification.event, "") == (
         "A Reboot is pending, and nothing says whether it names this VM"
     )
 
@@ -376,7 +358,7 @@ def test_an_event_that_will_not_start_pages_no_one_about_an_unknown_vm(event: Sc
 def test_an_agent_that_only_observes_pages_no_one_about_an_unknown_vm() -> None:
     workflow = a_workflow()
     step = Transition(workflow=workflow, records=(Record(kind="vm_unknown", text="x"),))
-    ((_, notification),) = notifications_of([step], a_status(mode="observe"))
+    ((_, notification),) = notifications_of([step], some_facts(mode="observe"))
     assert (notification.deadline, notification.commands, notification.severity) == (None, (), "")
     assert matches(EVERY, step, notification, ())
     assert not matches(PAGERDUTY, step, notification, ())

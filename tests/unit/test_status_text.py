@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from status_samples import APPROVED_BY_KIM, HELD_BY_KIM, a_status, a_workflow
+from status_samples import APPROVED_BY_KIM, HELD_BY_KIM, a_workflow, some_facts
 
 import scheduled_events_agent
 from scheduled_events_agent.imds.compare import Seen
 from scheduled_events_agent.imds.document import ScheduledEvent
 from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.status import ActivePolicy, CommandOptions, RunningHook, Status, Vm, WorkflowView
-from scheduled_events_agent.status.messages import time_left, to_view
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status import ActivePolicy, CommandOptions, EventView, Vm
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import Facts, RunningHook
+from scheduled_events_agent.status.messages import time_left
+from scheduled_events_agent.status.status import AgentStatus
 from scheduled_events_agent.web.static import FILES, HEADERS
-from scheduled_events_agent.workflow import Approval, Context, StageStatus, advance
+from scheduled_events_agent.workflow import Approval, Context, StageStatus, WaitReason, Workflow, advance
 
 NOW = datetime(2026, 3, 4, 3, 0, 0, tzinfo=UTC)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
@@ -36,7 +38,7 @@ def event(**changes: Any) -> ScheduledEvent:
     return replace(plain, **changes)
 
 
-def workflow(one: ScheduledEvent | None = None, **changes: Any) -> WorkflowView:
+def workflow(one: ScheduledEvent | None = None, **changes: Any) -> Workflow:
     context = Context(
         now=NOW,
         names=("vm-1",),
@@ -48,14 +50,11 @@ def workflow(one: ScheduledEvent | None = None, **changes: Any) -> WorkflowView:
         is_acting=False,
     )
     (first,) = advance({}, [Seen(one or event())], context).workflows.values()
-    return replace(
-        to_view(first),
-        **{"phase": "waiting", "prepare": StageStatus(), "wait_reason": None, "wait_message": "", **changes},
-    )
+    return replace(first, **{"phase": "waiting", "prepare": StageStatus(), "wait_reason": None, **changes})
 
 
-def status(*pending: WorkflowView, **changes: Any) -> Status:
-    plain = Status(
+def facts(*workflows: Workflow, **changes: Any) -> Facts:
+    plain = Facts(
         at=NOW,
         version="0.1.0",
         started_at=NOW - timedelta(days=1),
@@ -68,40 +67,45 @@ def status(*pending: WorkflowView, **changes: Any) -> Status:
         last_poll_at=NOW - timedelta(seconds=3),
         poll_failure="",
         incarnation="7",
-        running=(),
-        pending=pending,
+        workflows=workflows,
     )
     return replace(plain, **changes)
 
 
-def headline(*pending: WorkflowView, **changes: Any) -> str:
-    return with_summaries(status(*pending, **changes)).headline
+def headline(*workflows: Workflow, **changes: Any) -> str:
+    return to_status(facts(*workflows, **changes)).headline
 
 
-def test_a_summary_shows_the_phase_the_progress_and_the_operator_actions() -> None:
+def first_of(*workflows: Workflow, **changes: Any) -> EventView:
+    return to_status(facts(*workflows, **changes)).events[0]
+
+
+def test_an_event_shows_the_phase_the_progress_and_the_operator_actions() -> None:
     one = workflow(
         phase="preparing", prepare=StageStatus(state="running", done=("drain",), current="checkpoint", run=2)
     )
     hook = RunningHook(workflow_id=one.id, stage="prepare", hook="checkpoint", since=NOW - timedelta(seconds=72))
-    found = with_summaries(status(one, running=(hook,), ready=False))
+    given = facts(one, running=(hook,), ready=False)
+    found = to_status(given)
     assert found.headline == "Preparing for a Reboot"
-    (summary,) = found.summaries
-    assert summary.workflow_id == one.id
-    assert summary.activity == "runs the prepare hook checkpoint, 1m 12s so far"
-    assert summary.approval == "by itself, when prepared"
-    assert [(step.stage, step.hook, step.state) for step in summary.hooks] == [
+    (shown,) = found.events
+    assert shown.key == one.id
+    assert shown.phase == "preparing"
+    assert shown.activity == "runs the prepare hook checkpoint, 1m 12s so far"
+    assert shown.approval.text == "by itself, when prepared"
+    assert [(hook.stage, hook.hook, hook.state) for hook in shown.hooks] == [
         ("prepare", "drain", "done"),
         ("prepare", "checkpoint", "running"),
         ("recover", "resume", "open"),
     ]
-    assert summary.commands == ("scheduled-events-agent hold C7061BAC",)
+    assert [one.command for one in shown.commands] == ["scheduled-events-agent hold C7061BAC"]
     assert found.condition == "busy"
-    texts = {"headline": "", "summaries": (), "condition": "unknown"}
-    assert replace(found, **texts) == status(one, running=(hook,), ready=False)
+    for name in AgentStatus.__struct_fields__:
+        assert getattr(found, name) == getattr(given, name), name
 
 
-def commands(*pending: WorkflowView, **changes: Any) -> tuple[str, ...]:
-    return with_summaries(status(*pending, **changes)).summaries[0].commands
+def commands(*workflows: Workflow, **changes: Any) -> tuple[str, ...]:
+    return tuple(one.command for one in first_of(*workflows, **changes).commands)
 
 
 def test_the_commands_name_an_agent_outside_the_default_directory() -> None:
@@ -126,13 +130,13 @@ def test_a_failed_recovery_is_shown_with_the_commands_that_solve_it() -> None:
         "scheduled-events-agent retry C7061BAC",
         "scheduled-events-agent resolve C7061BAC",
     )
-    assert steps(over)[2:] == ["load failed", "resume open"]
+    assert hooks(over)[2:] == ["load failed", "resume open"]
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"phase": "held", "wait_message": "hook drain failed"}, "Reboot is held: hook drain failed"),
+        ({"phase": "held", "wait_reason": WaitReason(kind="held")}, "Reboot is held: an operator holds it"),
         (
             {
                 "phase": "recovery_failed",
@@ -158,16 +162,16 @@ def test_urgent_events_come_first_and_events_of_others_last() -> None:
     others = workflow(event(id="A", resources=("vm-2",), not_before=NOW))
     late = workflow(event(id="B", not_before=NOW + timedelta(days=3)))
     soon = workflow(event(id="C"))
-    found = with_summaries(status(others, late, soon))
-    assert [summary.workflow_id for summary in found.summaries] == [soon.id, late.id, others.id]
+    found = to_status(facts(others, late, soon))
+    assert [event.key for event in found.events] == [soon.id, late.id, others.id]
     assert found.headline == "Reboot is pending, and 2 more"
     assert headline(others) == ("1 event pending, none for this VM")
     unknown = replace(others, decision=replace(others.decision, affects="unknown"))
     assert headline(unknown) == "1 event pending, and nothing says whether for this VM"
 
 
-def steps(workflow: WorkflowView) -> list[str]:
-    return [f"{step.hook} {step.state}" for step in with_summaries(status(workflow)).summaries[0].hooks]
+def hooks(workflow: Workflow) -> list[str]:
+    return [f"{hook.hook} {hook.state}" for hook in first_of(workflow).hooks]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +191,7 @@ def steps(workflow: WorkflowView) -> list[str]:
     ],
 )
 def test_a_hook_whose_time_has_passed_is_not_listed_as_next(changes: dict[str, Any], expected: list[str]) -> None:
-    assert steps(workflow(**changes)) == expected
+    assert hooks(workflow(**changes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -198,8 +202,8 @@ def test_a_hook_whose_time_has_passed_is_not_listed_as_next(changes: dict[str, A
         ({"approval": Approval(state="requested", failures=1)}, "Azure is being asked; 1 failed so far"),
         ({"approval": Approval(failures=2)}, "2 failed so far; the agent tries again"),
         ({"was_started": True}, "none was given by this VM"),
-        ({"operator": HELD_BY_KIM}, "not by itself: Azure starts it at 22:26:12 UTC; an operator holds it"),
-        ({"operator": APPROVED_BY_KIM}, "when prepared; an operator has approved it"),
+        ({"operator": HELD_BY_KIM}, "not by itself: Azure starts it at 22:26:12 UTC"),
+        ({"operator": APPROVED_BY_KIM}, "when prepared"),
         ({"phase": "held"}, "not by itself: Azure starts it at 22:26:12 UTC"),
         ({}, "by itself, when prepared"),
         ({"decision": {"approve": "immediately"}}, "by itself, at once"),
@@ -215,7 +219,7 @@ def test_a_hook_whose_time_has_passed_is_not_listed_as_next(changes: dict[str, A
     ],
 )
 def test_the_state_of_the_approval_is_shown(changes: dict[str, Any], approval: str) -> None:
-    assert with_summaries(a_status(pending=(a_workflow(**changes),))).summaries[0].approval == approval
+    assert to_status(some_facts(workflows=(a_workflow(**changes),))).events[0].approval.text == approval
 
 
 @pytest.mark.parametrize(
@@ -227,8 +231,8 @@ def test_the_state_of_the_approval_is_shown(changes: dict[str, Any], approval: s
     ],
 )
 def test_an_agent_that_only_observes_shows_what_the_approval_would_be(approve: str, approval: str) -> None:
-    observing = a_status(mode="observe", pending=(a_workflow(decision={"approve": approve}),))
-    assert with_summaries(observing).summaries[0].approval == approval
+    observing = some_facts(mode="observe", workflows=(a_workflow(decision={"approve": approve}),))
+    assert to_status(observing).events[0].approval.text == approval
 
 
 def test_two_events_whose_ids_begin_alike_are_named_whole() -> None:
@@ -254,7 +258,7 @@ def test_the_browser_may_load_the_files_and_nothing_else() -> None:
 
 def test_the_page_says_of_a_recommendation_what_the_command_says() -> None:
     script = (Path(scheduled_events_agent.__file__).parent / "web" / "status.js").read_text(encoding="utf-8")
-    recommendation = event(type="SpotRebalanceRecommendation", not_before=None)
+    recommendation = first_of(workflow(event=event(type="SpotRebalanceRecommendation", not_before=None)))
     assert f'count("a warning", "{time_left(recommendation, NOW)}")' in script
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import test_workflow_walk
 from msgspec.structs import replace
-from status_samples import a_status, a_workflow
+from status_samples import a_workflow, some_facts
 from test_attention import NEEDED
 from test_workflow_walk import OTHER, SHARED, Script, a_rule, walk
 from time_forms import other_forms
@@ -21,9 +21,10 @@ from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.kubernetes.conditions import node_state
 from scheduled_events_agent.kubernetes.events import event_of
 from scheduled_events_agent.notifications import Notification, notifications_of, render
-from scheduled_events_agent.status import AttentionKind, Status
-from scheduled_events_agent.status.messages import to_view, with_messages
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status import AttentionKind
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import Facts
+from scheduled_events_agent.status.messages import with_messages
 from scheduled_events_agent.workflow import (
     Context,
     Record,
@@ -69,21 +70,21 @@ def test_a_text_that_is_read_at_once_has_no_date_of_today() -> None:
     assert other_forms(text, today=date(2026, 11, 29)) == []
 
 
-def shown_texts(status: Status) -> Iterator[str]:
-    """Texts about this status that are read at once."""
-    shown = with_summaries(status)
+def shown_texts(facts: Facts) -> Iterator[str]:
+    """Texts about these facts that are read at once."""
+    shown = to_status(facts)
     yield shown.headline
-    for one in shown.summaries:
-        yield f"{one.activity} {one.approval}"
-    yield from _status(shown, {}, Terminal(width=None, has_colors=False))
+    for event in shown.events:
+        yield f"{event.activity} {event.approval.text} {event.waits_for.text if event.waits_for else ''}"
+    yield from _status(shown, Terminal(width=None, has_colors=False))
 
 
-def kept_texts(transition: Transition, status: Status) -> Iterator[str]:
+def kept_texts(transition: Transition, facts: Facts) -> Iterator[str]:
     """The journal, the log, notifications in each form, and what a cluster keeps."""
     told = with_messages(transition)
     for record in told.records:
         yield f"{record.text} {record.log_line} {record.addition}"
-    for _, notification in notifications_of([told], status):
+    for _, notification in notifications_of([told], facts):
         yield from notification_texts(notification)
 
 
@@ -92,6 +93,8 @@ def notification_texts(notification: Notification) -> Iterator[str]:
     yield from strings(json.loads(render("teams", notification)[1]))
     yield json.loads(render("pagerduty", notification)[1])["payload"]["summary"]
     yield event_of(notification, "node", "uid")["message"]
+    event = notification.event
+    yield f"{event.activity} {event.approval.text} {event.waits_for.text if event.waits_for else ''}"
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -119,14 +122,14 @@ def test_every_text_of_a_life_has_the_form(script: Script, monkeypatch: pytest.M
 
     def checked_advance(workflows: Any, signals: Any, context: Context) -> Result:
         result = advance(workflows, signals, context)
-        views = tuple(map(to_view, result.workflows.values()))
-        status = a_status(at=context.now, pending=views)
-        kept = {text for step in result.transitions for text in kept_texts(step, status)}
-        kept |= {one.message for one in node_state(views, "current", has_lifecycle=True).conditions}
+        workflows = tuple(result.workflows.values())
+        facts = some_facts(at=context.now, workflows=workflows)
+        kept = {text for step in result.transitions for text in kept_texts(step, facts)}
+        kept |= {one.message for one in node_state(workflows, "current", has_lifecycle=True).conditions}
         for text in kept - seen:
             assert other_forms(text, is_kept=True) == [], text
-        for text in shown_texts(status):
-            assert other_forms(text, today=status.at.date()) == [], text
+        for text in shown_texts(facts):
+            assert other_forms(text, today=facts.at.date()) == [], text
         seen.update(kept)
         return result
 
@@ -141,11 +144,10 @@ def test_every_reason_to_wait_has_the_form(kind: WaitKind, at: datetime | None) 
     for phase in ("waiting", "prepared") if at else ("waiting", "prepared", "held"):  # a hold waits for no time
         waiting: Workflow = a_workflow(phase=phase, wait_reason=WaitReason(kind=kind, at=at, detail="lead 15m"))
         record = Record(kind="held" if phase == "held" else "waiting", wait_reason=waiting.wait_reason)
-        view = to_view(waiting)
-        status = a_status(at=NOW, pending=(view,))
-        for text in kept_texts(Transition(workflow=waiting, records=(record,)), status):
+        facts = some_facts(at=NOW, workflows=(waiting,))
+        for text in kept_texts(Transition(workflow=waiting, records=(record,)), facts):
             assert other_forms(text, is_kept=True) == [], text
-        for later in (status, replace(status, at=NOW + timedelta(days=1))):
+        for later in (facts, replace(facts, at=NOW + timedelta(days=1))):
             for text in shown_texts(later):
                 assert other_forms(text, today=later.at.date()) == [], text
 
@@ -154,25 +156,25 @@ def test_every_reason_to_wait_has_the_form(kind: WaitKind, at: datetime | None) 
 def test_every_reason_for_an_unprepared_start_has_the_form(kind: UnpreparedKind) -> None:
     unprepared = Unprepared(kind=kind, at=NOW + timedelta(minutes=3), detail="lead 5m")
     started = a_workflow(phase="started", was_started=True, unprepared=unprepared)
-    status = a_status(at=NOW, pending=(to_view(started),))
+    facts = some_facts(at=NOW, workflows=(started,))
     record = Record(kind="unprepared")
-    for text in kept_texts(Transition(workflow=started, records=(record,)), status):
+    for text in kept_texts(Transition(workflow=started, records=(record,)), facts):
         assert other_forms(text, is_kept=True) == [], text
-    for text in shown_texts(status):
+    for text in shown_texts(facts):
         assert other_forms(text, today=NOW.date()) == [], text
 
 
 @pytest.mark.parametrize("kind", get_args(AttentionKind))
 def test_every_need_of_a_person_has_the_form(kind: AttentionKind) -> None:
-    status = NEEDED[kind][0]
-    for at in (status.at, status.at + timedelta(minutes=20), status.at + timedelta(days=1)):
-        for text in shown_texts(replace(status, at=at)):
+    facts = NEEDED[kind][0]
+    for at in (facts.at, facts.at + timedelta(minutes=20), facts.at + timedelta(days=1)):
+        for text in shown_texts(replace(facts, at=at)):
             assert other_forms(text, today=at.date()) == [], text
 
 
 def test_the_time_left_until_a_deadline_is_said_once_in_a_line() -> None:
-    for status, *_ in NEEDED.values():
-        for line in shown_texts(status):
+    for facts, *_ in NEEDED.values():
+        for line in shown_texts(facts):
             assert line.count("(in ") <= 1, line
             assert " left)" not in line, line
     held, restart = ("\n".join(shown_texts(NEEDED[kind][0])) for kind in ("prepare_failed", "restart_unsafe"))

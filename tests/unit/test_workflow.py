@@ -15,7 +15,7 @@ from scheduled_events_agent.imds.compare import Gone, compare
 from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status.messages import record_message, to_view
+from scheduled_events_agent.status.messages import record_message, wait_message
 from scheduled_events_agent.workflow import (
     ALLOWED_TRANSITIONS,
     AgentRestarted,
@@ -215,11 +215,16 @@ class Agent:
         return workflow
 
     def wait_message(self, event: str = "A") -> str:
-        return to_view(self.of(event)).wait_message
+        return wait_text(self.of(event))
 
     @property
     def phase(self) -> str:
         return self.of().phase
+
+
+def wait_text(workflow: Workflow) -> str:
+    """Why the event waits, as a person reads it."""
+    return wait_message(workflow, workflow.wait_reason)
 
 
 def stages() -> Iterator[Stage]:
@@ -1301,9 +1306,7 @@ def test_of_many_events_that_end_one_by_one_each_records_its_wait_once() -> None
         agent.document(*events[number:])
     waits = [line for line in agent.journal if line.startswith("waiting: ") and "still needs it" in line]
     assert len(waits) == 19
-    assert {to_view(w).wait_message for w in agent.workflows.values() if w.is_over} == {
-        "event E19 still needs it prepared"
-    }
+    assert {wait_text(w) for w in agent.workflows.values() if w.is_over} == {"event E19 still needs it prepared"}
 
 
 def test_a_long_changed_value_is_cut_in_the_record() -> None:
@@ -1513,7 +1516,7 @@ def test_a_recovery_is_not_started_when_another_event_begins_in_the_same_moment(
     agent.ends("drain")
     assert agent.document() == ["A: recover resume"]
     assert agent.restart("boot 2", an_event(id="B")) == ["B: prepare drain"]
-    assert [to_view(w).wait_message for w in agent.all_of("A")] == ["event B still needs it prepared"]
+    assert [wait_text(w) for w in agent.all_of("A")] == ["event B still needs it prepared"]
     agent.ends("drain", event="B")
     assert agent.document() == ["A: recover resume"]
 

@@ -3,16 +3,16 @@
 from datetime import timedelta
 
 import pytest
-from test_workflow import Agent, a_rule, an_event
+from test_workflow import Agent, a_rule, an_event, wait_text
 
 from scheduled_events_agent.policy import When
-from scheduled_events_agent.status.messages import activity, to_view
+from scheduled_events_agent.status.messages import activity
 
 DAY = 86400.0
 
 
 def shown(agent: Agent) -> str:
-    return activity(to_view(agent.of()), (), agent.context.now)
+    return activity(agent.of(), (), agent.context.now, agent.context.now)
 
 
 def test_without_its_rule_an_event_that_waited_for_its_time_is_only_observed() -> None:
@@ -70,12 +70,12 @@ def test_lost_state_is_reported_before_an_invalid_id_and_before_the_rule() -> No
     agent.document(event)
     agent.ends("drain", event="")
     (workflow,) = agent.workflows.values()
-    assert to_view(workflow).wait_message == "the state file was lost, and what was done before is not known"
+    assert wait_text(workflow) == "the state file was lost, and what was done before is not known"
     agent = Agent(a_rule(prepare=("drain",), approve="never", lead=DAY))
     agent.document(event)
     agent.ends("drain", event="")
     (workflow,) = agent.workflows.values()
-    assert to_view(workflow).wait_message == "it has no id to approve"
+    assert wait_text(workflow) == "it has no id to approve"
 
 
 def test_rule_and_reason_name_the_same_rule_when_a_reload_renames_it() -> None:

@@ -60,7 +60,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace as replaced
 from mutants import break_workflow
-from status_samples import a_status
+from status_samples import some_facts
 
 from scheduled_events_agent.engine import remembered
 from scheduled_events_agent.engine.remembered import changes_by_transitions, with_changes
@@ -69,7 +69,6 @@ from scheduled_events_agent.imds.document import Document, ScheduledEvent
 from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.status import AttentionKind
 from scheduled_events_agent.status import attention as attention_list
-from scheduled_events_agent.status.messages import to_view
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     Approval,
@@ -761,9 +760,10 @@ class World:
         stuck = {w.id for w in self.workflows.values() if w.is_prepared_for and not self._goes_on(w, context)}
         if not stuck:
             return
-        views = tuple(map(to_view, self.workflows.values()))
-        shown = attention_list.attention(a_status(at=self.now + timedelta(hours=1), pending=views, ready=False))
-        unknown = [self.names[key] for key in stuck.difference(one.workflow_id for one in shown)]
+        workflows = tuple(self.workflows.values())
+        in_an_hour = some_facts(at=self.now + timedelta(hours=1), workflows=workflows, ready=False)
+        shown = attention_list.attention(in_an_hour)
+        unknown = [self.names[key] for key in stuck.difference(one.key for one in shown)]
         self.expect(not unknown, f"(16) the VM stays prepared for {unknown}, and no person is asked")
 
     def _goes_on(self, workflow: Workflow, context: Context) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli.terminal import Cell, Terminal
 from scheduled_events_agent.simulator import SimulatedEvent, Simulator
-from scheduled_events_agent.status import History
+from scheduled_events_agent.status.facts import History
 from scheduled_events_agent.store import Store
 
 _WITHIN_SECONDS = 15.0

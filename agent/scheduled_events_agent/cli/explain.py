@@ -7,7 +7,7 @@ state in the agent. So ``explain`` shows what ``run`` does.
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,13 +41,14 @@ from scheduled_events_agent.policy import Decision, MatchContext, decide, names_
 from scheduled_events_agent.policy.durations import format_duration, format_estimate, format_time, parse_time
 from scheduled_events_agent.policy.load import ConfigError, LoadedPolicy
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, Status, Vm, WorkflowView
+from scheduled_events_agent.status import NO_OPTIONS, SCHEMA_VERSION, CommandOptions, EventView, Status, Vm
 from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted
 from scheduled_events_agent.status.attention import NO_AGENT
-from scheduled_events_agent.status.messages import activity, wait_message
+from scheduled_events_agent.status.events import azure_facts, event_view
+from scheduled_events_agent.status.facts import Facts
+from scheduled_events_agent.status.messages import operator_message, wait_message
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import (
-    ACTION_TEXTS,
     AgentRestarted,
     ApprovalAnswered,
     Approve,
@@ -97,15 +98,11 @@ class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
     """When, or why not."""
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan for one event if every hook succeeds at once, and the reasons."""
+class EventPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What would come if every hook succeeded at once, and why."""
 
     at: datetime
-    """Of a scenario: when it announces the event."""
-    event: ScheduledEvent
-    workflow: WorkflowView | None
-    """What the agent knows of the event; None also if it was not asked."""
-    decision: Decision
+    """The assumed time; of a scenario, when it announces the event."""
     rejected_rules: tuple[RejectedRule, ...]
     """Empty if the policy in force is not the file's."""
     begins_at: datetime | None
@@ -120,7 +117,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Those that run now or later."""
     hooks_until: datetime | None
     """None: only their own time limits count."""
-    expected_approval: ExpectedApproval
+    approval: ExpectedApproval
+    on_start: tuple[str, ...]
+    """Those that run once it has started."""
+    recover: tuple[str, ...]
+    """Those that run once it is over."""
+
+
+class ExplainedEvent(EventView, frozen=True, kw_only=True):
+    """An event as the agent has it, and what would come. ``activity`` says if it does not have it."""
+
+    plan: EventPlan
 
 
 class Explanations(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,8 +143,7 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     vm: Vm
     mode: Literal["act", "observe"]
-    events: tuple[Explanation, ...]
-    """If every hook succeeds at once."""
+    events: tuple[ExplainedEvent, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -269,32 +275,69 @@ class _Assumed(NamedTuple):
     """Whether the policy that the agent has in force is the one of ``settings``."""
 
 
-def _explain(event: ScheduledEvent, known: WorkflowView | None, assumed: _Assumed) -> Explanation:
-    forecast = _Forecast(event, known, _context(event, known, assumed))
+class _Explanation(NamedTuple):
+    """One event with its plan, and what its rows are made from."""
+
+    explained: ExplainedEvent
+    event: ScheduledEvent
+    known: Workflow | None
+    """The agent's workflow of it; None if it has none, or was not asked."""
+    decision: Decision
+
+
+def _explain(found: "_FoundEvent", assumed: _Assumed) -> _Explanation:
+    event, known = found.event, found.workflow
+    context = _context(event, known, assumed)
+    forecast = _Forecast(event, known, context)
     if known is None or not known.is_over:
         forecast.simulate(
             _first_signals(forecast, event, known, assumed), {} if known is None else {known.id: known}
         )
     decision = forecast.workflow.decision
     now = assumed.now
-    has_begun = known is not None and known.handling_since is not None
+    is_begun = known is not None and known.handling_since is not None
     start = decision.start(event, now, needed_seconds(decision, forecast.context))
     facts = MatchContext(names=assumed.names, not_before_seen_at=forecast.workflow.not_before_seen_at)
     above = rejected_rules(assumed.settings.rules, decision.rule, event, facts) if assumed.is_same_policy else []
-    return Explanation(
+    plan = EventPlan(
         at=now,
-        event=event,
-        workflow=known,
-        decision=decision,
         rejected_rules=tuple([RejectedRule(rule=rule, reason=reason) for rule, reason in above]),
         begins_at=forecast.begins_at,
-        begins_reason=start.reason if forecast.begins_at is not None and not has_begun else "",
+        begins_reason=start.reason if forecast.begins_at is not None and not is_begun else "",
         needs_slot=forecast.needs_slot,
         drain_seconds=forecast.drain_seconds,
         prepare=tuple(forecast.prepare),
         hooks_until=forecast.hooks_until,
-        expected_approval=_approval(forecast, assumed),
+        approval=_approval(forecast, assumed),
+        on_start=_hooks_on_start(known, decision),
+        recover=_hooks_to_recover(event, known, decision),
     )
+    view = found.view or _first_sight(event, context, assumed)
+    view = replace(
+        view, **azure_facts(event), rule=decision.rule, reason=decision.reason, affects=decision.affects
+    )
+    explained = ExplainedEvent(**{name: getattr(view, name) for name in EventView.__struct_fields__}, plan=plan)
+    return _Explanation(explained, event, known, decision)
+
+
+def _first_sight(event: ScheduledEvent, context: Context, assumed: _Assumed) -> EventView:
+    """The event as an agent has it that sees it now."""
+    facts = Facts(at=assumed.now, source="state_file", vm=Vm(names=assumed.names, vm_id=""))
+    activity = "the agent has not seen it yet" if assumed.has_agent else "rehearsed as if it were seen now"
+    return replace(event_view(_not_followed(event, context), facts), activity=activity)
+
+
+def _hooks_on_start(known: Workflow | None, decision: Decision) -> tuple[str, ...]:
+    if known is not None and (known.is_over or known.on_start.state not in ("idle", "running")):
+        return ()
+    return decision.on_start
+
+
+def _hooks_to_recover(event: ScheduledEvent, known: Workflow | None, decision: Decision) -> tuple[str, ...]:
+    is_prepared = not event.is_started
+    if known is not None and (known.is_over or event.is_started):
+        is_prepared = known.is_prepared_for
+    return decision.recover if is_prepared else ()
 
 
 def _context(event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -> Context:
@@ -392,8 +435,10 @@ class _FoundEvent(NamedTuple):
     event: ScheduledEvent
     at: datetime
     """The time to assume."""
-    workflow: WorkflowView | None = None
+    workflow: Workflow | None = None
     """The agent's workflow of it."""
+    view: EventView | None = None
+    """The same as the agent shows it."""
 
 
 class _Found(NamedTuple):
@@ -409,6 +454,8 @@ class _Found(NamedTuple):
     """This VM's name; "" if it is not known."""
     lines: tuple[str, ...] = ()
     """Lines that are shown first."""
+    workflows: Mapping[str, Workflow] = {}
+    """The agent's open workflows by their id."""
 
 
 def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsClient"]:
@@ -499,24 +546,40 @@ def _load_scenario(arguments: argparse.Namespace, settings: Settings) -> _Found:
     return _Found(began_at, events, "scenario", None, "", name, notes)
 
 
-def _ask_agent(state_dir: Path, options: CommandOptions) -> tuple[Status | None, str]:
-    """The agent's status, or its state file; and why it does not answer, "" if it does."""
+class _AskedAgent(NamedTuple):
+    """What the agent says of its events, and what its state file says."""
+
+    status: Status | None = None
+    """Its answer, or what its state file says; None if that cannot be read."""
+    workflows: Mapping[str, Workflow] = {}
+    """Those that are open by their id."""
+    absence: str = ""
+    """Why it does not answer, or why its state file cannot be read; "" if neither is so."""
+
+
+def _ask_agent(state_dir: Path, options: CommandOptions) -> _AskedAgent:
     try:
         status = load_status(state_dir, lambda: options)
+        with closing(Store.open_readonly(state_dir)) as store:
+            workflows = {workflow.id: workflow for workflow in store.load_workflows()}
     except StoreError as error:
-        return None, NO_AGENT if find_agent(state_dir) is None else str(error)
-    if status.source == "agent":
-        return status, ""
-    return status, status.faults[0]
+        return _AskedAgent(absence=NO_AGENT if find_agent(state_dir) is None else str(error))
+    return _AskedAgent(status, workflows, "" if status.source == "agent" else status.faults[0])
 
 
-def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found:
+def _ask_both(settings: Settings, asked: _AskedAgent) -> _Found:
     """The events of the endpoint with the agent's state of them, or else the agent's events. Raises AgentError."""
+    status, workflows, absence = asked
     if status is not None and status.endpoint is not None:
         settings = replace(settings, imds=replace(settings.imds, endpoint=status.endpoint))
     name = settings.vm.name or ""
     if status is not None and status.vm.names:
         name = status.vm.names[0]
+    known: dict[str, _FoundEvent] = {}
+    for view in status.events if status is not None else ():
+        workflow = workflows.get(view.key)
+        if workflow is not None:
+            known[workflow.event.key] = _FoundEvent(workflow.event, workflow.first_seen_at, workflow, view)
     try:
         body, client = fetch_document(settings, is_first=absence == NO_AGENT)
         document = parse_document(body)
@@ -528,13 +591,20 @@ def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found
             raise AgentError(f"{error}; and {absence}", kind=error.kind) from error
         line = f"the metadata service gives no document: {error}; these are the events that the agent knows"
         now = datetime.now(UTC)
-        known = tuple([_FoundEvent(workflow.event, now, workflow) for workflow in status.pending])
-        return _Found(now, known, "agent", status.last_poll_at, status.incarnation or "", name, (line,))
-    workflows = {one.event.key: one for one in status.pending if not one.is_over} if status is not None else {}
+        events = tuple([found._replace(at=now) for found in known.values()])
+        return _Found(
+            now, events, "agent", status.last_poll_at, status.incarnation or "", name, (line,), workflows
+        )
     lines = (f"{absence}; this is what an agent started now would do",) if absence else ()
     now = datetime.now(UTC)
-    events = tuple([_FoundEvent(event, now, workflows.get(event.key)) for event in document.events])
-    return _Found(now, events, "endpoint", received_at, document.incarnation, name, lines)
+    listed = {key: found for key, found in known.items() if found.view is not None and not found.view.outcome}
+    events = tuple(
+        [
+            listed[event.key]._replace(event=event, at=now) if event.key in listed else _FoundEvent(event, now)
+            for event in document.events
+        ]
+    )
+    return _Found(now, events, "endpoint", received_at, document.incarnation, name, lines, workflows)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -553,8 +623,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.document is not None or arguments.vm or arguments.at:
         found = _load_file(arguments, settings, state_dir)
     else:
-        status, absence = _ask_agent(state_dir, options)
-        found = _ask_both(settings, status, absence)
+        asked = _ask_agent(state_dir, options)
+        status = asked.status
+        found = _ask_both(settings, asked)
     return _show(arguments, loaded, found, status, options)
 
 
@@ -566,7 +637,7 @@ def _show(
     options: CommandOptions,
 ) -> int:
     assumed = _assume(arguments, loaded, found, status, options)
-    explanations = tuple([_explain(one.event, one.workflow, assumed._replace(now=one.at)) for one in found.events])
+    explanations = [_explain(one, assumed._replace(now=one.at)) for one in found.events]
     mode = status.mode if status is not None and status.mode is not None else loaded.settings.agent.mode
     if arguments.json:
         print_json(
@@ -577,7 +648,7 @@ def _show(
                 incarnation=found.incarnation,
                 vm=Vm(names=assumed.names, vm_id=status.vm.vm_id if status is not None else ""),
                 mode=mode,
-                events=explanations,
+                events=tuple([explanation.explained for explanation in explanations]),
             )
         )
         return 0
@@ -585,12 +656,11 @@ def _show(
     for line in (*found.lines, *_headings(found, assumed, mode)):
         print(*terminal.line(line), sep="\n")
     if status is not None and found.source == "endpoint":
-        for line in _past_events(status, found.at, terminal):
+        for line in _past_events(status, found.workflows, terminal):
             print(line)
     for explanation in explanations:
-        event = explanation.event
-        is_over = explanation.workflow is not None and explanation.workflow.is_over
-        print("", *terminal.line(head(event, event.id, explanation.at, is_over=is_over), "bold"), sep="\n")
+        event = explanation.explained
+        print("", *terminal.line(head(event, event.id, event.plan.at), "bold"), sep="\n")
         print(*terminal.rows(_rows(explanation, status, assumed)), sep="\n")
     return 0
 
@@ -667,54 +737,54 @@ def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
         yield "The document lists no event."
 
 
-def _past_events(status: Status, now: datetime, terminal: Terminal) -> Iterator[str]:
+def _past_events(status: Status, workflows: Mapping[str, Workflow], terminal: Terminal) -> Iterator[str]:
     """The agent's work on events that are over, which the document does not list."""
-    for workflow in status.pending:
-        if workflow.is_over:
-            doing = activity(workflow, status.running_for(workflow.id), now)
-            text = f"{title(workflow.event, workflow.event.id)} is over; the agent: {doing}"
-            yield from terminal.line(text, indent=2)
-            yield from terminal.rows(_offers(workflow, status))
+    for event in status.events:
+        if event.outcome:
+            yield from terminal.line(
+                f"{title(event.type, event.id)} is over; the agent: {event.activity}", indent=2
+            )
+            if event.key in workflows:
+                yield from terminal.rows(_offers(workflows[event.key], status))
 
 
-def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
+def _agent_row(explanation: _Explanation, status: Status) -> Row:
     """The row about the agent's state of the event."""
-    workflow = explanation.workflow
+    event = explanation.explained
+    workflow = explanation.known
+    now = event.plan.at
     has_agent = status.source == "agent"
-    if workflow is None and explanation.decision.affects == "others" and explanation.decision.rule is None:
+    if workflow is None and event.affects == "others" and event.rule is None:
         return Row("agent", "only counts it: it names other VMs only")
     if workflow is None:
         return Row("agent", "has not seen it yet" if has_agent else "had not seen it", "yellow")
-    parts = [activity(workflow, status.running_for(workflow.id), now)]
-    parts += [f"an operator has {ACTION_TEXTS[workflow.operator_action]} it"] if workflow.operator_action else []
-    seen = f"first seen {format_time(workflow.first_seen_at, now)}"
-    if workflow.not_before_seen_at != workflow.first_seen_at:
+    seen = f"first seen {format_time(event.seen_at, now)}"
+    if workflow.not_before_seen_at != event.seen_at:
         seen += f", with this NotBefore {format_time(workflow.not_before_seen_at, now)}"
-    text = "; ".join([*parts, seen])
+    text = "; ".join(filter(None, [event.activity, operator_message(event.operator, now), seen]))
     return Row("agent", text, "cyan") if has_agent else Row("agent", f"when it last ran: {text}")
 
 
-def _rows(explanation: Explanation, status: Status | None, assumed: _Assumed) -> Iterator[Row]:
-    event = explanation.event
-    decision = explanation.decision
-    now = explanation.at
+def _rows(explanation: _Explanation, status: Status | None, assumed: _Assumed) -> Iterator[Row]:
+    event = explanation.explained
+    now = event.plan.at
     if now != assumed.now:
         seconds = (now - assumed.now).total_seconds()
         yield Row("time", f"{format_time(now, assumed.now)}, {format_estimate(seconds)} after the scenario began")
-    yield from event_rows(event, decision.affects)
+    yield from event_rows(event)
     label = "rule"
-    for passed in explanation.rejected_rules:
+    for passed in event.plan.rejected_rules:
         yield Row(label, f"not {passed.rule}: {passed.reason}")
         label = ""
-    yield Row(label, decision.reason)
+    yield Row(label, event.reason)
     if status is not None:
-        yield _agent_row(explanation, status, now)
-    yield from plan_rows(_plan_of(explanation, now))
-    if status is not None and explanation.workflow is not None:
-        yield from _offers(explanation.workflow, status)
+        yield _agent_row(explanation, status)
+    yield from plan_rows(_plan_of(explanation))
+    if status is not None and explanation.known is not None:
+        yield from _offers(explanation.known, status)
 
 
-def _offers(workflow: WorkflowView, status: Status) -> Iterator[Row]:
+def _offers(workflow: Workflow, status: Status) -> Iterator[Row]:
     """The commands by which an operator decides about an event that waits for one, or for its start."""
     if workflow.phase in ("held", "recovery_failed"):
         for action in offered_actions(status, workflow):
@@ -722,48 +792,36 @@ def _offers(workflow: WorkflowView, status: Status) -> Iterator[Row]:
             yield Row(action, f"{effect_of(action, workflow)}: {line}")
 
 
-def _plan_of(explanation: Explanation, now: datetime) -> Plan:
+def _plan_of(explanation: _Explanation) -> Plan:
     event = explanation.event
     decision = explanation.decision
-    known = explanation.workflow
-    until = explanation.hooks_until
-    is_over = known is not None and known.is_over
-    is_recovered = (
-        known.is_prepared_for if known is not None and (is_over or event.is_started) else not event.is_started
-    )
+    plan = explanation.explained.plan
     end = "once it is over"
-    if is_over:
+    if explanation.known is not None and explanation.known.is_over:
         end = "now, as it is over"
     elif event.is_recommendation:
         end += f", at the latest after {format_duration(decision.expire_after)}"
     return Plan(
-        begins=_beginning(explanation, now),
-        drain_for=decision.drain_for if explanation.drain_seconds else 0.0,
-        drain_seconds=explanation.drain_seconds,
-        prepare=explanation.prepare,
-        until=format_time(until, now) if until is not None else "",
-        on_start=_hooks_on_start(explanation),
+        begins=_beginning(explanation),
+        drain_for=decision.drain_for if plan.drain_seconds else 0.0,
+        drain_seconds=plan.drain_seconds,
+        prepare=plan.prepare,
+        until=format_time(plan.hooks_until, plan.at) if plan.hooks_until is not None else "",
+        on_start=plan.on_start,
         on_start_when="now, as it has started" if event.is_started else "once it has started",
-        approve=explanation.expected_approval.text,
-        recover=decision.recover if is_recovered else (),
+        approve=plan.approval.text,
+        recover=plan.recover,
         recover_when=end,
     )
 
 
-def _beginning(explanation: Explanation, now: datetime) -> str:
-    begins_at = explanation.begins_at
-    known = explanation.workflow
-    has_begun = known is not None and known.handling_since is not None
-    if begins_at is None or has_begun or not (explanation.decision.has_preparation or begins_at != now):
+def _beginning(explanation: _Explanation) -> str:
+    plan = explanation.explained.plan
+    begins_at = plan.begins_at
+    is_begun = explanation.known is not None and explanation.known.handling_since is not None
+    if begins_at is None or is_begun or not (explanation.decision.has_preparation or begins_at != plan.at):
         return ""
     begins = "now"
-    if begins_at != now:
-        begins = f"at {format_time(begins_at, now)} ({explanation.begins_reason})"
-    return begins + (", once the fleet has a slot for it" if explanation.needs_slot else "")
-
-
-def _hooks_on_start(explanation: Explanation) -> tuple[str, ...]:
-    known = explanation.workflow
-    if known is not None and (known.is_over or known.on_start.state not in ("idle", "running")):
-        return ()
-    return explanation.decision.on_start
+    if begins_at != plan.at:
+        begins = f"at {format_time(begins_at, plan.at)} ({plan.begins_reason})"
+    return begins + (", once the fleet has a slot for it" if plan.needs_slot else "")

@@ -17,7 +17,8 @@ from scheduled_events_agent.cli.operator import find_by_prefix, find_state_dir
 from scheduled_events_agent.cli.status import title
 from scheduled_events_agent.cli.terminal import Cell, Style, Terminal, print_json
 from scheduled_events_agent.policy.durations import format_elapsed, format_time, parse_duration, parse_time
-from scheduled_events_agent.status import History, JournalRecord
+from scheduled_events_agent.status import JournalRecord
+from scheduled_events_agent.status.facts import History
 from scheduled_events_agent.status.history import is_over, merge, place, to_journal
 from scheduled_events_agent.store import MAX_EVENT_RECORDS, Store
 
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON: histories, oldest first, each {workflow, records}, with workflow null for each record "
+        help="print JSON: histories, oldest first, each {event, records}, with event null for each record "
         "about the agent",
     )
     add_state_options(parser)
@@ -134,7 +135,7 @@ def _timeline(
         outcome = f"is pending: {workflow.phase}"
         period = f"until now, for {format_elapsed(began, now)}"
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
-    yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
+    yield from terminal.line(f"{title(event.type, event.id)} {outcome}", "bold", indent=4)
     yield from terminal.line(f"  {rule}; seen from {format_time(began)} {period}", "dim", indent=4)
     # Records of the event keep their order, even if the clock was changed.
     records = list(heapq.merge(history.records, agent_records, key=lambda record: record.at))

@@ -197,7 +197,7 @@ def _request(arguments: argparse.Namespace) -> int:
             at=datetime.now(UTC),
             command=arguments.command,
             event_id=outcome.event_id,
-            workflow_id=outcome.workflow_id,
+            key=outcome.workflow_id,
             succeeded=outcome.answer.succeeded,
             message=outcome.answer.message,
         )

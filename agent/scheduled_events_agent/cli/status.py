@@ -7,7 +7,7 @@ Invariant: if the agent itself did not answer, the first line says so.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -31,33 +31,30 @@ from scheduled_events_agent.cli.terminal import (
     printable,
     warn_if_slow,
 )
-from scheduled_events_agent.imds.document import Affects, ScheduledEvent
 from scheduled_events_agent.policy.durations import format_deadline, format_elapsed, format_time, plural
 from scheduled_events_agent.status import (
     NO_OPTIONS,
     ActivePolicy,
     Attention,
     CommandOptions,
+    EventView,
     JournalRecord,
     Status,
     SuggestedCommand,
     Vm,
-    WorkflowView,
 )
-from scheduled_events_agent.status.actions import command, offered_actions, quoted, short_ids
+from scheduled_events_agent.status.actions import command, short_ids
 from scheduled_events_agent.status.attention import NO_AGENT, exit_code
+from scheduled_events_agent.status.events import to_status, with_output
+from scheduled_events_agent.status.facts import Facts
 from scheduled_events_agent.status.messages import (
-    activity,
-    by_urgency,
     duration_text,
     hook_time,
-    is_for_this_vm,
+    operator_message,
     time_left,
-    to_view,
 )
-from scheduled_events_agent.status.summaries import with_summaries
 from scheduled_events_agent.store import Store, StoreError, notified
-from scheduled_events_agent.workflow import ACTION_TEXTS, Workflow
+from scheduled_events_agent.workflow import Workflow
 
 _AGENT_IS_SLOW = "waits for the agent, which does not answer yet; gives up after twelve seconds"
 _RELOAD_TIMEOUT_SECONDS = 15.0
@@ -71,9 +68,6 @@ _INDENT = " " * 5
 _PHASE_STYLES: dict[str, Style] = {
     "recovery_failed": "red", "held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green",
 }  # fmt: skip
-
-Outputs = Mapping[str, Sequence[str]]
-"""Workflow id -> the last lines that its failed hook wrote."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +110,9 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json(status)
     else:
         terminal = Terminal.of(sys.stdout)
-        print(*_status(status, _load_outputs(state_dir, status), terminal), sep="\n")
+        with suppress(StoreError), closing(Store.open_readonly(state_dir)) as store:
+            status = with_output(status, store.load_last_output)
+        print(*_status(status, terminal), sep="\n")
     return exit_code(status)
 
 
@@ -125,30 +121,38 @@ def _report(lines: Sequence[str]) -> None:
         print_error(line)
 
 
+def _with_start_failure(facts: Facts, arguments: argparse.Namespace, state_dir: Path) -> Facts:
+    """The facts, with why no agent starts."""
+    from scheduled_events_agent.cli.start_failure import PolicyFailure, find_start_failure  # noqa: PLC0415  # psutil, and what a start needs
+
+    is_service = facts.command_options == NO_OPTIONS
+    failure = find_start_failure(arguments.config, arguments.state_dir, state_dir, is_service=is_service)
+    commands = facts.supervisor_commands
+    if isinstance(failure, PolicyFailure):
+        check = command(facts.command_options, "check")
+        commands = (SuggestedCommand(command=check, effect="show all that is wrong with it"), *commands)
+    return replace(facts, start_failure=failure, supervisor_commands=commands)
+
+
 def _load(arguments: argparse.Namespace, state_dir: Path) -> Status:
     """The agent's status, or else that of its state file, and why no agent starts. Raises StoreError."""
     options = partial(options_of, arguments, state_dir)
+    status = _ask_agent(state_dir)
+    if isinstance(status, Status):
+        return status
     unreadable: StoreError | None = None
     try:
-        status = load_status(state_dir, options)
+        facts = _without_answer(state_dir, status, options())
     except StoreError as error:
-        if find_agent(state_dir) is not None:
+        if status != NO_AGENT:
             raise
         unreadable = error
-        status = _without_state(NO_AGENT, options(), is_running=False)
-    if status.faults != (NO_AGENT,):
-        return status
-    from scheduled_events_agent.cli.start_failure import PolicyFailure, find_start_failure  # noqa: PLC0415  # psutil, and what a start needs
-
-    is_service = status.command_options == NO_OPTIONS
-    failure = find_start_failure(arguments.config, arguments.state_dir, state_dir, is_service=is_service)
-    if failure is None and unreadable is not None:
+        facts = _without_state(NO_AGENT, options())
+    if status == NO_AGENT:
+        facts = _with_start_failure(facts, arguments, state_dir)
+    if unreadable is not None and facts.start_failure is None:
         raise unreadable
-    commands = status.supervisor_commands
-    if isinstance(failure, PolicyFailure):
-        check = command(status.command_options, "check")
-        commands = (SuggestedCommand(command=check, effect="show all that is wrong with it"), *commands)
-    return with_summaries(replace(status, start_failure=failure, supervisor_commands=commands))
+    return to_status(facts)
 
 
 def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Status:
@@ -156,14 +160,17 @@ def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Statu
 
     ``options``: the command-line options in force, if no agent reports its own.
     """
+    status = _ask_agent(state_dir)
+    return status if isinstance(status, Status) else to_status(_without_answer(state_dir, status, options()))
+
+
+def _ask_agent(state_dir: Path) -> Status | str:
+    """The agent's status, or why there is none."""
     pid = find_agent(state_dir)
-    answer: Status | str = NO_AGENT
-    if pid is not None:
-        with warn_if_slow(_AGENT_IS_SLOW):
-            answer = ask_status(state_dir, pid)
-    if isinstance(answer, Status):
-        return answer
-    return with_summaries(_without_answer(state_dir, answer, options(), is_running=pid is not None))
+    if pid is None:
+        return NO_AGENT
+    with warn_if_slow(_AGENT_IS_SLOW):
+        return ask_status(state_dir, pid)
 
 
 def prepared_lines(workflows: Sequence[Workflow]) -> list[str]:
@@ -172,7 +179,7 @@ def prepared_lines(workflows: Sequence[Workflow]) -> list[str]:
     if not prepared:
         return []
     short = short_ids([workflow.event.id for workflow in prepared])
-    events = [title(workflow.event, short[workflow.event.id]) for workflow in prepared]
+    events = [title(workflow.event.type, short[workflow.event.id]) for workflow in prepared]
     # A hook that several events share runs once for all of them.
     hooks = {
         hook: None
@@ -259,60 +266,64 @@ def _commands_without_answer(options: CommandOptions, *, is_running: bool) -> It
     yield SuggestedCommand(command=command(options, "doctor"), effect="find the problem")
 
 
-def _without_state(why: str, options: CommandOptions, *, is_running: bool) -> Status:
-    """The status if there is neither an agent that answers nor a state file that can be read."""
-    return Status(
+def _without_state(why: str, options: CommandOptions) -> Facts:
+    """What is known if there is neither an agent that answers nor a state file that can be read."""
+    is_running = why != NO_AGENT
+    return Facts(
         at=datetime.now(UTC),
         source="state_file",
         faults=(why,),
         vm=Vm(names=(), vm_id=""),
-        pending=(),
         command_options=options,
         supervisor_commands=tuple(_commands_without_answer(options, is_running=is_running)),
     )
 
 
-def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_running: bool) -> Status:
+def _without_answer(state_dir: Path, why: str, options: CommandOptions) -> Facts:
+    """What the state file says. Raises StoreError."""
     with closing(Store.open_readonly(state_dir)) as store:
         waiting = store.outbox.waiting()
         losses = store.load_losses()
         return replace(
-            _without_state(why, options, is_running=is_running),
+            _without_state(why, options),
             state_file=str(store.path),
             state_since=store.created_at(),
             state_lost=store.load_unsettled_loss(),
             agent_log=tuple(store.load_last_start_and_stop()),
             vm=Vm(names=tuple(filter(None, [store.get_meta("vm_name")])), vm_id=store.get_meta("vm_id")),
-            pending=tuple(map(to_view, store.load_workflows())),
+            workflows=tuple(store.load_workflows()),
             notify=tuple([notified(name, waiting.get(name), losses.get(name)) for name in {**waiting, **losses}]),
         )
 
 
-def _load_outputs(state_dir: Path, status: Status) -> Outputs:
-    """The last output of failed hooks; empty if the state file cannot be read."""
-    outputs: dict[str, Sequence[str]] = {}
-    with suppress(StoreError), closing(Store.open_readonly(state_dir)) as store:
-        for workflow in status.pending:
-            for stage in workflow.stages:
-                if stage.failed_hook and (output := store.load_last_output(workflow.id, stage.failed_hook)):
-                    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-                    outputs[workflow.id] = [line[:_SHOWN_COLUMNS] for line in lines[-_SHOWN_LINES:]]
-    return outputs
-
-
-def _status(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
+def _status(status: Status, terminal: Terminal) -> Iterator[str]:
+    events = {event.key: event for event in status.events}
+    shown: set[str] = set()
     for index, one in enumerate(status.attention):
         yield from [""] if index else []
-        is_of_hook = one.kind in ("prepare_failed", "recovery_failed")
-        yield from _attention(one, outputs.get(one.workflow_id, ()) if is_of_hook else (), status.at, terminal)
+        output: Sequence[str] = ()
+        if one.kind in ("prepare_failed", "recovery_failed"):
+            output = _output_of(events[one.key])
+            shown.add(one.key)
+        yield from _attention(one, output, status.at, terminal)
     if not status.attention:
-        is_busy = any(map(is_for_this_vm, status.pending))
+        is_busy = any(event.affects in ("self", "shared") for event in status.events)
         yield from terminal.line(status.headline, "cyan" if is_busy else "green")
-    needed = {one.workflow_id for one in status.attention}
-    rest = {workflow_id: lines for workflow_id, lines in outputs.items() if workflow_id not in needed}
-    yield from _format_events(status, rest, terminal)
-    yield from [""] if status.attention or status.pending else []
+    short = short_ids([event.id for event in status.events])
+    for event in status.events:
+        yield ""
+        yield from terminal.line(head(event, short[event.id], status.at), "bold")
+        output = () if event.key in shown else _output_of(event)
+        yield from terminal.rows(_format_event(event, status, output))
+    yield from [""] if status.attention or status.events else []
     yield from terminal.rows(_rows(status) if status.source == "agent" else _last_known_rows(status))
+
+
+def _output_of(event: EventView) -> list[str]:
+    """The last lines that the last hook that failed wrote."""
+    written = next((hook.output for hook in reversed(event.hooks) if hook.failure and hook.output), "")
+    lines = [line.rstrip() for line in written.splitlines() if line.strip()]
+    return [line[:_SHOWN_COLUMNS] for line in lines[-_SHOWN_LINES:]]
 
 
 def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Terminal) -> Iterator[str]:
@@ -369,12 +380,13 @@ def _rows(status: Status) -> Iterator[Row]:
         yield Row("fleet", f"group {fleet.group or 'not known'}{error}{waiting_for}", "yellow" if error else "")
         for warning in fleet.warnings:
             yield Row("fleet", warning, "yellow")
-    present = {workflow.event.key for workflow in status.pending if not workflow.is_over}
     for held in status.holds:
-        if held.event_id not in present:
+        if not held.key:
             yield Row("held", f"{held.event_id}, by {held.user or 'an operator'}; not in the document", "yellow")
-    for hook in status.running_for(""):
-        yield Row("runs", f"the on_clear hook {hook.hook}, {hook_time(hook, now)}", "cyan")
+    for hook in status.on_clear:
+        if hook.since:
+            limit = (hook.until - hook.since).total_seconds() if hook.until else None
+            yield Row("runs", f"the on_clear hook {hook.hook}, {hook_time(hook.since, limit, now)}", "cyan")
 
 
 def _state_rows(status: Status) -> Iterator[Row]:
@@ -404,37 +416,25 @@ def _last_known_rows(status: Status) -> Iterator[Row]:
         yield Row("notify", f"{target.name}: notifications waiting: {target.waiting}")
 
 
-def _format_events(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
-    short = short_ids([workflow.event.id for workflow in status.pending])
-    for workflow in by_urgency(status.pending):
-        short_id = short[workflow.event.id]
-        yield ""
-        yield from terminal.line(head(workflow.event, short_id, status.at, is_over=workflow.is_over), "bold")
-        yield from terminal.rows(_format_event(workflow, status, outputs.get(workflow.id, ()), short_id))
-
-
-def _format_event(workflow: WorkflowView, status: Status, output: Sequence[str], short_id: str) -> Iterator[Row]:
-    decision = workflow.decision
-    running = status.running_for(workflow.id)
-    doing = activity(workflow, running, status.at)
-    if decision.rule is None:
-        yield Row("now", f"{doing}; {decision.reason}")
+def _format_event(event: EventView, status: Status, output: Sequence[str]) -> Iterator[Row]:
+    if event.rule is None:
+        yield Row("now", f"{event.activity}; {event.reason}")
     else:
-        yield Row("now", doing, "cyan" if running else _PHASE_STYLES.get(workflow.phase, ""))
-        yield Row("reason", decision.reason)
-    if failures := [stage.failure for stage in workflow.stages if stage.failure]:
+        is_running = any(hook.state in ("queued", "running") for hook in event.hooks)
+        yield Row("now", event.activity, "cyan" if is_running else _PHASE_STYLES.get(event.phase, ""))
+        yield Row("reason", event.reason)
+    if failures := [hook.failure for hook in event.hooks if hook.failure]:
         yield Row("failed", "; ".join(failures), "yellow")
         for line in output:
             yield Row("", f"| {line}")
-    if workflow.operator_action:
-        yield Row("operator", f"an operator has {ACTION_TEXTS[workflow.operator_action]} it")
-    yield from event_rows(workflow.event, decision.affects)
+    if operator := operator_message(event.operator, status.at):
+        yield Row("operator", operator)
+    yield from event_rows(event)
     shown = {one.command for needed in status.attention for one in needed.commands}
     label = "overrule"
-    for action in offered_actions(status, workflow):
-        line = command(status.command_options, action, quoted(short_id))
-        if line not in shown:
-            yield Row(label, as_typed(line))
+    for one in event.commands:
+        if one.command not in shown:
+            yield Row(label, as_typed(one.command))
             label = ""
 
 
@@ -466,19 +466,19 @@ def _ago(at: datetime, now: datetime) -> str:
     return f"{format_elapsed(at, now)} ago{when}"
 
 
-def title(event: ScheduledEvent, id_: str) -> str:
-    """A short title of the event, for lists; ``id_`` may be a beginning of its id."""
-    return f"{event.type or 'event without a type'} {id_ or '(no id)'}"
+def title(type_: str, id_: str) -> str:
+    """A short title of an event, for lists; ``id_`` may be a beginning of its id."""
+    return f"{type_ or 'event without a type'} {id_ or '(no id)'}"
 
 
-def head(event: ScheduledEvent, id_: str, now: datetime, *, is_over: bool = False) -> str:
+def head(event: EventView, id_: str, now: datetime) -> str:
     """The event's title, and how long until it may start."""
-    if is_over:
-        return f"{title(event, id_)}: is over"
-    return f"{title(event, id_)}: {time_left(event, now)}"
+    if event.outcome:
+        return f"{title(event.type, id_)}: is over"
+    return f"{title(event.type, id_)}: {time_left(event, now)}"
 
 
-def event_rows(event: ScheduledEvent, affects: Affects) -> list[Row]:
+def event_rows(event: EventView) -> list[Row]:
     """Azure's description of the event, and the VMs that it names."""
     facts = [event.status or "no status", f"from {event.source}" if event.source else "", duration_text(event)]
     facts.append(f'"{event.description}"' if event.description else "")
@@ -492,4 +492,4 @@ def event_rows(event: ScheduledEvent, affects: Affects) -> list[Row]:
         "others": f"not this VM: {names}",
         "unknown": f"{names}; nothing says whether this one",
     }
-    return [Row("event", ", ".join(filter(None, facts))), Row("names", named[affects])]
+    return [Row("event", ", ".join(filter(None, facts))), Row("names", named[event.affects])]

@@ -17,7 +17,7 @@ from scheduled_events_agent.imds.client import ImdsClient
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.policy.durations import plural
 from scheduled_events_agent.policy.settings import Settings
-from scheduled_events_agent.status import RunningHook
+from scheduled_events_agent.status.facts import RunningHook
 from scheduled_events_agent.status.messages import of_event
 from scheduled_events_agent.telemetry.log import Logger, get_logger, is_debugging
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve

@@ -6,7 +6,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.daemon.poller import Poller
 from scheduled_events_agent.daemon.status_source import StatusSource
 from scheduled_events_agent.engine import Snapshot
-from scheduled_events_agent.status import RunningHook
+from scheduled_events_agent.status.facts import RunningHook
 
 # The agent reports that it is ready after its first poll, or if that takes longer than this.
 _READY_TIMEOUT_SECONDS = 2.0

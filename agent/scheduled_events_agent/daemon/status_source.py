@@ -21,21 +21,20 @@ from scheduled_events_agent.status import (
     KubernetesFailure,
     NotifiedTarget,
     Polls,
-    RunningHook,
     StateLost,
     Status,
     SuggestedCommand,
     TargetFailure,
     Vm,
-    WorkflowView,
 )
 from scheduled_events_agent.status.attention import attention, health
-from scheduled_events_agent.status.messages import headline, to_view
-from scheduled_events_agent.status.summaries import with_summaries
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import Facts, RunningHook
+from scheduled_events_agent.status.messages import headline
 from scheduled_events_agent.store import FILE_NAME, notified
 from scheduled_events_agent.telemetry.metrics import Metrics
 from scheduled_events_agent.web.endpoints import WebState
-from scheduled_events_agent.workflow import Workflows, is_ready
+from scheduled_events_agent.workflow import is_ready
 
 # An engine that has begun no cycle for this long hangs. (It idles for ten seconds, and waits two for a slow disk.)
 _STALL_SECONDS = 20.0
@@ -83,13 +82,12 @@ class StatusSource:
         self._state_since = state_since
         self._command_options = command_options
         self._faults_since: datetime | None = None
-        self._views: tuple[Workflows, tuple[WorkflowView, ...]] = ({}, ())
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
 
     def status(self) -> Status:
         """The agent's status, with its texts for people."""
-        return with_summaries(self._facts())
+        return to_status(self._facts())
 
     def attention(self) -> tuple[Attention, ...]:
         """All that needs a person now."""
@@ -98,7 +96,7 @@ class StatusSource:
     def headline(self) -> str:
         """The agent's state in one line."""
         facts = self._facts()
-        return headline(replace(facts, attention=attention(facts)))
+        return headline(facts, attention(facts))
 
     def basis(self) -> object:
         """The data of a status, except the time: a different value if the status has changed."""
@@ -151,8 +149,8 @@ class StatusSource:
     def _seconds_since_poll(self) -> float:
         return time.monotonic() - (self._poller.succeeded or self._started)
 
-    def _facts(self) -> Status:
-        """The status without its texts. The first with a fault notes since when there is one."""
+    def _facts(self) -> Facts:
+        """What the status is made from. The first with a fault notes since when there is one."""
         snapshot = self._snapshot()
         settings = snapshot.settings
         now = datetime.now(UTC)
@@ -162,7 +160,8 @@ class StatusSource:
         faults = self._faults()
         faults_since = (self._faults_since or now) if faults else None
         self._faults_since = faults_since
-        return Status(
+        keys = {one.event.key: one.id for one in snapshot.workflows.values() if not one.is_over}
+        return Facts(
             at=now,
             state_file=str(self._state_dir / FILE_NAME),
             state_since=self._state_since,
@@ -195,12 +194,18 @@ class StatusSource:
             other_vm_events=snapshot.other_vm_events,
             holds=tuple(
                 [
-                    HeldEvent(event_id=key, user=one.user, at=one.at, last_seen_at=one.last_seen_at)
-                    for key, one in snapshot.holds.items()
+                    HeldEvent(
+                        event_id=id_,
+                        key=keys.get(id_, ""),
+                        user=one.user,
+                        at=one.at,
+                        last_seen_at=one.last_seen_at,
+                    )
+                    for id_, one in snapshot.holds.items()
                 ]
             ),
             running=self._running(),
-            pending=self._pending(snapshot.workflows),
+            workflows=tuple(snapshot.workflows.values()),
             command_options=self._command_options,
             command_prefix=supervisor.prefix,
             reload_command=supervisor.reload if self._command_options == NO_OPTIONS else "",
@@ -219,14 +224,6 @@ class StatusSource:
             name = target.name
             shown = notified(name, snapshot.waiting.get(name), snapshot.losses.get(name))
             yield replace(shown, failure=failures.get(name))
-
-    def _pending(self, workflows: Workflows) -> tuple[WorkflowView, ...]:
-        """The open workflows with their texts. These are made once for each mapping, which is never changed."""
-        known, shown = self._views
-        if known is not workflows:
-            shown = tuple(map(to_view, workflows.values()))
-            self._views = (workflows, shown)
-        return shown
 
 
 def _state_lost(snapshot: Snapshot) -> StateLost | None:

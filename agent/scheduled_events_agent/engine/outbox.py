@@ -16,8 +16,8 @@ from scheduled_events_agent.notifications import (
     notifications_of,
 )
 from scheduled_events_agent.policy.settings import NotifyTarget, Settings
-from scheduled_events_agent.status import CommandOptions, Status, Vm, to_json
-from scheduled_events_agent.status.messages import to_view
+from scheduled_events_agent.status import CommandOptions, Vm, to_json
+from scheduled_events_agent.status.facts import Facts
 from scheduled_events_agent.store import AgentRecord, Backlog, CommitResult, Loss, Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
 from scheduled_events_agent.telemetry.log_ids import LogId
@@ -76,7 +76,7 @@ class Outbox:
         notifications: list[tuple[str, str]] = []
         try:
             for transition, notification in notifications_of(
-                transitions, self._status(workflows, now, vm, settings)
+                transitions, self._facts(workflows, now, vm, settings)
             ):
                 body = to_json(notification).decode()
                 wanting = [target for target in targets if matches(target, transition, notification, vm.names)]
@@ -94,13 +94,13 @@ class Outbox:
             self._lose(target, body, _DROPPED[result.reason], now)
         self._has_new = bool(notifications) and result.reason != "no_room"
 
-    def _status(self, workflows: Workflows, now: datetime, vm: Vm, settings: Settings) -> Status:
-        """The parts of the status that notifications need."""
-        return Status(
+    def _facts(self, workflows: Workflows, now: datetime, vm: Vm, settings: Settings) -> Facts:
+        """The facts that notifications need."""
+        return Facts(
             at=now,
             vm=vm,
             mode=settings.agent.mode,
-            pending=tuple(map(to_view, workflows.values())),
+            workflows=tuple(workflows.values()),
             command_options=self._command_options,
             command_prefix=host.supervisor_commands().prefix,
         )

@@ -120,7 +120,7 @@ def event_of(notification: Notification, node: str, uid: str) -> dict[str, Any]:
 
 def _message(notification: Notification) -> str:
     event = notification.event
-    title = notification_title(notification.kind, event, notification.vm, notification.outcome)
+    title = notification_title(notification.kind, event, notification.vm)
     start = ""
     has_start = notification.kind == "seen"  # in its addition
     if event.not_before is not None and notification.seconds_left is not None and not has_start:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from scheduled_events_agent import host
-from scheduled_events_agent.imds.document import to_azure_json
+from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.notifications.notification import Notification
 from scheduled_events_agent.policy.durations import format_duration, format_time
 from scheduled_events_agent.status.messages import notification_title
@@ -51,19 +51,17 @@ def _data(notification: Notification) -> dict[str, Any]:
         "title": _title(notification),
         "reason": notification.reason,
         "vm": {"name": notification.vm, "id": notification.vm_id},
-        "rule": notification.rule,
         "mode": notification.mode,
         "seconds_left": notification.seconds_left,
         "deadline": notification.deadline,
         "commands": notification.commands,
         "runbook": notification.runbook,
-        "outcome": notification.outcome,
-        "event": msgspec.Raw(to_azure_json(notification.event)),
+        "event": notification.event,
     }
 
 
 def _title(notification: Notification) -> str:
-    return notification_title(notification.kind, notification.event, notification.vm, notification.outcome)
+    return notification_title(notification.kind, notification.event, notification.vm)
 
 
 def _cloud_event(notification: Notification) -> dict[str, Any]:
@@ -87,14 +85,14 @@ def _facts(notification: Notification) -> dict[str, str]:
     time_left = ""
     if left is not None and left > 0:
         time_left = format_duration(left)
-    elif left is not None and not event.is_recommendation:
+    elif left is not None and event.type != RECOMMENDATION:
         time_left = "none: it may start at any moment"
     facts = {
         "Event": event.id,
         "VM": notification.vm,
         "Act before" if notification.deadline else "Not before": not_before,
         "Time left": time_left,
-        "Rule": notification.rule or "none: only observed",
+        "Rule": event.rule or "none: only observed",
         "Mode": "observe: no hook runs, and nothing is approved" if notification.mode == "observe" else "",
         "Source": event.source,
         "Description": event.description,
@@ -145,7 +143,7 @@ def _pagerduty(notification: Notification, routing_key: str) -> dict[str, Any]:
     suffix = _AFTER_START if has_begun else ""
     event: dict[str, Any] = {
         "routing_key": routing_key,
-        "dedup_key": f"{notification.workflow_id[: _MAX_KEY - len(suffix)]}{suffix}",
+        "dedup_key": f"{notification.event.key[: _MAX_KEY - len(suffix)]}{suffix}",
         "event_action": "resolve" if notification.kind in ("started", "recovered") else "trigger",
         "payload": {
             "summary": summary[:_MAX_SUMMARY],
@@ -195,9 +193,9 @@ def _fields(notification: Notification) -> dict[str, str]:
         "time": notification.at.isoformat(),
         "vm": notification.vm,
         "vm_id": notification.vm_id,
-        "rule": notification.rule or "",
+        "rule": event.rule or "",
         "mode": notification.mode,
-        "outcome": notification.outcome,
+        "outcome": event.outcome,
         "event_id": event.id,
         "type": event.type,
         "status": event.status,

@@ -9,11 +9,13 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.policy import MatchContext, why_conditions_fail, why_event_fails
+from scheduled_events_agent.policy import Decision, MatchContext, why_conditions_fail, why_event_fails
 from scheduled_events_agent.policy.settings import NotificationKind, NotifyTarget
-from scheduled_events_agent.status import Attention, Status, SuggestedCommand
+from scheduled_events_agent.status import Attention, EventView, SuggestedCommand, Vm
 from scheduled_events_agent.status.actions import command, with_prefix
 from scheduled_events_agent.status.attention import of_events
+from scheduled_events_agent.status.events import event_view
+from scheduled_events_agent.status.facts import Facts
 from scheduled_events_agent.status.messages import unprepared_message
 from scheduled_events_agent.workflow import RecordKind, Transition, Workflow
 
@@ -33,11 +35,9 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     id: str
     kind: NotificationKind | Literal["test"]
     at: datetime
-    workflow_id: str
     vm: str
     vm_id: str
     mode: Literal["act", "observe"]
-    rule: str | None
     reason: str
     addition: str
     """The part of the reason that is not in the title."""
@@ -51,8 +51,7 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of what is needed, as in ``attention``; empty if no action is needed."""
     has_started: bool
     """Azure has started the event, which may be over since."""
-    outcome: str
-    event: ScheduledEvent
+    event: EventView
 
     @property
     def has_runbook_link(self) -> bool:
@@ -65,15 +64,13 @@ def leads_to_notification(transition: Transition) -> bool:
     return any(record.kind in _KINDS for record in transition.records)
 
 
-def notifications_of(
-    transitions: Iterable[Transition], status: Status
-) -> Iterator[tuple[Transition, Notification]]:
+def notifications_of(transitions: Iterable[Transition], facts: Facts) -> Iterator[tuple[Transition, Notification]]:
     """The notifications of the transitions, in order. Their records already have their messages.
 
-    ``status``: the agent's status after the last transition.
+    ``facts``: those after the last transition.
     """
-    at = status.at
-    needs = {one.workflow_id: one for one in of_events(status)}
+    at = facts.at
+    needs = {one.key: one for one in of_events(facts)}
     for transition in transitions:
         workflow = transition.workflow
         event = transition.workflow.event
@@ -83,7 +80,7 @@ def notifications_of(
                 continue
             need = needs.get(workflow.id) if kind in _ASKING else None
             if kind == "vm_unknown":
-                need = _need_of_unknown_vm(workflow, status)
+                need = _need_of_unknown_vm(workflow, facts)
             addition = record.text if record.addition is None else record.addition
             says_start = record.kind in ("started", "named") or (kind == "recovered" and not workflow.was_started)
             unprepared = unprepared_message(workflow) if says_start else ""
@@ -93,11 +90,9 @@ def notifications_of(
                     id=uuid4().hex,
                     kind=kind,
                     at=at,
-                    workflow_id=workflow.id,
-                    vm=next(iter(status.vm.names), ""),
-                    vm_id=status.vm.vm_id,
-                    mode="act" if status.mode == "act" else "observe",
-                    rule=workflow.decision.rule,
+                    vm=next(iter(facts.vm.names), ""),
+                    vm_id=facts.vm.vm_id,
+                    mode="act" if facts.mode == "act" else "observe",
                     reason="; ".join(filter(None, [record.text, unprepared])),
                     addition="; ".join(filter(None, [addition, unprepared])),
                     seconds_left=int((event.not_before - at).total_seconds())
@@ -105,21 +100,20 @@ def notifications_of(
                     else None,
                     deadline=need.deadline if need else None,
                     severity=need.severity if need else "",
-                    commands=tuple(_commands(need, status.command_prefix)) if need else (),
+                    commands=tuple(_commands(need, facts.command_prefix)) if need else (),
                     runbook=need.runbook if need else "",
                     has_started=workflow.was_started,
-                    outcome=workflow.outcome,
-                    event=event,
+                    event=event_view(workflow, facts, is_kept=True),
                 ),
             )
 
 
-def _need_of_unknown_vm(workflow: Workflow, status: Status) -> Attention | None:
+def _need_of_unknown_vm(workflow: Workflow, facts: Facts) -> Attention | None:
     """What is needed before the event starts; None if it has started already, or will not."""
     event = workflow.event
-    if status.mode != "act" or event.status != "Scheduled" or event.is_recommendation:
+    if facts.mode != "act" or event.status != "Scheduled" or event.is_recommendation:
         return None
-    doctor = command(status.command_options, "doctor")
+    doctor = command(facts.command_options, "doctor")
     return Attention(
         kind="vm_unknown",
         severity="act",
@@ -146,12 +140,13 @@ def matches(
             return True
         if notification.kind in ("held", "vm_unknown") and not notification.severity:
             return False  # a rule or an operator wants it so, or there is nothing to do before a start
-    facts = MatchContext(names=names, not_before_seen_at=transition.workflow.not_before_seen_at)
+    workflow = transition.workflow
+    facts = MatchContext(names=names, not_before_seen_at=workflow.not_before_seen_at)
     if notification.kind == "vm_unknown":
         # It may be this VM's: of the conditions only those about the event itself count.
-        failed = why_event_fails(target.when, notification.event, facts)
+        failed = why_event_fails(target.when, workflow.event, facts)
     else:
-        failed = why_conditions_fail(target.when, notification.event, facts)
+        failed = why_conditions_fail(target.when, workflow.event, facts)
     return notification.kind in target.kinds and failed is None
 
 
@@ -160,25 +155,32 @@ SAMPLE = Notification(
     id="00000000000000000000000000000000",
     kind="test",
     at=_AT,
-    workflow_id="test",
     vm="vm-1",
     vm_id="",
     mode="act",
-    rule="test",
     reason='an operator sends a "test"',
     addition='an operator sends a "test"',
     seconds_left=900,
     has_started=False,
-    outcome="",
-    event=ScheduledEvent(
-        id="A123BC45-1234-5678-AB90-ABCDEF123456",
-        type="Freeze",
-        status="Scheduled",
-        source="Platform",
-        resources=("vm-1",),
-        not_before=_AT + timedelta(minutes=15),
-        duration_seconds=5.0,
-        description="A test, no event.",
+    event=event_view(
+        Workflow(
+            id="test",
+            event=ScheduledEvent(
+                id="A123BC45-1234-5678-AB90-ABCDEF123456",
+                type="Freeze",
+                status="Scheduled",
+                source="Platform",
+                resources=("vm-1",),
+                not_before=_AT + timedelta(minutes=15),
+                duration_seconds=5.0,
+                description="A test, no event.",
+            ),
+            decision=Decision(rule="test", reason="a test", affects="self"),
+            first_seen_at=_AT,
+            not_before_seen_at=_AT,
+            boot_id="",
+        ),
+        Facts(at=_AT, vm=Vm(names=("vm-1",), vm_id="")),
     ),
 )
 """The notification that ``notify test`` sends, and with which ``check`` renders templates."""

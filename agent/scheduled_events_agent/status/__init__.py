@@ -1,8 +1,9 @@
 """The agent's status and its events: types for JSON, and texts for people.
 
 status.py     types that commands, pages and programs read; docs/json.md describes each field
+facts.py      what these are made from: no output has them
+events.py     makes the status from the facts, and the one view of an event
 attention.py  what needs a person
-summaries.py  the whole status with its texts for people
 history.py    the journal as one list of events and of records about the agent
 messages.py   sentences for people, among them the two lines of an event's state: headline and activity
 actions.py    the actions that are open to an operator, and their command lines
@@ -18,17 +19,17 @@ from scheduled_events_agent.status.status import (
     ClockWrong,
     CommandOptions,
     Condition,
+    EventView,
     FleetState,
     HeldEvent,
-    History,
     HistoryItem,
+    HookView,
     Journal,
     JournalRecord,
     KubernetesFailure,
     NotifiedTarget,
     OperatorResult,
     Polls,
-    RunningHook,
     StartFailure,
     StateLost,
     Status,
@@ -36,7 +37,6 @@ from scheduled_events_agent.status.status import (
     TargetFailure,
     Vm,
     WebConfigRejected,
-    WorkflowView,
     to_json,
 )
 
@@ -50,17 +50,17 @@ __all__ = [
     "ClockWrong",
     "CommandOptions",
     "Condition",
+    "EventView",
     "FleetState",
     "HeldEvent",
-    "History",
     "HistoryItem",
+    "HookView",
     "Journal",
     "JournalRecord",
     "KubernetesFailure",
     "NotifiedTarget",
     "OperatorResult",
     "Polls",
-    "RunningHook",
     "StartFailure",
     "StateLost",
     "Status",
@@ -68,6 +68,5 @@ __all__ = [
     "TargetFailure",
     "Vm",
     "WebConfigRejected",
-    "WorkflowView",
     "to_json",
 ]  # fmt: skip

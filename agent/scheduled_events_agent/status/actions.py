@@ -8,7 +8,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable
 
-from scheduled_events_agent.status.status import CommandOptions, Status
+from scheduled_events_agent.status.status import AgentStatus, CommandOptions
 from scheduled_events_agent.workflow import ACTION_TEXTS, OperatorAction, Workflow
 
 SHORT_ID = 8
@@ -70,7 +70,7 @@ def unsettled_message(action: OperatorAction) -> str:
     return f"{ACTION_TEXTS[action]}, unless Azure accepts the approval that is under way; see status"
 
 
-def offered_actions(status: Status, workflow: Workflow) -> tuple[OperatorAction, ...]:
+def offered_actions(status: AgentStatus, workflow: Workflow) -> tuple[OperatorAction, ...]:
     """Given an agent's status and one of its workflows, return the actions that it accepts, likeliest first.
 
     In observe mode it accepts only resolve. An agent that does not answer accepts none.
@@ -96,12 +96,9 @@ def effect_of(action: OperatorAction, workflow: Workflow) -> str:
     if action == "resolve" and not workflow.is_over:
         return "end it, and recover what was prepared"
     if action == "resolve":
-        lost = (
-            workflow.wait_reason.detail
-            if workflow.wait_reason and workflow.wait_reason.kind == "lost_hook"
-            else ""
-        )
-        hook = workflow.recover.failed_hook or lost or "the hook"
+        reason = workflow.wait_reason
+        lost = reason.detail if reason is not None and reason.kind == "lost_hook" else ""
+        hook = lost or workflow.recover.failed_hook or "the hook"
         return f"only when you have done manually what {hook} does"
     return {
         "hold": "do not approve it",

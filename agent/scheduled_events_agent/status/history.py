@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.status.messages import to_view
-from scheduled_events_agent.status.status import History, HistoryItem, Journal, JournalRecord
+from scheduled_events_agent.status.events import event_view
+from scheduled_events_agent.status.facts import Facts, History
+from scheduled_events_agent.status.status import HistoryItem, Journal, JournalRecord, Vm
 
 # The pages' text for each kind of record about the agent; None: that of the journal, because /status shows it too.
 _PUBLIC_TEXTS: Mapping[str, str | None] = {
@@ -83,13 +84,14 @@ def is_over(history: History) -> bool:
 
 def to_journal(items: Iterable[History | JournalRecord], at: datetime) -> Journal:
     """The list of ``merge`` as JSON has it."""
+    facts = Facts(at=at, source="state_file", vm=Vm(names=(), vm_id=""))
     return Journal(
         at=at,
         histories=tuple(
             [
-                HistoryItem(workflow=to_view(item.workflow), records=item.records)
+                HistoryItem(event=event_view(item.workflow, facts, is_kept=True), records=item.records)
                 if isinstance(item, History)
-                else HistoryItem(workflow=None, records=(item,))
+                else HistoryItem(event=None, records=(item,))
                 for item in items
             ]
         ),

@@ -5,13 +5,12 @@ Invariant: a text states only what the workflow or the journal states, and nothi
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import TypeVar
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.imds.document import ScheduledEvent
+from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.policy.durations import (
     format_deadline,
     format_elapsed,
@@ -20,10 +19,9 @@ from scheduled_events_agent.policy.durations import (
     plural,
 )
 from scheduled_events_agent.status.actions import SHORT_ID
-from scheduled_events_agent.status.status import RunningHook, Status, WorkflowView
+from scheduled_events_agent.status.facts import Facts, RunningHook
+from scheduled_events_agent.status.status import Attention, EventView, OperatorView
 from scheduled_events_agent.workflow import Record, Transition, UnpreparedKind, WaitKind, WaitReason, Workflow
-
-W = TypeVar("W", bound=Workflow)
 
 _WAIT_MESSAGES = {
     "time": "begins at {at} ({detail})",
@@ -83,12 +81,6 @@ _HEADLINES = {
 _UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"), (1.0, "second"))
 # The texts of these kinds already say that the event waits.
 _COMPLETE_MESSAGES: frozenset[WaitKind] = frozenset({"slot", "approval_slot", "fleet", "other_run", "all_ready"})
-
-
-def to_view(workflow: Workflow) -> WorkflowView:
-    """The workflow with the text of its reason to wait."""
-    fields = {name: getattr(workflow, name) for name in Workflow.__struct_fields__}
-    return WorkflowView(**fields, wait_message=wait_message(workflow, workflow.wait_reason))
 
 
 def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: datetime | None = None) -> str:
@@ -249,7 +241,7 @@ def _waiting(wait_reason: WaitReason | None, text: str) -> str:
     return text if wait_reason is not None and wait_reason.kind in _COMPLETE_MESSAGES else f"waits: {text}"
 
 
-def notification_title(kind: str, event: ScheduledEvent, vm: str, outcome: str) -> str:
+def notification_title(kind: str, event: EventView, vm: str) -> str:
     """The title of a notification. ``kind``: as in the policy, or test."""
     name = event.type or "event"
     vm = vm or "this VM"
@@ -263,102 +255,101 @@ def notification_title(kind: str, event: ScheduledEvent, vm: str, outcome: str) 
         "held": f"The {name} of {vm} is held",
         "approved": f"The {name} of {vm} is approved and may start",
         "started": f"The {name} of {vm} has started",
-        "recovered": f"The {name} of {vm} is over: {outcome}",
+        "recovered": f"The {name} of {vm} is over: {event.outcome}",
         "recovery_failed": f"{vm} has not recovered from a {name}: an operator must act",
         "hook_missing": f"{vm} has not recovered from a {name}: a hook is missing",
         "vm_unknown": f"A {name} is pending, and nothing says whether it names {vm}",
     }[kind]
 
 
-def headline(status: Status) -> str:
+def headline(facts: Facts, needs: Sequence[Attention]) -> str:
     """The state in one line, for terminal, page and service manager.
 
-    It is the first message of ``status.attention``, else it is about the most urgent event of this VM. It has no
+    It is the first message of what needs a person, else it is about the most urgent event of this VM. It has no
     running time, so it changes only when something happens.
     """
-    if status.attention:
-        return status.attention[0].message
-    if not any(map(is_for_this_vm, status.pending)) and (unknown := _unknown(status)):
+    if needs:
+        return needs[0].message
+    if not any(map(is_for_this_vm, facts.workflows)) and (unknown := _unknown(facts)):
         return unknown
-    text = _state(status)
+    text = _state(facts)
     only_observes = "the agent only observes"
-    is_by_choice = status.mode == "observe" or status.rules == ()
+    is_by_choice = facts.mode == "observe" or facts.rules == ()
     return f"{text}; {only_observes}" if is_by_choice and only_observes not in text else text
 
 
-def _state(status: Status) -> str:
-    if not status.pending:
+def _state(facts: Facts) -> str:
+    if not facts.workflows:
         return "Nothing is pending"
-    first = next(filter(is_for_this_vm, by_urgency(status.pending)), None)
+    first = next(filter(is_for_this_vm, by_urgency(facts.workflows)), None)
     if first is None:
-        is_unknown = any(workflow.decision.affects == "unknown" for workflow in status.pending)
+        is_unknown = any(workflow.decision.affects == "unknown" for workflow in facts.workflows)
         whose = "and nothing says whether for this VM" if is_unknown else "none for this VM"
-        return f"{plural(len(status.pending), 'event')} pending, {whose}"
+        return f"{plural(len(facts.workflows), 'event')} pending, {whose}"
     phase: str = first.phase
     if first.event.is_recommendation and phase == "prepared":
         phase = "recommendation_prepared"
     elif first.is_over and phase not in ("recovering", "recovery_failed"):
         phase = "over"
     text = _HEADLINES.get(phase, "{type}: {phase}").format(
-        type=first.event.type or "event", phase=phase, wait_message=first.wait_message
+        type=first.event.type or "event", phase=phase, wait_message=wait_message(first, first.wait_reason)
     )
-    if phase == "started" and (unprepared := unprepared_message(first, status.at)):
+    if phase == "started" and (unprepared := unprepared_message(first, facts.at)):
         text = f"{text}, {unprepared}"
-    return f"{text}, and {len(status.pending) - 1} more" if len(status.pending) > 1 else text
+    return f"{text}, and {len(facts.workflows) - 1} more" if len(facts.workflows) > 1 else text
 
 
-def _unknown(status: Status) -> str:
+def _unknown(facts: Facts) -> str:
     """Why it is not known whether an event would be seen and acted on; "" if it is."""
-    why = f": {status.poll_failure_summary}" if status.poll_failure_summary else ""
-    if status.last_poll_at is None:
+    why = f": {facts.poll_failure_summary}" if facts.poll_failure_summary else ""
+    if facts.last_poll_at is None:
         return f"Azure's metadata service has not answered yet{why}"
-    if status.polls != "current":
-        since = format_time(status.last_poll_at, status.at)
-        return f"Azure's metadata service has not answered since {since}{why}"
-    why = f": {status.vm_failure_summary}" if status.vm_failure_summary else ""
-    if not status.vm.names:
+    if facts.polls != "current":
+        return f"Azure's metadata service has not answered since {format_time(facts.last_poll_at, facts.at)}{why}"
+    why = f": {facts.vm_failure_summary}" if facts.vm_failure_summary else ""
+    if not facts.vm.names:
         return f"The name of this VM is not known yet{why}"
-    return "" if status.vm_confirmed else f"The metadata service has not said yet which VM this is{why}"
+    return "" if facts.vm_confirmed else f"The metadata service has not said yet which VM this is{why}"
 
 
-def activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datetime) -> str:
-    """The agent's work on the event now, or what it waits for, as one sentence without a full stop."""
-    unprepared = unprepared_message(workflow, now) if workflow.phase == "started" else ""
-    return "; ".join(filter(None, [_activity(workflow, running, now), unprepared]))
+def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime, shown_at: datetime | None) -> str:
+    """The agent's work on the event now, or what it waits for, as one sentence without a full stop.
+
+    ``shown_at``: when that is read; None, if later: then each time has its date.
+    """
+    unprepared = unprepared_message(workflow, shown_at) if workflow.phase == "started" else ""
+    return "; ".join(filter(None, [_activity(workflow, running, now, shown_at), unprepared]))
 
 
-def _activity(workflow: WorkflowView, running: Iterable[RunningHook], now: datetime) -> str:
+def _activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime, shown_at: datetime | None) -> str:
     hooks = [_hook_activity(hook, now) for hook in running]
     if hooks and is_held(workflow):
         hooks.append("held by an operator: no other begins")
     if hooks:
         return "; ".join(hooks)
+    reason = workflow.wait_reason
     if workflow.phase == "recovery_failed":
-        return f"recovery failed, an operator must retry or resolve it: {workflow.wait_message}"
+        return f"recovery failed, an operator must retry or resolve it: {wait_message(workflow, reason)}"
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {format_elapsed(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
-        return f"held: {_with_start(workflow, workflow.wait_message, now)}"
-    if workflow.wait_message:
-        has_time = workflow.wait_reason is not None and workflow.wait_reason.at is not None
-        text = wait_message(workflow, workflow.wait_reason, now) if has_time else workflow.wait_message
-        return _waiting(workflow.wait_reason, text)
-    return _phase_message(workflow)
+        return f"held: {_with_start(workflow, wait_message(workflow, reason, shown_at), shown_at)}"
+    text = wait_message(workflow, reason, shown_at)
+    return _waiting(reason, text) if text else _phase_message(workflow)
 
 
 def _hook_activity(hook: RunningHook, now: datetime) -> str:
     if hook.state == "queued":
         return f"waits for another run of hook {hook.hook}"
-    return f"runs the {hook.stage} hook {hook.hook}, {hook_time(hook, now)}"
+    return f"runs the {hook.stage} hook {hook.hook}, {hook_time(hook.since, hook.limit_seconds, now)}"
 
 
-def hook_time(hook: RunningHook, now: datetime) -> str:
+def hook_time(since: datetime, limit_seconds: float | None, now: datetime) -> str:
     """How long the hook has run, and how long it may."""
-    so_far = format_elapsed(hook.since, now)
-    if hook.limit_seconds is None:
+    so_far = format_elapsed(since, now)
+    if limit_seconds is None:
         return f"{so_far} so far"
-    limit = format_rounded(hook.limit_seconds)
-    return f"{so_far} of at most {re.sub(' 0[smh]$', '', limit)}"
+    return f"{so_far} of at most {re.sub(' 0[smh]$', '', format_rounded(limit_seconds))}"
 
 
 def _phase_message(workflow: Workflow) -> str:
@@ -383,25 +374,33 @@ def _phase_message(workflow: Workflow) -> str:
     return f"asks Azure to start it; {tries} failed"
 
 
+def operator_message(operator: OperatorView, now: datetime) -> str:
+    """Who holds or has approved the event, and when, as a clause; "" if no operator does."""
+    if operator.at is None:
+        return ""
+    done = "approved by {by} at {at}" if operator.action == "approve" else "held by {by} since {at}"
+    return done.format(by=operator.by or "an operator", at=format_time(operator.at, now))
+
+
 def phase_text(workflow: Workflow) -> str:
     """The phase alone, in the word that the status page has for it."""
     return "pending" if workflow.phase == "waiting" else workflow.phase.replace("_", " ")
 
 
-def duration_text(event: ScheduledEvent) -> str:
+def duration_text(event: EventView) -> str:
     """Azure's estimate of the interruption, as a phrase."""
     if event.duration_seconds is None:
         return "for an unknown time"
     return f"for about {event.duration_seconds:g}s" if event.duration_seconds else "without an interruption"
 
 
-def time_left(event: ScheduledEvent, now: datetime) -> str:
+def time_left(event: EventView, now: datetime) -> str:
     """When the event may start, and how long until then, as a phrase."""
     at = event.not_before
-    was_not_before = f" ({format_time(at, now)})" if at and not event.is_started else ""
-    if event.is_recommendation:
+    was_not_before = f" ({format_time(at, now)})" if at else ""
+    if event.type == RECOMMENDATION:
         return f"an eviction may follow{was_not_before}"
-    if event.is_started:
+    if event.status == "Started":
         return "has started"
     if at is None or at <= now:
         return f"may start at any moment{was_not_before}"
@@ -436,7 +435,7 @@ def is_held(workflow: Workflow) -> bool:
     return workflow.operator_action == "hold" and not (workflow.is_over or workflow.was_started)
 
 
-def by_urgency(pending: Iterable[W]) -> list[W]:
+def by_urgency(pending: Iterable[Workflow]) -> list[Workflow]:
     """Sorted: failed recoveries first, then this VM's events: the soonest start, then started, then over."""
 
     def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, bool, float]:

@@ -12,7 +12,9 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from scheduled_events_agent import RUNBOOK
-from scheduled_events_agent.workflow import OperatorAction, Stage, Workflow
+from scheduled_events_agent.imds.document import Affects
+from scheduled_events_agent.policy.rules import ApproveMode
+from scheduled_events_agent.workflow import OperatorAction, Outcome, Phase, Stage
 
 SCHEMA_VERSION = 1
 """The version of all JSON output. A new field keeps it; a new meaning or name raises it."""
@@ -29,7 +31,8 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One line of the journal."""
 
     at: datetime
-    workflow_id: str
+    key: str
+    """Of the event; "" in a record about the agent."""
     event_id: str
     kind: str
     """Such as seen, decided, hook_finished, closed; of the agent: agent_started, machine_paused."""
@@ -42,24 +45,114 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The end of a hook's output."""
 
 
-class WorkflowView(Workflow, frozen=True, kw_only=True):
-    """A workflow with the additional text that JSON has."""
+Waits = Literal[
+    "time", "window", "drain", "slot", "fleet", "other_vms", "other_event", "operator", "policy", "mode", "hook",
+    "document", "azure", "vm",
+]  # fmt: skip
+"""What an event may wait for."""
 
-    wait_message: str = ""
-    """``wait_reason`` as a sentence; in observe mode, what would be done."""
+
+class WaitsFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an event waits for before the agent goes on with it."""
+
+    kind: Waits
+    """vm: it does not name this VM, or nothing says whether it does."""
+    until: datetime | None
+    """None: until something happens."""
+    text: str
 
 
-class History(msgspec.Struct, frozen=True, kw_only=True):
-    """One event from first sight to its end, or to now."""
+class ApprovalView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The approval of an event: what the policy wants, and how far it is."""
 
-    workflow: Workflow
-    records: tuple[JournalRecord, ...]
+    wanted: ApproveMode
+    """By the policy."""
+    state: Literal["none", "requested", "confirmed"]
+    """requested: no answer has come yet; confirmed: Azure has accepted it."""
+    failures: int
+    """Number in a row."""
+    last_error: str
+    text: str
+
+
+class HookView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A hook, and how far it is."""
+
+    stage: Stage | Literal["on_clear"]
+    hook: str
+    state: Literal["open", "queued", "running", "done", "failed", "resolved", "not_run"]
+    """queued: it waits for another run of the same hook; resolved: an operator has done manually what it does."""
+    since: datetime | None = None
+    """Of a hook that runs or is queued."""
+    until: datetime | None = None  # with all its attempts; sooner if an eviction or NotBefore cuts it
+    """When a hook that runs is ended at the latest."""
+    failure: str = ""
+    """Of its last run."""
+    output: str = ""
+    """The end of what it wrote. Empty unless ``agent.show_hook_output`` is true."""
+
+
+class OperatorView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator has decided about an event, as long as it counts: a hold until the event starts."""
+
+    action: Literal["", "approve", "hold"] = ""
+    by: str = ""
+    at: datetime | None = None
+
+
+class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A command line that a person may copy."""
+
+    command: str
+    effect: str
+
+
+class EventView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An event as people and programs see it: what Azure says, what the agent does about it, what it waits for."""
+
+    key: str
+    """Unique to this appearance of the event; "" of an event that no agent has seen."""
+    id: str
+    """EventId, printable."""
+    type: str
+    status: str
+    source: str
+    """Platform or User; "" before api-version 2019-08-01."""
+    resources: tuple[str, ...]
+    not_before: datetime | None
+    """None: it may start now."""
+    duration_seconds: float | None
+    """Azure's estimate."""
+    description: str
+    seen_at: datetime
+    """When it was first seen."""
+    rule: str | None
+    """None: no rule matches it."""
+    reason: str
+    """Why this rule, or why none."""
+    affects: Affects
+    """Which VMs it names: this one alone, others too, others only, or nothing says it."""
+    phase: Phase
+    phase_since: datetime
+    outcome: Outcome
+    """"" until it is over; expired: of a recommendation."""
+    ready: bool
+    """Whether it leaves this VM ready: not from the beginning of preparation to the end of recovery."""
+    approval: ApprovalView
+    hooks: tuple[HookView, ...]
+    """In their order."""
+    waits_for: WaitsFor | None
+    operator: OperatorView
+    activity: str
+    """What the agent does about it now, as a sentence."""
+    commands: tuple[SuggestedCommand, ...]
+    """With these an operator can decide otherwise now."""
 
 
 class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
     """An event with its records, or a record of the agent alone."""
 
-    workflow: WorkflowView | None
+    event: EventView | None
     """None for records about the agent alone."""
     records: tuple[JournalRecord, ...]
 
@@ -117,19 +210,6 @@ class StateLost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The hooks that the next start runs if nothing is pending."""
 
 
-class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
-    """A hook that runs now, or waits for another run of the same hook."""
-
-    workflow_id: str
-    stage: Stage | Literal["on_clear"]
-    hook: str
-    state: Literal["queued", "running"] = "running"
-    """queued: it waits for another run of the same hook."""
-    since: datetime
-    limit_seconds: float | None = None  # with all its attempts; shorter if an eviction or NotBefore cuts it
-    """How long after ``since`` it is ended at the latest. None while it waits."""
-
-
 class TargetFailure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a target does not accept notifications."""
 
@@ -171,30 +251,13 @@ class KubernetesFailure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class HookStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A hook of an event, and how far it is."""
-
-    stage: Stage
-    hook: str
-    state: Literal["open", "queued", "running", "done", "failed", "not_run"]
-
-
-class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The texts that people see about a pending event."""
-
-    workflow_id: str
-    activity: str
-    approval: str
-    hooks: tuple[HookStep, ...]
-    commands: tuple[str, ...]
-    """With these an operator can decide otherwise."""
-
-
 class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An operator's hold. It also counts if the event comes back."""
 
     event_id: str
     """In lower case."""
+    key: str
+    """Of the event; "" if it is not in the document."""
     user: str
     at: datetime
     last_seen_at: datetime
@@ -212,13 +275,6 @@ AttentionKind = Literal[
 """The reasons why a person may be needed, the worst first."""
 
 
-class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A command line that a person may copy."""
-
-    command: str
-    effect: str
-
-
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that needs a person."""
 
@@ -226,7 +282,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     severity: Literal["act", "fix"]  # act: an operator must act now; fix: someone must repair it today
     since: datetime | None
     event_id: str = ""
-    workflow_id: str = ""
+    key: str = ""
+    """Of the event."""
     message: str
     consequence: str = ""
     """If no person acts."""
@@ -281,18 +338,13 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
 NO_OPTIONS = CommandOptions()
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent at one moment. If it does not answer: what its state file says, and None for the rest."""
+class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent at one moment, but for its events and what follows from them."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
     source: Literal["agent", "state_file"] = "agent"
     """state_file: no agent answers."""
-    condition: Condition = "unknown"
-    """act, fix: as the first of ``attention``; unknown: nothing says yet whether an event would be seen and acted
-    on; busy: an event of this VM is pending; good: none is, and one that came now would be acted on."""
-    health: Literal["ok"] | tuple[str, ...] = "ok"
-    """Why no event could be acted on, as ``/healthz`` says."""
     faults: tuple[str, ...] = ()
     """Faults of the agent itself, which are a part of ``health``."""
     faults_since: datetime | None = None
@@ -335,10 +387,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an answer came through Azure's Guest Proxy Agent."""
     clock_wrong: ClockWrong | None = None
     incarnation: str | None = None  # of the last document
-    running: tuple[RunningHook, ...] = ()
-    pending: tuple[WorkflowView, ...]
-    hook_output: tuple[JournalRecord, ...] = ()
-    """Empty unless ``agent.show_hook_output`` is true."""
     other_vm_events: int | None = None
     api_version: str | None = None
     recommendations_failure: str = ""
@@ -356,16 +404,24 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     notify: tuple[NotifiedTarget, ...] = ()
     fleet: FleetState | None = None
     kubernetes_failure: KubernetesFailure | None = None
+
+
+class Status(AgentStatus, frozen=True, kw_only=True):
+    """The agent at one moment. If it does not answer: what its state file says, and None for the rest."""
+
+    condition: Condition = "unknown"
+    """act, fix: as the first of ``attention``; unknown: nothing says yet whether an event would be seen and acted
+    on; busy: an event of this VM is pending; good: none is, and one that came now would be acted on."""
+    health: Literal["ok"] | tuple[str, ...] = "ok"
+    """Why no event could be acted on, as ``/healthz`` says."""
     attention: tuple[Attention, ...] = ()
     """The nearest deadline first, then the worst."""
     headline: str = ""
     """The first ``message`` of ``attention``, or how things are."""
-    summaries: tuple[EventSummary, ...] = ()
-    """Of ``pending``, the most urgent first."""
-
-    def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
-        """The hooks that run for this event."""
-        return tuple([hook for hook in self.running if hook.workflow_id == workflow_id])
+    on_clear: tuple[HookView, ...] = ()
+    """Hooks of ``on_clear`` that run now."""
+    events: tuple[EventView, ...] = ()
+    """The open events, the most urgent first."""
 
 
 class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -375,8 +431,8 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     command: OperatorAction
     event_id: str
-    workflow_id: str
-    """`state_lost`, without an event, for `resolve state_lost`."""
+    key: str
+    """Of the event; `state_lost` for `resolve state_lost`."""
     succeeded: bool
     """True also if there was nothing to release, or no loss of state to resolve."""
     message: str

@@ -19,7 +19,8 @@ from typing import IO, Any, Literal
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.status.status import AgentRecordKind, History, JournalRecord, StateLost
+from scheduled_events_agent.status.facts import History
+from scheduled_events_agent.status.status import AgentRecordKind, JournalRecord, StateLost
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.outbox import Loss, OutboxTable
@@ -50,7 +51,7 @@ _PORTION_ROWS = 1000
 REQUEST_VALID_SECONDS = 30.0
 """A request that no agent has answered by then is void; the operator's command has reported that."""
 
-_COLUMNS = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
+_COLUMNS = ("at", "key", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
 _SELECT_RECORDS = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
 _SELECT_ANSWER = "SELECT answer FROM request WHERE id = ? AND answer IS NOT NULL"
 
@@ -349,11 +350,12 @@ class Store:
         first = f"SELECT ifnull(max(id), 0) FROM journal WHERE {kinds} AND at < ?"  # noqa: S608 - our own words
         return self._select_records(f"WHERE {kinds} AND id >= ({first}) ORDER BY id", _stamp(since))
 
-    def load_last_output(self, workflow_id: str, hook: str) -> str:
-        """The end of this hook's output in its last run for the event."""
-        query = "SELECT detail FROM journal WHERE workflow_id = ? AND kind = 'hook_finished' AND hook = ?"
+    def load_last_output(self, workflow_id: str, stage: str, hook: str) -> str:
+        """The end of this hook's output in its last run for the event in this stage."""
+        which = "workflow_id = ? AND kind = 'hook_finished' AND stage = ? AND hook = ?"
+        query = f"SELECT detail FROM journal WHERE {which} ORDER BY id DESC LIMIT 1"  # noqa: S608 - our own words
         with self._reading():
-            rows = self._fetch(f"{query} ORDER BY id DESC LIMIT 1", workflow_id, hook)
+            rows = self._fetch(query, workflow_id, stage, hook)
         return str(rows[0][0]) if rows else ""
 
     def load_last_start_and_stop(self) -> list[JournalRecord]:

@@ -6,7 +6,7 @@ however many and however slow they are, and none of it is done by the engine.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -19,13 +19,14 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.engine import Snapshot
 from scheduled_events_agent.status import (
-    History,
     Journal,
     JournalRecord,
     Status,
     WebConfigRejected,
     to_json,
 )
+from scheduled_events_agent.status.events import with_output
+from scheduled_events_agent.status.facts import History
 from scheduled_events_agent.status.history import merge, to_journal, to_public
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.telemetry.log import get_logger
@@ -33,7 +34,6 @@ from scheduled_events_agent.telemetry.log_ids import LogId
 from scheduled_events_agent.web.server import Response, WebError, WebServer
 from scheduled_events_agent.web.static import FILES
 from scheduled_events_agent.web.tls import Tls, TlsError
-from scheduled_events_agent.workflow import Workflow
 
 # /history shows this many events and records of each kind about the agent, and records of each event. The page
 # shows one of these less.
@@ -162,8 +162,8 @@ class Endpoints:
     def _status_page(self) -> Response:
         status = self._status()
         if self._snapshot().settings.agent.show_hook_output:
-            with suppress(StoreError):
-                status = replace(status, hook_output=output_of_pending(self._load_recent()[0], status.pending))
+            with suppress(StoreError), closing(Store.open_readonly(self._state_dir)) as store:
+                status = with_output(status, store.load_last_output)
         return _json_page(status)
 
     def _history_page(self) -> Response:
@@ -184,13 +184,6 @@ class Endpoints:
         """The latest events, and records about the agent. Raises StoreError."""
         with closing(Store.open_readonly(self._state_dir)) as store:
             return store.load_histories(limit=_RECENT), store.load_records(limit=_RECENT)
-
-
-def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalRecord, ...]:
-    """The records that hold the output of hooks of pending events."""
-    open_ids = {workflow.id for workflow in pending}
-    records = [record for history in recent if history.workflow.id in open_ids for record in history.records]
-    return tuple([record for record in records if record.hook and record.detail])
 
 
 def _json_page(answer: Status | Journal) -> Response:

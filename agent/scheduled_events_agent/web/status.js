@@ -23,15 +23,19 @@
   const STEPS = {
     done: ["good", "✓", "done"], running: ["busy", "▸", "running"],
     queued: ["busy", "…", "waits for another run"], failed: ["bad", "✕", "failed"],
-    open: ["", "·", "to do"], not_run: ["", "-", "not run"],
+    resolved: ["", "✓", "resolved by an operator"], open: ["", "·", "to do"], not_run: ["", "-", "not run"],
   };
+  const OPERATORS = {approve: ["approved", "at"], hold: ["held", "since"]};
   const SOURCES = {User: "a user", Platform: "Azure's platform"};
   const WHOM = {
     self: "this VM alone", shared: "this VM and others", others: "other VMs only",
     unknown: "it is not known whether this VM",
   };
   const BAD_OUTCOMES = ["failed", "timed_out", "not_started"];
-  const BAD_KINDS = ["held", "approval_failed", "approval_needed", "hook_missing", "recovery_failed", "unprepared", "vm_unknown"];
+  const BAD_KINDS = [
+    "held", "approval_failed", "approval_needed", "hook_missing", "recovery_failed", "reload_rejected", "state_lost",
+    "state_recreated", "unprepared", "vm_unknown",
+  ];
 
   const main = document.getElementById("main");
   let status = null, histories = null, unread = "", copied = "";
@@ -67,8 +71,8 @@
       ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   const section = (id, title, ...content) =>
     el("section", {"aria-labelledby": id}, el("h2", {id}, title), content);
-  // An id may be any text. This makes another one without blanks, different for each.
-  const key = (id) => id.replace(/[^A-Za-z0-9-]/g, (one) => `_${one.charCodeAt(0).toString(16)}`);
+  // A key may be any text. This makes an id of it, different for each.
+  const idOf = (key) => key.replace(/[^A-Za-z0-9-]/g, (one) => `_${one.charCodeAt(0).toString(16)}`);
   const separated = (nodes) => nodes.flatMap((node, i) => (i ? [", ", node] : [node]));
 
   // --- times
@@ -82,23 +86,27 @@
   };
   const now = () => Date.now() - ahead;
   // As messages.hook_time.
-  const hookTime = ({since: at, limit_seconds: limit}) =>
-    [since(at), limit === null ? " so far" : ` of at most ${span(limit * 1000).replace(/ 0[smh]$/, "")}`];
+  const hookTime = ({since: begin, until: end}) => {
+    const limit = end && span(Date.parse(end) - Date.parse(begin)).replace(/ 0[smh]$/, "");
+    return [since(begin), limit ? ` of at most ${limit}` : " so far"];
+  };
   const iso = (at) => `${at.slice(0, 19)}Z`;
   const stamp = (at) => `${at.slice(0, 10)} ${at.slice(11, 19)} UTC`;
-  const clock = (at) => (iso(at).slice(0, 10) === new Date(now()).toISOString().slice(0, 10) ? stamp(at).slice(11) : stamp(at));
+  const timeNow = () => new Date(now()).toISOString();
+  const isToday = (at) => at.slice(0, 10) === timeNow().slice(0, 10);
+  const clock = (at) => (isToday(at) ? stamp(at).slice(11) : stamp(at));
   const LOCAL = new Intl.DateTimeFormat([], {dateStyle: "medium", timeStyle: "long"});
   const time = (at, text, attributes = {}) =>
     el("time", {datetime: iso(at), title: `${LOCAL.format(new Date(at))}, your time`, ...attributes}, text);
-  const moment = (at) => time(at, stamp(at));
+  const moment = (at) => time(at, clock(at));
+  const dated = (at) => time(at, stamp(at));
   // Screen readers do not read running times again each second.
   const until = (at) => time(at, span(Date.parse(at) - now()), {"data-until": at, role: "timer"});
   const since = (at) => time(at, span(now() - Date.parse(at)), {"data-since": at, role: "timer"});
-  const timeNow = () => new Date(now()).toISOString();
   const tick = () => {
     for (const one of main.querySelectorAll("time[data-until],time[data-since],time[data-now]")) {
       const {until: end, since: start} = one.dataset;
-      let text = stamp(timeNow()).slice(11);
+      let text = clock(timeNow());
       if (end) text = span(Date.parse(end) - now());
       if (start) text = span(now() - Date.parse(start));
       if (one.textContent !== text) one.textContent = text;
@@ -114,14 +122,14 @@
 
   // The state of the agent, for the title, the icon and the first chip.
   const state = () => {
-    const {condition, attention: [first], summaries: [summary]} = status;
+    const {condition, attention: [first], events: [event]} = status;
     const level = LEVELS[condition] || condition;
     let sign = SIGNS[level], word = "";
     if (first) {
       sign = signOf(first);
       word = first.kind.replaceAll("_", " ").replace("vm ", "VM ");
     } else if (condition === "busy") {
-      word = phaseOf(status.pending.find(({id}) => id === summary.workflow_id));
+      word = phaseOf(event);
     }
     return {sign, level, word};
   };
@@ -131,7 +139,7 @@
     const chips = isLost ? [] : [word && chip(word, level, sign), chip(status.ready ? "ready" : "not ready", "", ""),
       status.mode === "observe" ? chip("only observes", "", "○") : ""];
     return el("header", {}, el("h1", {}, words(vmName())), el("p", {class: "chips"}, chips),
-      el("p", {class: "now"}, time(timeNow(), stamp(timeNow()).slice(11), {"data-now": "yes", role: "timer"})));
+      el("p", {class: "now"}, time(timeNow(), clock(timeNow()), {"data-now": "yes", role: "timer"})));
   };
 
   const commands = (all, prefix) => el("ul", {class: "commands", "aria-live": "off"}, all.map(({command, effect}) => {
@@ -148,7 +156,7 @@
     if (!isLost) return "";
     const last = status ? status.at : openedAt, follows = status ? " What follows is from then." : "";
     return block("lost", "act", "✕",
-      ["The agent has not answered since ", time(last, clock(last)), " (", since(last), ` ago).${follows}`],
+      ["The agent has not answered since ", moment(last), " (", since(last), ` ago).${follows}`],
       status && commands(status.supervisor_commands, ""));
   };
 
@@ -156,7 +164,7 @@
     const startsAtAnyMoment = STARTS_AT_DEADLINE.includes(kind) || (kind === "vm_unknown" && event_id);
     if (severity !== "act" || !(at || startsAtAnyMoment)) return "";
     if (!at || Date.parse(at) <= now()) return el("p", {class: "deadline"}, "It may start ", el("b", {}, "at any moment"));
-    return el("p", {class: "deadline"}, el("b", {}, until(at)), " left, until ", time(at, clock(at)));
+    return el("p", {class: "deadline"}, el("b", {}, until(at)), " left, until ", moment(at));
   };
 
   const isLink = (text) => /^https?:/.test(text);
@@ -164,23 +172,23 @@
     isLink(place) ? el("a", {href: place}, `Runbook: ${kind}`) : ["Runbook, on this VM: ", code(place)];
 
   // The last lines that the failed hook of this event wrote, where the policy shows output.
-  const failedOutput = ({kind, workflow_id: id}) => {
+  const failedOutput = ({kind, key}) => {
     const stage = {prepare_failed: "prepare", recovery_failed: "recover"}[kind];
     if (!stage) return "";
-    const {failed_hook: hook} = status.pending.find((one) => one.id === id)[stage];
-    const written = status.hook_output.findLast((one) => one.workflow_id === id && one.hook === hook);
-    if (!written) return "";
-    const lines = written.detail.split("\n").filter((line) => line.trim());
+    const {hooks} = status.events.find((event) => event.key === key);
+    const failed = hooks.find((hook) => hook.stage === stage && hook.failure && hook.output);
+    if (!failed) return "";
+    const lines = failed.output.split("\n").filter((line) => line.trim());
     return el("pre", {class: "output"}, words(lines.slice(-MOST.lines).join("\n"), MOST.ofOutput));
   };
 
   const attention = () => {
     const shown = status.attention.slice(0, MOST.events);
-    const isLike = (one, other) => one.kind === other.kind && one.workflow_id === other.workflow_id;
+    const isLike = (one, other) => one.kind === other.kind && one.key === other.key;
     return [
       shown.map((one, i) => {
         const number = shown.slice(0, i).filter((other) => isLike(one, other)).length;
-        return block(`a-${key(`${one.kind} ${one.workflow_id} ${number}`)}`, one.severity, signOf(one), words(one.message),
+        return block(`a-${idOf(`${one.kind} ${one.key} ${number}`)}`, one.severity, signOf(one), words(one.message),
           failedOutput(one), one.consequence && el("p", {}, words(one.consequence)), deadline(one),
           one.detail && el("pre", {class: "detail"}, words(one.detail, MOST.ofOutput)),
           commands(one.commands, status.command_prefix),
@@ -202,7 +210,7 @@
   // --- the agent
 
   const runningAlone = () => {
-    const hooks = status.running.filter((hook) => hook.stage === "on_clear").map((hook) =>
+    const hooks = status.on_clear.map((hook) =>
       el("li", {}, chip("running", "busy"), " the on_clear hook ", el("b", {}, words(hook.hook, MOST.inName)), ", ",
         hookTime(hook)));
     return hooks.length ? el("ul", {class: "alone"}, hooks) : "";
@@ -211,9 +219,9 @@
   const notifications = () => {
     const lines = status.notify.slice(0, MOST.names).map(({name, waiting, failure, lost: count, lost_at, lost_reason}) => {
       const parts = [
-        failure ? ["fails since ", time(failure.since, clock(failure.since)), ": ", words(failure.reason)] : "",
+        failure ? ["fails since ", moment(failure.since), ": ", words(failure.reason)] : "",
         waiting ? `${waiting} waiting` : "",
-        count ? [`${count} lost since `, time(lost_at, clock(lost_at)), ": ", words(lost_reason)] : "",
+        count ? [`${count} lost since `, moment(lost_at), ": ", words(lost_reason)] : "",
       ].filter((part) => part !== "");
       return el("div", {}, words(name, MOST.inName), ": ", parts.length ? parts.flatMap((part, i) => (i ? ["; ", part] : part)) : "nothing waits");
     });
@@ -227,7 +235,7 @@
     const acts = status.mode === "act" ? "acts" : "only observes: runs no hooks, approves nothing";
     const hash = policy.hash ? [", SHA-256 ", el("code", {}, policy.hash.slice(0, 12))] : "";
     const changed = policy.changed_at
-      ? ["; changed at ", time(policy.changed_at, clock(policy.changed_at)), ", not loaded: reload"] : "";
+      ? ["; changed at ", moment(policy.changed_at), ", not loaded: reload"] : "";
     const lines = policy.rejected.split("\n");
     const rejected = policy.rejected ? el("div", {}, "The file as it is now was rejected:",
       el("pre", {}, words(lines.slice(0, MOST.names).join("\n"), 4000)), more(lines.length - MOST.names, "lines")) : "";
@@ -260,159 +268,175 @@
 
   // --- events
 
-  // The last events. (Journal records about the agent alone name no workflow.)
-  const events = () => (histories || []).filter((history) => history.workflow);
-
-  const countdown = (workflow) => {
-    const {status: state, not_before: at, type} = workflow.event;
+  const countdown = ({type, status: state, not_before: at, outcome}) => {
     const count = (big, small) => el("p", {class: "count"}, el("b", {}, big), el("small", {}, small));
-    if (workflow.is_over) return count("over", "at Azure");
+    if (outcome) return count("over", "at Azure");
     if (type === "SpotRebalanceRecommendation") return count("a warning", "an eviction may follow");
     if (state === "Started") return count("started", "by Azure");
     if (!at || Date.parse(at) <= now()) return count("any moment", "it may start");
     return count(until(at), `until it may start, ${clock(at)}`);
   };
 
-  const approval = (workflow, summary) => {
-    const {state, failures} = workflow.approval;
-    if (state === "confirmed") return [chip("approved", "good"), " ", words(summary.approval)];
-    if (state === "requested") return [chip("asking", "busy"), " ", words(summary.approval)];
-    return failures ? [chip("failing", "bad"), " ", words(summary.approval)] : words(summary.approval);
+  const approval = ({approval: {state, failures, text}}) => {
+    if (state === "confirmed") return [chip("approved", "good"), " ", words(text)];
+    if (state === "requested") return [chip("asking", "busy"), " ", words(text)];
+    return failures ? [chip("failing", "bad"), " ", words(text)] : words(text);
   };
 
-  const hooks = (workflow, summary) => {
+  // As messages.operator_message.
+  const operator = ({operator: {action, by, at}}) => {
+    if (!action) return "";
+    const [done, preposition] = OPERATORS[action];
+    return [`${done} by `, words(by) || "an operator", ` ${preposition} `, moment(at)];
+  };
+
+  const hooks = (event) => {
     const stages = Object.entries(STAGES).map(([stage, title]) => {
-      const all = summary.hooks.filter((step) => step.stage === stage);
-      const steps = all.slice(0, MOST.names).map((step) => {
-        const [level, sign, meaning] = STEPS[step.state];
-        return el("li", {class: level}, el("span", {"aria-hidden": "true"}, sign), " ", words(step.hook, MOST.inName), " ",
+      const all = event.hooks.filter((hook) => hook.stage === stage);
+      const steps = all.slice(0, MOST.names).map(({hook, state}) => {
+        const [level, sign, meaning] = STEPS[state];
+        return el("li", {class: level}, el("span", {"aria-hidden": "true"}, sign), " ", words(hook, MOST.inName), " ",
           el("span", {class: "quiet"}, meaning));
       });
       return steps.length ? el("div", {class: "stage"}, el("span", {class: "quiet"}, title),
         el("ol", {class: "steps"}, steps, more(all.length - MOST.names, "hooks", "li"))) : "";
     });
-    const failures = [workflow.prepare, workflow.on_start, workflow.recover].filter((stage) => stage.failure)
-      .map((stage) => el("p", {class: "bad"}, words(stage.failure)));
-    const parts = [...stages, ...failures].filter((part) => part !== "");
-    return parts.length ? parts : "";
+    const failures = event.hooks.filter(({failure}) => failure)
+      .map(({failure}) => el("p", {class: "bad"}, words(failure)));
+    return event.hooks.length ? [stages, failures] : "";
   };
 
-  const resources = (workflow) => {
+  const resources = (event) => {
     const plain = (name) => name.toLowerCase().replace(/^_/, "");
     const own = new Set(status.vm.names.map(plain)), isOwn = (name) => own.has(plain(name));
-    const names = [...workflow.event.resources].sort((one, two) => isOwn(two) - isOwn(one));
+    const names = [...event.resources].sort((one, two) => isOwn(two) - isOwn(one));
     const shown = names.slice(0, MOST.resources).map((name) =>
       isOwn(name) ? el("b", {}, words(name, MOST.inName)) : words(name, MOST.inName));
     const rest = names.length - shown.length;
-    const whom = WHOM[workflow.decision.affects];
+    const whom = WHOM[event.affects];
     return shown.length ? [`${whom}: `, separated(shown), rest ? `, and ${rest} more` : ""] : whom;
   };
 
-  const about = (workflow) => {
-    const {event} = workflow;
-    const length = event.duration_seconds === null ? "" : `, about ${event.duration_seconds}s long`;
+  const about = (event) => {
+    const length = event.duration_seconds === null ? "" : `, about ${Math.ceil(event.duration_seconds)}s long`;
     return list([
       ["From", [words(SOURCES[event.source] || event.source || "unknown"), length]],
-      ["Decision", words(workflow.decision.reason)],
+      ["Decision", words(event.reason)],
       ["Id", event.id ? code(event.id) : code("none")],
-      ["First seen", [moment(workflow.first_seen_at), ", ", since(workflow.first_seen_at), " ago"]],
+      ["First seen", [moment(event.seen_at), ", ", since(event.seen_at), " ago"]],
     ]);
   };
 
-  const availableActions = (summary) => {
+  const availableActions = (event) => {
     const shown = new Set(status.attention.flatMap((one) => one.commands.map(({command}) => command)));
-    const others = summary.commands.filter((command) => !shown.has(command));
+    const others = event.commands.filter(({command}) => !shown.has(command));
     return others.length ? el("p", {class: "hint"}, "To overrule: ",
-      others.flatMap((command, i) => [i ? " or " : "", code(`${status.command_prefix}${command}`)])) : "";
+      others.flatMap(({command}, i) => [i ? " or " : "", code(`${status.command_prefix}${command}`)])) : "";
   };
 
-  const card = (summary, workflow, history, isFirst) => {
-    const name = `e-${key(workflow.id)}`, {event} = workflow;
-    const needs = status.attention.find((one) => one.workflow_id === workflow.id);
-    const phaseLevel = BUSY_PHASES.includes(workflow.phase) ? "busy" : "";
+  const card = (event, history, isFirst) => {
+    const id = idOf(event.key), name = `e-${id}`;
+    const needs = status.attention.find(({key}) => key === event.key);
+    const phaseLevel = BUSY_PHASES.includes(event.phase) ? "busy" : "";
     const level = needs ? LEVELS[needs.severity] : phaseLevel;
-    return el("article", {id: `c-${key(workflow.id)}`, class: `card ${level}`, "aria-labelledby": name},
+    return el("article", {id: `c-${id}`, class: `card ${level}`, "aria-labelledby": name},
       el("div", {class: "lead"},
         el("div", {}, el("h3", {id: name}, words(event.type) || "An event without a type"),
-          chip(phaseOf(workflow), level, needs ? signOf(needs) : SIGNS[level])),
-        countdown(workflow)),
+          chip(phaseOf(event), level, needs ? signOf(needs) : SIGNS[level])),
+        countdown(event)),
       list([
-        ["Now", words(summary.activity)],
-        ["Approval", approval(workflow, summary)],
-        ["Hooks", hooks(workflow, summary)],
-        ["Affects", resources(workflow)],
+        ["Now", words(event.activity)],
+        ["Approval", approval(event)],
+        ["Operator", operator(event)],
+        ["Hooks", hooks(event)],
+        ["Affects", resources(event)],
         ["Description", event.description ? el("q", {}, words(event.description)) : ""],
       ]),
-      availableActions(summary),
-      history ? el("details", {id: `t-${key(workflow.id)}`, open: isFirst && "open"},
+      availableActions(event),
+      history ? el("details", {id: `t-${id}`, open: isFirst && "open"},
         el("summary", {}, "Timeline (UTC)"), timeline(history)) : "",
-      el("details", {id: `m-${key(workflow.id)}`}, el("summary", {}, "More"), about(workflow)));
+      el("details", {id: `m-${id}`}, el("summary", {}, "More"), about(event)));
   };
 
   const pending = () => {
-    if (!status.pending.length) return "";  // the headline says so
-    const workflows = new Map(status.pending.map((workflow) => [workflow.id, workflow]));
-    const known = new Map(events().map((history) => [history.workflow.id, history]));
-    const cards = status.summaries.slice(0, MOST.events).map((summary, i) =>
-      card(summary, workflows.get(summary.workflow_id), known.get(summary.workflow_id), !i));
-    const title = ["Pending ", el("small", {}, `${status.pending.length}`)];
-    return section("pending", title, cards, more(status.pending.length - cards.length, "are pending; /status has them all"));
+    if (!status.events.length) return "";  // the headline says so
+    const known = new Map(pastAndPresent().map((history) => [history.event.key, history]));
+    const cards = status.events.slice(0, MOST.events).map((event, i) => card(event, known.get(event.key), !i));
+    const title = ["Pending ", el("small", {}, `${status.events.length}`)];
+    return section("pending", title, cards, more(status.events.length - cards.length, "are pending; /status has them all"));
   };
 
   // --- history
 
-  const record = (one, dayBefore) => {
-    const isBad = BAD_OUTCOMES.includes(one.outcome) || BAD_KINDS.includes(one.kind);
-    const level = isBad ? "bad" : one.outcome === "succeeded" || one.kind === "approved" ? "good" : "";
-    const day = one.at.slice(0, 10);
-    const output = one.detail.length > MOST.ofOutput ? `…${one.detail.slice(-MOST.ofOutput)}` : one.detail;
-    return el("li", {class: level},
-      time(one.at, [day === dayBefore ? "" : [day, el("br", {})], one.at.slice(11, 19)]),
-      el("div", {}, words(one.text), output ? el("pre", {}, output) : ""));
+  // The last events. (A record about the agent has none.)
+  const pastAndPresent = () => (histories || []).filter(({event}) => event);
+  const agentRecords = () => (histories || []).filter(({event}) => !event).flatMap(({records}) => records);
+
+  // The event's records, and among them those about the agent from its time. As in the command history.
+  const merged = ({event, records}) => {
+    const last = records.at(-1);
+    const end = last && last.kind === "closed" ? Date.parse(last.at) : Infinity;
+    const others = agentRecords().filter(({at}) =>
+      Date.parse(at) >= Date.parse(event.seen_at) && Date.parse(at) <= end);
+    const all = [];
+    for (const one of records) {
+      while (others.length && Date.parse(others[0].at) < Date.parse(one.at)) all.push(others.shift());
+      all.push(one);
+    }
+    return [...all, ...others];
   };
 
-  // The records, oldest first; of many, the last ones.
+  const record = (one, isSameDay) => {
+    const isBad = BAD_OUTCOMES.includes(one.outcome) || BAD_KINDS.includes(one.kind);
+    const level = isBad ? "bad" : one.outcome === "succeeded" || one.kind === "approved" ? "good" : "";
+    const output = one.detail.length > MOST.ofOutput ? `…${one.detail.slice(-MOST.ofOutput)}` : one.detail;
+    const text = one.key ? one.text : [one.kind.replaceAll("_", " "), one.text].filter(Boolean).join(": ");
+    return el("li", {class: level},
+      time(one.at, [isSameDay ? "" : [one.at.slice(0, 10), el("br", {})], one.at.slice(11, 19)]),
+      el("div", {}, words(text), output ? el("pre", {}, output) : ""));
+  };
+
+  // The records, oldest first; of many, the last ones. The first of each day has its date, but for today.
   const timeline = (history) => {
-    const records = history.records.slice(-MOST.records);
-    const days = [history.workflow.first_seen_at, ...records.map((one) => one.at)].map((at) => at.slice(0, 10));
+    const all = merged(history), records = all.slice(-MOST.records);
+    const days = [timeNow(), ...records.map((one) => one.at)].map((at) => at.slice(0, 10));
     const isHidden = records.some((one) => one.kind === "hook_finished" && !one.detail);
-    const command = `${status.command_prefix}scheduled-events-agent history --event ${history.workflow.event.id} ${status.command_options.state}`;
+    const command = `${status.command_prefix}scheduled-events-agent history --event ${history.event.id} ${status.command_options.state}`;
     return [
       el("ol", {class: "timeline"},
-        history.records.length > records.length ? el("li", {class: "quiet"}, "… there are earlier records") : "",
-        records.map((one, i) => record(one, days[i]))),
+        all.length > records.length ? el("li", {class: "quiet"}, "… there are earlier records") : "",
+        records.map((one, i) => record(one, days[i] === days[i + 1]))),
       isHidden ? el("p", {class: "hint"}, "With what the hooks wrote: ", code(command.trim())) : "",
     ];
   };
 
-  const outcome = ({outcome: word, phase, recover: {state, failure}}) => {
-    if (state === "resolved") return chip(`${word}, resolved by an operator`, "");
-    return failure ? chip(`${word || phase}, a recover hook failed`, "busy", "!") : chip(word || phase, "");
+  const outcome = ({outcome: word, phase, hooks}) => {
+    const recover = hooks.filter(({stage}) => stage === "recover");
+    if (recover.some(({state}) => state === "resolved")) return chip(`${word}, resolved by an operator`, "");
+    const hasFailed = recover.some(({failure}) => failure);
+    return hasFailed ? chip(`${word || phase}, a recover hook failed`, "busy", "!") : chip(word || phase, "");
   };
 
   const past = () => {
-    if (!histories) return "";
-    const open = new Set(status.pending.map((workflow) => workflow.id));
-    const over = events().filter((history) => !open.has(history.workflow.id)).reverse();
+    const open = new Set(status.events.map(({key}) => key));
+    const over = pastAndPresent().filter(({event}) => !open.has(event.key)).reverse();
     const items = over.map((history, i) => {
-      const {workflow, records} = history, first = workflow.first_seen_at;
-      const took = records.length ? `, ${span(Date.parse(records.at(-1).at) - Date.parse(first))} long` : "";
-      return el("details", {id: `t-${key(workflow.id)}`, open: !status.pending.length && !i && "open"},
-        el("summary", {}, el("b", {}, words(workflow.event.type) || "event"), " ",
-          outcome(workflow), " ",
-          el("span", {}, moment(first), took)),
-        el("p", {}, words(workflow.decision.reason)),
-        el("p", {class: "quiet"}, code(workflow.event.id), " ", words(workflow.event.description)),
+      const {event, records} = history;
+      const took = records.length ? `, ${span(Date.parse(records.at(-1).at) - Date.parse(event.seen_at))} long` : "";
+      return el("details", {id: `t-${idOf(event.key)}`, open: !status.events.length && !i && "open"},
+        el("summary", {}, el("b", {}, words(event.type) || "event"), " ",
+          outcome(event), " ",
+          el("span", {}, dated(event.seen_at), took)),
+        el("p", {}, words(event.reason)),
+        el("p", {class: "quiet"}, code(event.id), " ", words(event.description)),
         el("p", {class: "quiet"}, "Timeline (UTC)"), timeline(history));
     });
     return items.length ? section("recent", "Recent events", items) : "";
   };
 
   const pauses = () => {
-    if (!histories) return "";
-    const notes = histories.filter((history) => !history.workflow).flatMap((history) => history.records)
-      .filter((one) => one.kind === "machine_paused").reverse().slice(0, MOST.records);
-    const lines = notes.map((one) => el("li", {}, moment(one.at), el("div", {}, words(one.text))));
+    const notes = agentRecords().filter(({kind}) => kind === "machine_paused").reverse().slice(0, MOST.records);
+    const lines = notes.map((one) => el("li", {}, dated(one.at), el("div", {}, words(one.text))));
     return lines.length ? section("pauses", "VM pauses", el("ol", {class: "timeline wide"}, lines)) : "";
   };
 

@@ -171,12 +171,13 @@ def with_void_approval(transition: Transition, why: str) -> Transition:
 
 def with_result(stage_status: StageStatus, signal: HookFinished) -> StageStatus:
     """Apply the result of a hook that was not canceled."""
-    if signal.outcome != "succeeded":
-        stage_status = replace(stage_status, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
-        if signal.is_required and signal.stage != "on_start":
-            return replace(stage_status, state="failed", failed_hook=signal.hook)
     if stage_status.failed_hook == signal.hook:
         stage_status = retried(stage_status)
+    if signal.outcome != "succeeded":
+        failure = f"hook {signal.hook}: {signal.detail or signal.outcome}"
+        stage_status = replace(stage_status, failure=failure, failed_hook=signal.hook)
+        if signal.is_required and signal.stage != "on_start":
+            return replace(stage_status, state="failed")
     return replace(stage_status, done=(*stage_status.done, signal.hook))
 
 
