@@ -72,7 +72,7 @@ def test_its_window_had_not_opened() -> None:
     night = MaintenanceWindow(start=time(12, 10), length=60.0)
     agent = Agent(replace(LATE, window="night", lead=60.0), windows={"night": night})
     agent.document(EVENT)
-    starts(agent, "its time had not come, it was to begin at 12:10:00 UTC (window night opens)", "time")
+    starts(agent, "its time had not come, it was to begin at 2026-03-02 12:10:00 UTC (window night opens)", "time")
 
 
 def test_an_answer_that_lacks_the_event_does_not_hide_why() -> None:
