@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from scheduled_events_agent.cli import main
+from scheduled_events_agent.cli.config import policy_file
+from scheduled_events_agent.daemon.policy_reader import read_policy
 from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.policy.typed_yaml import Problem
 
@@ -23,6 +26,7 @@ rules:
 hooks:
   drain: {run: [/absent]}
 """
+WAITS = "does not wait for the hooks of prepare: write when-prepared if it should"
 
 
 def pattern_of_the_reference() -> dict[str, Any]:
@@ -209,3 +213,13 @@ def test_a_scenario_is_checked_as_a_policy_is(tmp_path: Path, capsys: pytest.Cap
     assert main(["simulate", "--check", "--json", str(recording)]) == 2
     (error,) = json.loads(capsys.readouterr().out)["errors"]
     assert (error["file"], error["line"], error["column"]) == (str(recording), 1, None)
+
+
+def test_a_start_logs_warnings_as_check_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY.replace("approve: yes", "approve: never"), encoding="utf-8")
+    with capture_logs() as logged:
+        read_policy(policy_file(policy), lambda *_: None, is_start=True)
+    printed = [line for line in check(capsys, "--no-files", str(policy))[1].splitlines() if ": warning: " in line]
+    assert printed[0] == f"{policy}:5: warning: rules[0].approve: {WAITS}"
+    assert [line["problem"] for line in logged] == printed
