@@ -53,7 +53,7 @@ def test_check_finds_nothing_in_an_example_but_what_this_machine_lacks(
     copy.chmod(0o600)
     assert main(["check", "--json", "--config", str(copy)]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [warning for warning in told["warnings"] if not _ABSENT.search(warning)] == []
+    assert [warning for warning in told["warnings"] if not _ABSENT.search(warning["message"])] == []
 
 
 def test_places_of_an_agent_of_this_machine_are_used_by_no_test(tmp_path_factory: pytest.TempPathFactory) -> None:
