@@ -237,7 +237,7 @@ def doctor(machine: Container, check: str) -> list[tuple[str, str]]:
     """Verdicts and findings of a check."""
     done = machine.run("/usr/local/bin/scheduled-events-agent", "doctor", "--json", check=False)
     found = [one for one in json.loads(done.stdout)["checks"] if one["check"] == check]
-    return [(one["severity"], one["message"]) for one in found]
+    return [(one["state"], one["message"]) for one in found]
 
 
 def test_without_a_policy_the_agent_uses_the_default_one(supplied: Container) -> None:

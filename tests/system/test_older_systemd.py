@@ -151,7 +151,7 @@ def test_from_there_the_page_leads_to_a_service_in_a_venv(
     sim.wait_approved(sim.schedule("Reboot", source="User"))
     done = machine.run(NAME, "doctor", "--json", check=False)
     found = json.loads(done.stdout)["checks"]
-    assert [one for one in found if one["severity"] == "error"] == []
+    assert [one for one in found if one["state"] == "error"] == []
 
 
 def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(
@@ -177,7 +177,7 @@ def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(
     machine.wait_for(lambda: service.records() == ["drain", "resume"], "it was resumed")
     done = machine.run(NAME, "doctor", "--json", check=False)
     found = json.loads(done.stdout)["checks"]
-    assert [one for one in found if one["severity"] == "error"] == []
+    assert [one for one in found if one["state"] == "error"] == []
     assert machine.run("systemctl", "is-failed", UNIT, check=False).stdout == "active\n"
 
 
