@@ -74,7 +74,12 @@ if ($isRunning) {
     $asked = @('-I', '-m', 'scheduled_events_agent', 'status', '--json')
     if ($Config) { $asked += "--config=$Config" }
     if ($StateDir) { $asked += "--state-dir=$StateDir" }
-    while ((& $venv @asked | Out-String | ConvertFrom-Json).running) {
+    $hooks = {
+        $status = & $venv @asked | Out-String | ConvertFrom-Json
+        @($status.on_clear) + @($status.events.hooks)
+    }
+    # Only a hook that runs, or waits for another run of itself, has the time since when.
+    while (& $hooks | Where-Object { $_.since }) {
         Write-Output 'hooks are running; the service is stopped when they have ended'
         Start-Sleep -Seconds 10
     }

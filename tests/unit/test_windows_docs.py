@@ -1,17 +1,25 @@
 """The page about Windows against the code: policies load there, paths and names are the agent's own."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from status_samples import NOW, a_workflow, some_facts
 
 from scheduled_events_agent.host.windows import event_log, files, permissions
 from scheduled_events_agent.host.windows import processes as process
 from scheduled_events_agent.host.windows import service_manager as service
 from scheduled_events_agent.policy.load import parse_settings
+from scheduled_events_agent.status import to_json
+from scheduled_events_agent.status.events import to_status
+from scheduled_events_agent.status.facts import RunningHook
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8")
+WORKFLOW = a_workflow()
 POLICIES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -51,6 +59,36 @@ def test_the_page_and_the_script_set_another_account_with_the_same_lines() -> No
     ]
     assert [line.casefold() for line in from_script] == [line.casefold() for line in page]
     assert page[0] == f"$privileges = '{'/'.join(service._PRIVILEGES)}'"
+
+
+def test_the_script_waits_for_the_hooks_that_run_by_what_the_status_says_of_them() -> None:
+    script = (ROOT / "winservice/install.ps1").read_text(encoding="utf-8")
+    lists = re.findall(r"@\(\$status\.([\w.]+)\)", script)
+    (mark,) = re.findall(r"Where-Object \{ \$_\.(\w+) \}", script)
+
+    def found(*running: RunningHook) -> list[str]:
+        """The hooks that the script takes for running."""
+        facts = some_facts(workflows=(WORKFLOW, replace(WORKFLOW, id="other@1")), running=running)
+        status = json.loads(to_json(to_status(facts)))
+        hooks = [hook for path in lists for hook in with_powershell(status, path)]
+        return [hook["hook"] for hook in hooks if hook[mark]]
+
+    clearing = RunningHook(workflow_id="", stage="on_clear", hook="resume", since=NOW)
+    draining = RunningHook(workflow_id=WORKFLOW.id, stage="prepare", hook="drain", since=NOW, limit_seconds=5.0)
+    waiting = replace(draining, workflow_id="other@1", state="queued", limit_seconds=None)
+    assert found() == []
+    assert found(clearing) == ["resume"]
+    assert found(draining) == ["drain"]
+    assert found(clearing, draining, waiting) == ["resume", "drain", "drain"]
+
+
+def with_powershell(value: Any, path: str) -> list[Any]:
+    """What PowerShell makes of a path: of a list it takes the member of each element, in one list."""
+    elements = [value]
+    for name in path.split("."):
+        members = [element[name] for element in elements]
+        elements = [one for member in members for one in (member if isinstance(member, list) else [member])]
+    return elements
 
 
 def test_the_commands_give_an_account_the_access_of_an_installation(
