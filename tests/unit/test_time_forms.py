@@ -21,7 +21,7 @@ from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.kubernetes.conditions import node_state
 from scheduled_events_agent.kubernetes.events import event_of
 from scheduled_events_agent.notifications import Notification, notifications_of, render
-from scheduled_events_agent.status import AttentionKind
+from scheduled_events_agent.status import AttentionKind, EventView
 from scheduled_events_agent.status.events import to_status
 from scheduled_events_agent.status.facts import Facts
 from scheduled_events_agent.status.messages import with_messages
@@ -75,7 +75,7 @@ def shown_texts(facts: Facts) -> Iterator[str]:
     shown = to_status(facts)
     yield shown.headline
     for event in shown.events:
-        yield f"{event.activity} {event.approval.text} {event.waits_for.text if event.waits_for else ''}"
+        yield from event_texts(event)
     yield from _status(shown, Terminal(width=None, has_colors=False))
 
 
@@ -93,8 +93,13 @@ def notification_texts(notification: Notification) -> Iterator[str]:
     yield from strings(json.loads(render("teams", notification)[1]))
     yield json.loads(render("pagerduty", notification)[1])["payload"]["summary"]
     yield event_of(notification, "node", "uid")["message"]
-    event = notification.event
-    yield f"{event.activity} {event.approval.text} {event.waits_for.text if event.waits_for else ''}"
+    yield from event_texts(notification.event)
+
+
+def event_texts(event: EventView) -> Iterator[str]:
+    yield from (event.activity, event.approval.text)
+    if event.waits_for is not None:
+        yield event.waits_for.text
 
 
 def strings(value: Any) -> Iterator[str]:
