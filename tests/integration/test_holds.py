@@ -132,7 +132,7 @@ def test_a_hold_counts_when_the_event_comes_back(
     agent.executor.start_hook.reset_mock()
     agent.read(EVENT)
     assert agent.operator_action == "hold"
-    assert any(entry.text.startswith("held by kim since 2026-03-02T12:") for entry in agent.store.load_journal())
+    assert any(entry.text.startswith("held by kim since 2026-03-02 12:") for entry in agent.store.load_journal())
     assert agent.started == []
     assert (agent.ask("release") or "").startswith("released")
     if phase != "waiting":
