@@ -402,6 +402,7 @@ MORE_CLOSED = (
     closed_for(20, WaitReason(kind="other_event", detail="X")),
     closed_for(21, WaitReason(kind="lost_hook", detail="resume")),
     closed_for(22, WaitReason(kind="approval_slot", at=NOT_BEFORE, detail="1st in line")),
+    closed_for(23, WaitReason(kind="window_closed", at=NOT_BEFORE)),
 )
 WORKFLOWS = (CLOSED, *MORE_CLOSED, *OPEN)
 

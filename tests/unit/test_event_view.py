@@ -502,7 +502,7 @@ def test_a_recommendation_is_prepared_for_until_it_expires() -> None:
 
 EXPECTED: dict[Waits, set[WaitKind]] = {
     "time": {"time", "too_early"},
-    "window": {"window"},
+    "window": {"window", "window_closed"},
     "slot": {"slot", "approval_slot"},
     "fleet": {"fleet", "same_name"},
     "other_vms": {"staggered", "all_ready"},

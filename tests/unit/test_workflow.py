@@ -548,10 +548,28 @@ def test_what_an_approval_began_early_waits_for_the_lead_once_it_is_released(app
     assert agent.operator("release") == []
     assert agent.document(event, after=60) == []
     assert (agent.phase, agent.wait_message()) == ("prepared", "its time has not come")
+    assert wait_kind(agent) == "too_early"
     begins_at = not_before - timedelta(minutes=15)
     assert next_wake_at(agent.workflows, agent.context) == begins_at
     agent.context = replace(agent.context, now=begins_at, document_at=begins_at)
     assert agent.tick(0)[0].startswith("A: approve A")
+
+
+def test_what_an_approval_began_early_waits_for_its_window_once_it_is_released() -> None:
+    night = MaintenanceWindow(start=time(2, 0), length=7200.0)
+    agent = Agent(a_rule(window="night", prepare=("drain",)), windows={"night": night})
+    event = an_event(not_before=START + timedelta(days=7))
+    agent.document(event)
+    agent.operator("approve")
+    agent.ends("drain")
+    agent.answer("timeout")
+    agent.operator("release")
+    assert agent.document(event, after=60) == []
+    assert (agent.phase, agent.wait_message()) == ("prepared", "its time has not come")
+    opening = datetime(2026, 3, 3, 2, 0, tzinfo=UTC)
+    assert agent.of().wait_reason == WaitReason(kind="window_closed", at=opening)
+    agent.context = replace(agent.context, now=opening, document_at=opening)
+    assert agent.tick(0) == ["A: approve A alone"]
 
 
 def test_a_failure_voids_an_early_approval_and_the_rule_waits_for_its_lead() -> None:

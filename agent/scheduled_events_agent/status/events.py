@@ -34,7 +34,7 @@ _APPROVALS = {
 # Of how many events the output is read.
 _WITH_OUTPUT = 20
 WAITS: dict[WaitKind, Waits] = {
-    "time": "time", "too_early": "time", "window": "window",
+    "time": "time", "too_early": "time", "window": "window", "window_closed": "window",
     "slot": "slot", "approval_slot": "slot", "fleet": "fleet", "same_name": "fleet",
     "staggered": "other_vms", "all_ready": "other_vms", "other_event": "other_event",
     "held": "operator", "manual": "operator", "state_lost": "operator", "prepare_failed": "operator",

@@ -45,6 +45,7 @@ _WAIT_MESSAGES = {
     "approval_slot": "waits for a slot to approve: {detail}; Azure starts it at {at}",
     "stale": "the metadata service has not answered since {at}",
     "too_early": "its time has not come",
+    "window_closed": "its time has not come",
     "shared": "it names several VMs ({names}) and shared is {decision.shared}",
     "staggered": "VMs listed before this one may approve it until {at}",
     "all_ready": "waits for {detail}",

@@ -102,7 +102,8 @@ def not_started_gate(workflow: Workflow, context: Context) -> GateResult:
     in_time = schedule_gate(workflow, context) if workflow.was_begun_early else ALLOW
     if in_time.wait_reason is None:
         return ALLOW
-    return GateResult("wait", WaitReason(kind="too_early", at=in_time.wait_reason.at))
+    kind: WaitKind = "window_closed" if in_time.wait_reason.kind == "window" else "too_early"
+    return GateResult("wait", WaitReason(kind=kind, at=in_time.wait_reason.at))
 
 
 def shared_event_gate(workflow: Workflow, context: Context) -> GateResult:

@@ -41,7 +41,8 @@ WaitKind = Literal[
     "other_run",
     # a gate's reason
     "status", "other_vm", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
-    "manual", "too_early", "shared", "staggered", "all_ready", "state_lost", "stale", "approval_slot",
+    "manual", "too_early", "window_closed", "shared", "staggered", "all_ready", "state_lost", "stale",
+    "approval_slot",
     # a recommendation is never approved
     "recommendation",
     # before it recovers
