@@ -3,17 +3,14 @@
 from datetime import datetime, timedelta
 from typing import Any, get_args
 
-import msgspec
 import pytest
-from interface import JSON_OUTPUTS
 from msgspec.structs import replace
 from status_samples import APPROVED_BY_KIM, HELD_BY_KIM, NOW, a_workflow, some_facts
 from test_recommendations import a_recommendation, advice
 from test_workflow import NOTICE, START, Agent, a_rule, an_event, started
 
 from scheduled_events_agent.imds.document import ScheduledEvent
-from scheduled_events_agent.notifications import Notification
-from scheduled_events_agent.policy import Decision, Rule, When
+from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.status import CommandOptions, EventView, HookView, JournalRecord, SuggestedCommand, Vm
 from scheduled_events_agent.status.events import WAITS, event_view, to_status, with_output
 from scheduled_events_agent.status.facts import Facts, History, RunningHook
@@ -599,11 +596,3 @@ def test_the_output_of_hooks_is_read_for_the_most_urgent_events() -> None:
     assert first == replace(status.events[0], hooks=first.hooks)
     assert tuple(rest) == status.events[1:]
     assert replace(found, events=()) == replace(status, events=())
-
-
-def test_no_output_has_what_the_agent_keeps_inside() -> None:
-    inside = {type_.__name__ for type_ in (Workflow, Decision, Facts, History, RunningHook, ScheduledEvent)}
-    for name, output in {**JSON_OUTPUTS, "a notification": Notification}.items():
-        _, found = msgspec.json.schema_components([output])
-        assert not inside & set(found), name
-    assert "EventView" in msgspec.json.schema_components([JSON_OUTPUTS["status"]])[1]

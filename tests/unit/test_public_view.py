@@ -19,26 +19,28 @@ from test_stored_types import structs_in
 import scheduled_events_agent
 from scheduled_events_agent.notifications import Notification
 from scheduled_events_agent.status import EventView
+from scheduled_events_agent.status.facts import RunningHook
 from scheduled_events_agent.workflow import Phase, WaitReason, Workflow
 
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = Path(scheduled_events_agent.__file__).parent
+INSIDE = ("scheduled_events_agent.workflow", "scheduled_events_agent.status.facts")
 
 
-def stored_types(output: Any) -> set[str]:
-    """The types of the state machine in an output, and those that are stored as a part of its types."""
+def inside_types(output: Any) -> set[str]:
+    """The types in an output that the agent keeps inside: of the state machine, and what it stores in them."""
     stored = {*structs_in(type_info(Workflow))}
     return {
         found.__name__
         for found in structs_in(type_info(output))
-        if found.__module__.startswith("scheduled_events_agent.workflow") or found in stored
+        if found.__module__.startswith(INSIDE) or found in stored
     }
 
 
 @pytest.mark.parametrize("name", [*interface.JSON_OUTPUTS, "a notification"])
-def test_no_output_has_a_type_of_the_state_machine(name: str) -> None:
+def test_no_output_has_a_type_that_the_agent_keeps_inside(name: str) -> None:
     outputs: Mapping[str, Any] = {**interface.JSON_OUTPUTS, "a notification": Notification}
-    assert stored_types(outputs[name]) == set()
+    assert inside_types(outputs[name]) == set()
 
 
 class Inner(msgspec.Struct):
@@ -53,13 +55,14 @@ class Heir(Workflow, frozen=True, kw_only=True):
 class Output(msgspec.Struct):
     inner: list[Inner]
     heir: Heir | Literal["none"]
+    facts: tuple[RunningHook, ...] = ()
 
 
-def test_a_type_of_the_state_machine_is_found_wherever_it_stands() -> None:
-    assert stored_types(Inner) == {"WaitReason"}
-    of_workflow = {"ScheduledEvent", "Decision", "StageStatus", "Approval", "WaitReason"}
-    assert stored_types(Output) >= of_workflow
-    assert stored_types(EventView) == set()
+def test_such_a_type_is_found_wherever_it_stands() -> None:
+    assert inside_types(Inner) == {"WaitReason"}
+    of_workflow = {"ScheduledEvent", "Decision", "StageStatus", "Approval", "WaitReason", "RunningHook"}
+    assert inside_types(Output) >= of_workflow
+    assert inside_types(EventView) == set()
 
 
 # --- With other fields in the state machine, the promise is the same.

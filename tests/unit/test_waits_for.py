@@ -1,4 +1,4 @@
-"""What an event waits for, in a user's words: each inner reason has one, and each one occurs."""
+"""What an event waits for, in a user's words: each of these kinds occurs."""
 
 from collections.abc import Callable
 from datetime import time, timedelta
@@ -6,15 +6,15 @@ from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
-from status_samples import a_workflow, some_facts
+from status_samples import some_facts
 from test_recommendations import prepared as prepared_for_recommendation
 from test_workflow import START, Agent, a_rule, an_event, shared_event
 from test_workflow_fleet import FULL
 
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
-from scheduled_events_agent.status.events import WAITS, event_view
-from scheduled_events_agent.status.status import Waits, WaitsFor
-from scheduled_events_agent.workflow import FleetView, StageStatus, WaitKind, WaitReason
+from scheduled_events_agent.status.events import event_view
+from scheduled_events_agent.status.status import Waits
+from scheduled_events_agent.workflow import FleetView
 
 DRAIN = a_rule(prepare=("drain",))
 LATER = an_event(not_before=START + timedelta(days=7))
@@ -89,10 +89,8 @@ STORIES: dict[Waits, Callable[[], Agent]] = {
 }
 
 
-def test_each_reason_of_the_state_machine_is_in_the_table() -> None:
-    assert {*WAITS} == {*get_args(WaitKind)}
-    assert {*get_args(Waits)} == {*WAITS.values(), "drain"}  # the state machine gives no reason for a drain
-    assert {*get_args(Waits)} == {*STORIES}
+def test_there_is_a_story_for_each_kind() -> None:
+    assert {*STORIES} == {*get_args(Waits)}
 
 
 @pytest.mark.parametrize("kind", STORIES)
@@ -104,38 +102,6 @@ def test_each_kind_occurs(kind: Waits) -> None:
     assert waits_for.kind == kind
     assert waits_for.until is None or waits_for.until > agent.context.now
     assert waits_for.text
-
-
-@pytest.mark.parametrize("kind", get_args(WaitKind))
-def test_an_event_waits_for_what_the_table_has(kind: WaitKind) -> None:
-    facts = some_facts()
-    reason = WaitReason(kind=kind, at=facts.at + timedelta(minutes=1), detail="it")
-    failed = StageStatus(state="failed", failure="hook drain: exit code 3")
-    workflow = a_workflow(
-        {"id_error": "it is no text"}, {"on_start": ("tell",)}, prepare=failed, wait_reason=reason
-    )
-    waits_for = event_view(workflow, facts).waits_for
-    assert waits_for is not None
-    assert waits_for.kind == WAITS[kind]
-    assert waits_for.text
-
-
-def test_a_recovery_that_failed_waits_for_an_operator() -> None:
-    failed = StageStatus(state="failed", failure="hook resume: exit code 3", failed_hook="resume")
-    workflow = a_workflow(phase="recovery_failed", is_over=True, recover=failed)
-    assert event_view(workflow, some_facts()).waits_for == WaitsFor(
-        kind="operator", until=None, text="hook resume: exit code 3"
-    )
-
-
-def test_an_old_answer_has_no_time_until_when_it_stays_old() -> None:
-    agent = reads(DRAIN, stale_after=10.0)
-    agent.wait(11)
-    agent.ends("drain")
-    waits_for = event_view(agent.of(), some_facts(at=agent.context.now)).waits_for
-    assert waits_for is not None
-    assert (waits_for.kind, waits_for.until) == ("document", None)
-    assert waits_for.text.startswith("the metadata service has not answered since ")
 
 
 def test_an_event_that_goes_on_waits_for_nothing() -> None:
