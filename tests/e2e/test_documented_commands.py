@@ -90,15 +90,16 @@ ELSEWHERE = {
         "tests/unit/test_compatibility.py",
         "interface.newest_record()",
     ),
-    "for scenario in ": ("tests/integration/test_cli_policy.py", "def test_the_pipeline_of_the_reference"),
-    f"{OURS}explain --config policy.yaml --at ": (
-        "tests/integration/test_cli_policy.py",
-        "def test_the_pipeline_of_the_reference",
-    ),
-    "done": ("tests/integration/test_cli_policy.py", "def test_the_pipeline_of_the_reference"),
-    "git diff --exit-code plans": (
-        "tests/integration/test_cli_policy.py",
-        "def test_the_pipeline_of_the_reference",
+    **dict.fromkeys(
+        (
+            "mkdir -p plans",
+            "for scenario in ",
+            f"{OURS}explain --config policy.yaml --at ",
+            "done",
+            "git add --intent-to-add plans",
+            "git diff --exit-code HEAD -- plans",
+        ),
+        ("tests/integration/test_cli_policy.py", "def test_the_pipeline_of_the_reference"),
     ),
     ".venv/bin/python tests/simulation": ("Makefile", "$(BIN)/python tests/simulation"),
     ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
