@@ -32,7 +32,7 @@ def test_two_servers_in_one_event_say_when_they_are_drained(both: Simulator, mak
         stop = agent.hook("stop", timeout="60s")
         agent.write_policy(agent={"listen": "127.0.0.1:0", "reserve": "5s"}, rules=[rule], hooks={"stop": stop})
         agent.start()
-    event = both.schedule("Reboot", vms=VMS, notice_seconds=86400)
+    event = both.schedule("Reboot", vms=VMS, notice_seconds=2 * 86400)  # it begins on another day
     begins_at = both.event(event).not_before_at - timedelta(seconds=60 + 30 + 5)
     for agent in agents:
         waits_for = agent.wait_phase(event, "waiting")["waits_for"]
