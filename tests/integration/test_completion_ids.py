@@ -18,6 +18,7 @@ from scheduled_events_agent.policy.load import CONFIG_VARIABLE
 from scheduled_events_agent.policy.settings import AgentSettings
 
 PENDING = ["602D9444-AAAA", "7A11-B"]
+TIMEOUT = completion._STATUS_TIMEOUT_SECONDS
 
 
 class Pages:
@@ -59,6 +60,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
     policy.write_text(f"agent: {{state_dir: '{(tmp_path / 'absent').as_posix()}'}}\n", encoding="utf-8")
     monkeypatch.setenv(CONFIG_VARIABLE, str(policy))
     pages = Pages()
+    monkeypatch.setattr(completion, "_STATUS_TIMEOUT_SECONDS", 60.0)  # a busy machine is slow
     monkeypatch.setattr(completion, "STATUS_URL", f"http://127.0.0.1:{pages.server.server_port}/status")
     thread = Thread(target=pages.server.serve_forever)
     thread.start()
@@ -132,6 +134,7 @@ def test_a_wrong_answer_of_the_pages_is_no_error(
 def test_pages_that_do_not_answer_are_not_waited_for(
     pages: Pages, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(completion, "_STATUS_TIMEOUT_SECONDS", TIMEOUT)
     waits: list[float] = []
 
     def wait(_: BaseHTTPRequestHandler) -> None:
@@ -186,6 +189,7 @@ def test_an_account_that_may_not_read_the_state_gets_the_ids_of_the_pages(pages:
         "import httpx, yaml, scheduled_events_agent.http.transport, scheduled_events_agent.policy.load\n"
         "import encodings.idna, scheduled_events_agent.cli.config\n"
         f"completion.STATUS_URL = {completion.STATUS_URL!r}\n"
+        "completion._STATUS_TIMEOUT_SECONDS = 60.0\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "sys.exit(cli.main(['completion', 'ids']))\n"
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from static_policy import Given
 from test_daemon import open_pages, running
 
 from scheduled_events_agent.cli.status import ask_status
+from scheduled_events_agent.daemon import poller
 from scheduled_events_agent.daemon.daemon import Daemon
 from scheduled_events_agent.policy.load import parse_settings
 from scheduled_events_agent.policy.settings import AgentSettings
@@ -299,7 +301,10 @@ def test_a_hung_disk_keeps_the_status_and_the_last_known_history(
         second.join()
 
 
-def test_history_has_the_records_about_the_agent_without_what_only_the_journal_may_show(tmp_path: Path) -> None:
+def test_history_has_the_records_about_the_agent_without_what_only_the_journal_may_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poller, "_PAUSE_SECONDS", inf)  # a busy machine is paused, too
     began = datetime.now(UTC) - timedelta(hours=1)
     rejected = "p.yaml:7: hooks.drain.run: expected a list such as [one, two]; got SECRET"
     with closing(Store.open(tmp_path, began)) as store:
