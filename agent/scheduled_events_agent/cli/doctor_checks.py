@@ -70,7 +70,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
     """What to do."""
     command: str = ""
-    """The command line that does it, if one does; the hint has it, too."""
+    """The command line that does it, if one does; the hint has it, too.
+
+    "" if the message names what to run, as it does of files that other accounts could change.
+    """
 
 
 def ok(check: str, message: str) -> Finding:
