@@ -99,7 +99,7 @@ class Told(Agent):
             command_options=CommandOptions(state="--state-dir /srv/state"),
             command_prefix="sudo ",
         )
-        for step, notification in notifications_of(map(with_messages, self.last.transitions), facts):
+        for step, notification in notifications_of([*map(with_messages, self.last.transitions)], facts):
             self.summaries.append(json.loads(render("pagerduty", notification)[1])["payload"]["summary"])
             self.history.append((step, notification))
         return effects
@@ -129,6 +129,24 @@ def test_a_summary_adds_the_reason_only_where_it_says_more_than_the_title() -> N
         "The Reboot of vm-1 is approved and may start",
         "The Reboot of vm-1 has started (approved)",
         "The Reboot of vm-1 is over: completed",
+    ]
+
+
+def test_a_notification_shows_its_event_as_the_last_transition_of_the_moment_leaves_it() -> None:
+    agent = Told(a_rule(prepare=("drain",), approve="manual"))
+    agent.document(an_event())
+    agent.operator("hold")
+    agent.operator("approve")
+    agent.ends("drain")
+    agent.answer()
+    events = [(notification.kind, notification.event) for _, notification in agent.history]
+    assert [(kind, event.phase, event.waits_for and event.waits_for.kind) for kind, event in events] == [
+        ("seen", "waiting", "time"),
+        ("approval_needed", "waiting", "time"),
+        ("held", "held", "operator"),
+        ("preparing", "preparing", None),
+        ("prepared", "prepared", None),
+        ("approved", "approved", None),
     ]
 
 

@@ -1,6 +1,6 @@
 """The notification payload, stored until it is delivered, and which targets receive it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 from uuid import uuid4
@@ -64,12 +64,14 @@ def leads_to_notification(transition: Transition) -> bool:
     return any(record.kind in _KINDS for record in transition.records)
 
 
-def notifications_of(transitions: Iterable[Transition], facts: Facts) -> Iterator[tuple[Transition, Notification]]:
+def notifications_of(transitions: Sequence[Transition], facts: Facts) -> Iterator[tuple[Transition, Notification]]:
     """The notifications of the transitions, in order. Their records already have their messages.
 
-    ``facts``: those after the last transition.
+    ``facts``: those after the last transition. Each notification shows its event as it is then: between two
+    transitions of a moment the state is half changed, such as approved and still waiting for an operator.
     """
     at = facts.at
+    last = {transition.workflow.id: transition.workflow for transition in transitions}
     needs = {one.key: one for one in of_events(facts)}
     for transition in transitions:
         workflow = transition.workflow
@@ -103,7 +105,7 @@ def notifications_of(transitions: Iterable[Transition], facts: Facts) -> Iterato
                     commands=tuple(_commands(need, facts.command_prefix)) if need else (),
                     runbook=need.runbook if need else "",
                     has_started=workflow.was_started,
-                    event=event_view(workflow, facts, is_kept=True),
+                    event=event_view(last[workflow.id], facts, is_kept=True),
                 ),
             )
 
