@@ -157,7 +157,7 @@ PAUSES = [
 AGENT_RECORDS = [
     agent_entry(90_000, "agent_started", "version 0.1.0, mode act"),
     agent_entry(7_299.5, "reload_rejected", "the policy file is rejected"),
-    agent_entry(7_250, "on_clear", ""),
+    agent_entry(7_250, "on_clear", "the command history says what its hooks did"),
     agent_entry(7_000, "notification_lost", "pager: started of E: too old"),
     agent_entry(600, "reloaded", "rules: impactful"),
 ]
@@ -731,7 +731,7 @@ def test_records_about_the_agent_are_in_the_timelines_of_their_time(tab: Tab, se
     shown = [text for _, text, *_ in tab.ask(RECORDS.format("article"))]
     assert [text for text in shown if text not in [one.text for one in PAST]] == [
         "reload rejected: the policy file is rejected",
-        "on clear",
+        "on clear: the command history says what its hooks did",
         "notification lost: pager: started of E: too old",
         "reloaded: rules: impactful",
     ]

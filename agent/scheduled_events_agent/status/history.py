@@ -21,7 +21,7 @@ _PUBLIC_TEXTS: Mapping[str, str | None] = {
     "agent_stopped": None,
     "machine_paused": None,
     "notification_lost": None,
-    "on_clear": "",  # why a hook failed may name its program
+    "on_clear": "the command history says what its hooks did",  # why one failed may name its program
     "reload_rejected": "the policy file is rejected; the policy that was accepted last stays in force",
     "reloaded": None,
     "state_lost": None,

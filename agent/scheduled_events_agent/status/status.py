@@ -42,7 +42,7 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of a hook: succeeded, failed, timed_out, canceled, not_started."""
     text: str
     detail: str
-    """The end of a hook's output."""
+    """The end of a hook's output; of agent_started: the id of the boot."""
 
 
 Waits = Literal[
@@ -89,7 +89,7 @@ class HookView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     failure: str = ""
     """Of its last run."""
     output: str = ""
-    """The end of what it wrote. Empty unless ``agent.show_hook_output`` is true."""
+    """The end of what it wrote. Only ``/status`` has it, and only if ``agent.show_hook_output`` is true."""
 
 
 class OperatorView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,7 +146,7 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     activity: str
     """What the agent does about it now, as a sentence."""
     commands: tuple[SuggestedCommand, ...]
-    """With these an operator can decide otherwise now."""
+    """With these an operator can decide otherwise now. ``history`` has none."""
 
 
 class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
