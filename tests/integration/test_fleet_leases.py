@@ -517,8 +517,8 @@ def test_doctor_tries_each_right_and_leaves_nothing(api: KubeApi, policy: Path) 
     assert api.store.list(LEASES) == []
     api.store.remove(*_role(api))
     set_verbs(api, "list", "create", "delete")
-    severity, message = _examined(policy)
-    assert severity == "error"
+    state, message = _examined(policy)
+    assert state == "error"
     assert message.startswith("this account may not update Leases in the namespace events")
     assert api.store.list(LEASES) == []
 

@@ -893,8 +893,8 @@ DRAINS = "hooks: {drain: {run: [scheduled-events-agent, kubernetes, drain]}}\non
 def test_doctor_says_that_all_is_well(cluster: Cluster, doctor: Callable[..., list[tuple[str, str]]]) -> None:
     cluster.set_rules(*DRAIN_RULES, STATUS_RULE, EVENTS_RULE)
     before = cluster.node
-    ((severity, message),) = doctor()
-    assert severity == "ok"
+    ((state, message),) = doctor()
+    assert state == "ok"
     assert message.startswith(
         f"{cluster.api.url} answers {cluster.kubeconfig}, which has all rights; node vm-1 is"
     )
@@ -905,8 +905,8 @@ def test_doctor_finds_all_rights_of_a_kubelet(
     cluster: Cluster, doctor: Callable[..., list[tuple[str, str]]]
 ) -> None:
     cluster.kubeconfig = str(cluster.api.kubeconfig(kubelet("vm-1"), certificate=True))
-    ((severity, message),) = doctor(DRAINS)
-    assert severity == "ok", message
+    ((state, message),) = doctor(DRAINS)
+    assert state == "ok", message
 
 
 def test_doctor_names_each_right_that_is_missing_and_what_needs_it(
@@ -938,8 +938,8 @@ def test_doctor_knows_another_machine_and_a_node_that_is_not_there(
     cluster.remove_node()
     assert doctor() == [("error", "the cluster has no node vm-1")]
     cluster.api.add_node("vm-1", "another-boot")
-    ((severity, message),) = doctor()
-    assert (severity, "is another machine (bootID another-boot" in message) == ("error", True)
+    ((state, message),) = doctor()
+    assert (state, "is another machine (bootID another-boot" in message) == ("error", True)
 
 
 def test_doctor_says_why_the_cluster_cannot_be_asked(
@@ -949,11 +949,11 @@ def test_doctor_says_why_the_cluster_cannot_be_asked(
     assert doctor() == [("error", "the API server: connection refused")]
     cluster.api.start()
     cluster.api.go_wrong("unauthorized")
-    ((severity, message),) = doctor()
-    assert (severity, "does not know these credentials (401)" in message) == ("error", True)
+    ((state, message),) = doctor()
+    assert (state, "does not know these credentials (401)" in message) == ("error", True)
     Path(cluster.kubeconfig).unlink()
-    ((severity, message),) = doctor()
-    assert (severity, cluster.kubeconfig in message) == ("error", True)
+    ((state, message),) = doctor()
+    assert (state, cluster.kubeconfig in message) == ("error", True)
 
 
 def test_doctor_has_nothing_to_look_at_without_the_section(

@@ -233,7 +233,7 @@ def test_doctor_says_whether_the_table_can_be_used(
     for permissions in ("r", "rad"):
         file.write_text(azurite.sas(url.rpartition("/")[2], permissions=permissions))
         refused = checked(f", group: web, credential: {{sas_file: {file}}}")
-        assert refused["severity"] == "error"
+        assert refused["state"] == "error"
         assert "the shared access signature in" in refused["message"]
     assert records.list() == []
 
