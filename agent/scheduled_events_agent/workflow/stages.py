@@ -172,12 +172,15 @@ def with_void_approval(transition: Transition, why: str) -> Transition:
 def with_result(stage_status: StageStatus, signal: HookFinished) -> StageStatus:
     """Apply the result of a hook that was not canceled."""
     if stage_status.failed_hook == signal.hook:
-        stage_status = retried(stage_status)
+        state = "running" if stage_status.state == "failed" else stage_status.state
+        stage_status = replace(stage_status, state=state, failure="", failed_hook="")
     if signal.outcome != "succeeded":
         failure = f"hook {signal.hook}: {signal.detail or signal.outcome}"
-        stage_status = replace(stage_status, failure=failure, failed_hook=signal.hook)
+        failed = replace(stage_status, failure=failure, failed_hook=signal.hook)
         if signal.is_required and signal.stage != "on_start":
-            return replace(stage_status, state="failed")
+            return replace(failed, state="failed")
+        if stage_status.state != "failed":  # else the failure of another hook has ended the stage, and stays
+            stage_status = failed
     return replace(stage_status, done=(*stage_status.done, signal.hook))
 
 
