@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import re
 import sys
 import threading
 import time
@@ -105,7 +104,7 @@ def test_the_health_endpoint_reports_when_the_engine_hangs_and_recovers(
         threading.Event().wait(2.0)
         status, text = get(daemon, "/healthz")
         assert status == 503
-        assert re.match(r"The engine has run no cycle for \d+s", text)
+        assert text == "The engine has run no cycle for more than 1.5s.\n"
         azure.wait_polls(2)  # polling waits for nothing
         monkeypatch.undo()
         may_go_on.set()

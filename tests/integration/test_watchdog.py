@@ -1,6 +1,5 @@
 """Signs of life for the service manager: only while engine, store and poller make progress."""
 
-import re
 import socket
 import sys
 import threading
@@ -90,8 +89,7 @@ def test_a_hung_poller_stops_the_heartbeat_and_is_named_by_the_health_endpoint(
         deadline = time.monotonic() + 60.0
         while is_alive(1.0):
             assert time.monotonic() < deadline
-        reason = r"The poller has sent no heartbeat for \d+s\.\n"
-        assert re.search(reason, get(daemon, "/healthz")[1])
+        assert "The poller has sent no heartbeat for more than 0.1s.\n" in get(daemon, "/healthz")[1]
         monkeypatch.undo()
         may_go_on.set()
         azure.wait_until(lambda: get(daemon, "/healthz") == (200, "ok\n"), "it was healthy again")

@@ -132,9 +132,9 @@ NEEDED: dict[str, tuple[Facts, str, str, str]] = {
         "scheduled-events-agent history --event 602D9444",
     ),
     "unhealthy": (
-        some_facts(faults=("the engine has run no cycle for 20s",)),
+        some_facts(faults=("the engine has run no cycle for more than 20s",)),
         "act",
-        "The engine has run no cycle for 20s.",
+        "The engine has run no cycle for more than 20s.",
         "scheduled-events-agent doctor",
     ),
     "restart_unsafe": (

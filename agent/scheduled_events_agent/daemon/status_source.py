@@ -118,19 +118,18 @@ class StatusSource:
         return health(self.attention())
 
     def _faults(self) -> list[str]:
-        """Faults of the agent itself."""
+        """Faults of the agent itself. No running time is in their texts: they are in the headline."""
         snapshot = self._snapshot()
-        seconds = time.monotonic() - snapshot.cycle_began_at
         problems = []
-        if seconds > _STALL_SECONDS:
-            problems.append(f"the engine has run no cycle for {seconds:.0f}s")
+        if time.monotonic() - snapshot.cycle_began_at > _STALL_SECONDS:
+            problems.append(f"the engine has run no cycle for more than {_STALL_SECONDS:g}s")
         if failure := snapshot.store_failure:
             problems.append(f"nothing can be done until the state file can be written: {failure}")
         for event_id, kind in list(snapshot.bugs.items())[:_MAX_BUGS]:
             what = f"event {event_id}" if event_id else "what is pending"
             problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
-        if (overdue := self._poller.stalled_seconds()) > _STALL_SECONDS:
-            problems.append(f"the poller has sent no heartbeat for {overdue:.0f}s")
+        if self._poller.stalled_seconds() > _STALL_SECONDS:
+            problems.append(f"the poller has sent no heartbeat for more than {_STALL_SECONDS:g}s")
         if failure := self._web().failure:  # for the command status, which asks through the state file
             problems.append(f"the web server is not listening: {failure}")
         return problems
