@@ -122,9 +122,10 @@ def _message(notification: Notification) -> str:
     event = notification.event
     title = notification_title(notification.kind, event, notification.vm)
     start = ""
-    has_start = notification.kind == "seen"  # in its addition
-    if event.not_before is not None and notification.seconds_left is not None and not has_start:
-        start = f", not before {format_time(event.not_before)}"
+    if event.not_before is not None and notification.seconds_left is not None:
+        not_before = format_time(event.not_before)
+        is_said = not_before in f"{title}{notification.addition}"
+        start = "" if is_said else f", not before {not_before}"
     named = f"{title} (event {event.id[:SHORT_ID]}{start})"
     return ": ".join(filter(None, [named, notification.addition]))[:_MAX_MESSAGE]
 
