@@ -511,7 +511,7 @@ def test_operator_commands_are_in_every_format(tmp_path: Path) -> None:
         f"`{retry}`: run drain again, then the rest",
         f"`{approve}`: let Azure start it as it is",
     ]
-    assert {"VM: vm-1", "Act before: 2026-01-01 12:15:00 UTC", "Time left: 15m"} < {*lines}
+    assert {"VM: vm-1", "Act before: 2026-01-01 12:15:00 UTC", "Time left: 15m 0s"} < {*lines}
     facts = body_of("teams", **ASKED)["attachments"][0]["content"]["body"][2]["facts"]
     assert facts[-2:] == [
         {"title": "run drain again, then the rest", "value": retry},
@@ -542,7 +542,7 @@ def test_people_learn_that_the_agent_only_observes(form: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds_left", "expected"),
-    [(61, "1m1s"), (0, "none: it may start at any moment"), (-5, "none: it may start at any moment")],
+    [(61, "1m 1s"), (0, "none: it may start at any moment"), (-5, "none: it may start at any moment")],
 )
 def test_people_learn_that_no_time_is_left(seconds_left: int, expected: str) -> None:
     assert f"Time left: {expected}" in body_of("slack", seconds_left=seconds_left)["text"].splitlines()

@@ -11,7 +11,7 @@ import msgspec
 from scheduled_events_agent import host
 from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.notifications.notification import Notification
-from scheduled_events_agent.policy.durations import format_duration, format_time
+from scheduled_events_agent.policy.durations import format_rounded, format_time
 from scheduled_events_agent.status.messages import notification_title
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
@@ -84,7 +84,7 @@ def _facts(notification: Notification) -> dict[str, str]:
     not_before = format_time(event.not_before) if event.not_before and left is not None else ""
     time_left = ""
     if left is not None and left > 0:
-        time_left = format_duration(left)
+        time_left = format_rounded(left)
     elif left is not None and event.type != RECOMMENDATION:
         time_left = "none: it may start at any moment"
     facts = {
