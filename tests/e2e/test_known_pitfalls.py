@@ -420,11 +420,11 @@ def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agen
     waits_for = pending[led]["waits_for"]
     assert waits_for["kind"] == "time"
     assert datetime.fromisoformat(waits_for["until"]) == begins_at
-    assert re.fullmatch(r"begins at [-0-9]+ [:0-9]+ UTC \(in 2d 23h\) \(lead 15m\)", waits_for["text"])
+    assert re.fullmatch(r"begins at [-0-9]+ [:0-9]+ UTC \(in 2d 23h\): lead 15m", waits_for["text"])
     waits_for = pending[windowed]["waits_for"]
     assert waits_for["kind"] == "window"
     assert datetime.fromisoformat(waits_for["until"]) == opening.replace(second=0, microsecond=0)
-    assert re.fullmatch(r"begins at .*[:0-9]+ UTC \(in 4h 5\dm\) \(window night opens\)", waits_for["text"])
+    assert re.fullmatch(r"begins at .*[:0-9]+ UTC \(in 4h 5\dm\): window night opens", waits_for["text"])
     assert agent.is_ready()
     assert agent.ran() == []
     assert posts(sim) == []

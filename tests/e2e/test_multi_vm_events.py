@@ -38,7 +38,7 @@ def test_two_servers_in_one_event_say_when_they_are_drained(both: Simulator, mak
         waits_for = agent.wait_phase(event, "waiting")["waits_for"]
         assert waits_for["kind"] == "time"
         assert waits_for["text"].startswith(f"begins at {begins_at:%Y-%m-%d %H:%M:%S} UTC (in ")
-        assert ") (it names other VMs too and shared is hold" in waits_for["text"]
+        assert "): it names other VMs too and shared is hold" in waits_for["text"]
         assert agent.is_ready()
         told = agent.run("status", "--state-dir", str(agent.state_dir)).stdout
         assert f"begins at {begins_at:%Y-%m-%d %H:%M:%S} UTC (in " in " ".join(told.split())

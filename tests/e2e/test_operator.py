@@ -288,9 +288,7 @@ def test_status_shows_the_running_hook_and_a_command_that_works(sim: Simulator, 
     agent.wait_phase(event, "held")
     held = ask(agent, "status").stdout
     assert held.splitlines()[0] == "Reboot is held: an operator holds it"
-    assert re.search(
-        r"^  now       held: an operator holds it; Azure starts it at .* UTC \(in 1\dm \d+s\)$", held, re.MULTILINE
-    )
+    assert re.search(r"^  now       held: an operator holds it; Azure starts it at .* UTC$", held, re.MULTILINE)
     assert re.search(r"^  operator  held by \S+ since [-\d: ]+ UTC$", held, re.MULTILINE)
     assert f"  overrule  scheduled-events-agent release {event[:8]} {place}\n" in held
     in_json = json.loads(ask(agent, "status", "--json").stdout)["events"]

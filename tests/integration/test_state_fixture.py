@@ -444,7 +444,7 @@ JOURNAL = [
     event_record("decided", BY_RULE.reason),
     event_record("changed", "status Scheduled -> Started"),
     event_record("renamed", "goes on under the id HALF-RECOVERED (was OLD)"),
-    event_record("waiting", "begins at 2026-03-02 12:15:00 UTC (lead 15m)"),
+    event_record("waiting", "begins at 2026-03-02 12:15:00 UTC: lead 15m"),
     event_record("without_slot", "it begins without a slot of the fleet: it starts soon", detail="soon"),
     event_record("preparing", "preparation begins: drain, checkpoint"),
     event_record("hook_started", "hook drain starts", stage="prepare", hook="drain"),

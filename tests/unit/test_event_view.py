@@ -96,7 +96,7 @@ def test_an_event_at_first_sight_says_what_azure_says_and_what_is_to_come() -> N
     agent = an_agent(a_rule(on_start=("announce",), approve="manual", lead=600.0), event)
     seen_at = START + SECOND
     begins_at = START + timedelta(minutes=5)
-    text = "begins at 12:05:00 UTC (in 4m 59s) (lead 10m)"
+    text = "begins at 12:05:00 UTC (in 4m 59s): lead 10m"
     assert agent.view() == EventView(
         key="a@20260302T120001.000000Z",
         id="A",

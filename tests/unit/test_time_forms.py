@@ -52,6 +52,9 @@ NOW = datetime(2026, 4, 11, 22, 12, 0, 250_000, tzinfo=UTC)
         ("changed at 14:02", ["14:02"]),
         ("not before Sat, 28 Nov 2026 03:28:42 GMT", ["03:28:42"]),
         ("preparation may take 17.038s", ["17.038s"]),
+        ("not ready for 1.2096e+06s", ["1.2096e+06s"]),
+        ("begins at 03:28:42 UTC (in 14m 3s): lead 15m", []),
+        ("begins at 03:28:42 UTC (in 14m 3s) (lead 15m)", ["(in 14m 3s) (lead 15m)"]),
         ("http://127.0.0.1:9769 in version 0.1.0, was paused for 6.2s", []),
     ],
 )

@@ -444,8 +444,8 @@ def test_an_event_that_other_vms_must_approve_is_prepared_as_late_as_hooks_allow
     agent = Agent(a_rule(drain_for=60.0), reserve=5.0)
     assert agent.document(shared_event()) == []
     assert agent.wait_message() == (
-        "begins at 2026-03-02 12:03:55 UTC "
-        "(it names other VMs too and shared is hold, and preparation may take 11m5s)"
+        "begins at 2026-03-02 12:03:55 UTC: "
+        "it names other VMs too and shared is hold, and preparation may take 11m5s"
     )
     assert is_ready(agent.workflows)
     assert agent.restart("boot 1", shared_event()) == []
@@ -460,7 +460,7 @@ def test_an_event_that_other_vms_must_approve_is_prepared_as_late_as_hooks_allow
 def test_an_operators_approval_begins_at_once_what_would_be_prepared_for_late() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     assert agent.document(an_event()) == []
-    assert agent.wait_message().startswith("begins at 2026-03-02 12:10:00 UTC (an operator must approve it, ")
+    assert agent.wait_message().startswith("begins at 2026-03-02 12:10:00 UTC: an operator must approve it, ")
     assert agent.operator("approve") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
@@ -501,7 +501,7 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     not_before = START + timedelta(days=7)
     assert agent.document(an_event(not_before=not_before)) == []
     assert (agent.phase, is_ready(agent.workflows)) == ("waiting", True)
-    assert agent.wait_message() == "begins at 2026-03-09 11:45:00 UTC (lead 15m)"
+    assert agent.wait_message() == "begins at 2026-03-09 11:45:00 UTC: lead 15m"
     assert next_wake_at(agent.workflows, agent.context) == not_before - timedelta(minutes=15)
     agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
     assert agent.tick(0) == []
@@ -594,7 +594,7 @@ def test_an_event_announced_long_ahead_is_handled_in_the_maintenance_window() ->
     assert agent.document(an_event(not_before=START + timedelta(days=3))) == []
     opening = datetime(2026, 3, 3, 2, 0, tzinfo=UTC)
     assert agent.of().wait_reason == WaitReason(kind="window", at=opening, detail="window night opens")
-    assert agent.wait_message() == "begins at 2026-03-03 02:00:00 UTC (window night opens)"
+    assert agent.wait_message() == "begins at 2026-03-03 02:00:00 UTC: window night opens"
     assert next_wake_at(agent.workflows, agent.context) == opening
     agent.context = replace(agent.context, now=opening)
     assert agent.tick(0) == ["A: prepare drain"]
@@ -609,7 +609,7 @@ def test_an_event_before_the_next_window_is_handled_at_its_usual_lead_time() -> 
     night = MaintenanceWindow(start=time(2, 0), length=7200.0)
     agent = Agent(a_rule(window="night"), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
-    assert agent.wait_message() == "begins at 2026-03-02 13:45:00 UTC (window night does not open before)"
+    assert agent.wait_message() == "begins at 2026-03-02 13:45:00 UTC: window night does not open before"
     assert wait_kind(agent) == "time"  # it waits for no window
     assert agent.tick(7200 - 901) == ["A: prepare drain"]
 
@@ -1994,22 +1994,29 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
         (
             {"recover": (), "drain_for": 60.0, "approve": "immediately", "on_start": ("tell",)},
             (
-                "now approve it at once, then answer /readyz with 503 for 60s, then run drain, "
+                "now approve it at once, then answer /readyz with 503 for 1m, then run drain, "
                 "then run tell when it has started"
             ),
         ),
         (
             {"recover": (), "approve": "manual"},
             (
-                "at 2026-03-02 12:10:00 UTC (an operator must approve it, and preparation may take 5m) "
-                "run drain, then wait for an operator to approve it"
+                "begin at 2026-03-02 12:10:00 UTC: an operator must approve it, and preparation may take 5m; "
+                "it would run drain, then wait for an operator to approve it"
             ),
         ),
         (
             {"recover": (), "approve": "never", "lead": 900.0},
             "now run drain, then not approve it (approve is never (rule impactful matches it: affects self))",
         ),
-        ({"recover": (), "lead": 60.0}, "at 2026-03-02 12:14:00 UTC (lead 1m) run drain, then approve it"),
+        (
+            {"recover": (), "drain_for": 14 * 86400.0, "approve": "immediately"},
+            "now approve it at once, then answer /readyz with 503 for 14d, then run drain",
+        ),
+        (
+            {"recover": (), "lead": 60.0},
+            "begin at 2026-03-02 12:14:00 UTC: lead 1m; it would run drain, then approve it",
+        ),
     ],
 )
 def test_an_observing_agent_records_its_planned_actions(rule: dict[str, Any], plan: str) -> None:

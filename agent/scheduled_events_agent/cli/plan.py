@@ -1,6 +1,7 @@
 """The plan for an event, in rows: of a rule for ``check``, with the times of an event for ``explain``."""
 
 from collections.abc import Iterator
+from math import ceil
 from typing import NamedTuple
 
 from scheduled_events_agent.cli.terminal import Row
@@ -50,5 +51,5 @@ def plan_rows(plan: Plan) -> Iterator[Row]:
 
 def _format_drain(plan: Plan) -> str:
     whole = format_duration(plan.drain_for)
-    seconds = plan.drain_for if plan.drain_seconds is None else round(plan.drain_seconds)
+    seconds = plan.drain_for if plan.drain_seconds is None else ceil(plan.drain_seconds)
     return whole if seconds >= plan.drain_for else f"{format_duration(seconds)} ({whole}, cut for the notice)"

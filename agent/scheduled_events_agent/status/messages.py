@@ -13,7 +13,9 @@ from msgspec.structs import replace
 from scheduled_events_agent.imds.document import RECOMMENDATION
 from scheduled_events_agent.policy.durations import (
     format_deadline,
+    format_duration,
     format_elapsed,
+    format_estimate,
     format_rounded,
     format_time,
     plural,
@@ -24,8 +26,8 @@ from scheduled_events_agent.status.status import Attention, EventView, OperatorV
 from scheduled_events_agent.workflow import Record, Transition, UnpreparedKind, WaitKind, WaitReason, Workflow
 
 _WAIT_MESSAGES = {
-    "time": "begins at {at} ({detail})",
-    "window": "begins at {at} ({detail})",
+    "time": "begins at {at}: {detail}",
+    "window": "begins at {at}: {detail}",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
     "fleet": "waits for an answer of the fleet's store",
     "same_name": "another VM, with vmId {detail}, uses the name of this one in the fleet",
@@ -127,12 +129,13 @@ def unprepared_message(workflow: Workflow, now: datetime | None = None) -> str:
 def _plan(workflow: Workflow, wait_reason: WaitReason, at: str) -> str:
     """The actions of an acting agent about the event, as a clause."""
     decision = workflow.decision
-    steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
+    drain_for = format_duration(decision.drain_for)
+    steps = [f"answer /readyz with 503 for {drain_for}"] if decision.drain_for else []
     steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
     if wait_reason.approval is None:
         approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
         if decision.approve_after_seconds:
-            approval += f" ({decision.approve_after_seconds:g}s after the first VM that it names)"
+            approval += f" ({format_duration(decision.approve_after_seconds)} after the first VM that it names)"
         steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
     elif wait_reason.approval == "manual":
         steps.append("wait for an operator to approve it")
@@ -140,8 +143,8 @@ def _plan(workflow: Workflow, wait_reason: WaitReason, at: str) -> str:
         steps.append(f"not approve it ({wait_message(workflow, WaitReason(kind=wait_reason.approval))})")
     steps += [f"run {', '.join(decision.on_start)} when it has started"] if decision.on_start else []
     steps += [f"run {', '.join(decision.recover)} when it is over"] if decision.recover else []
-    when = f"at {at} ({wait_reason.detail})" if at else "now"
-    return f"{when} {', then '.join(steps)}"
+    actions = ", then ".join(steps)
+    return f"begin at {at}: {wait_reason.detail}; it would {actions}" if at else f"now {actions}"
 
 
 def with_messages(transition: Transition) -> Transition:
@@ -200,7 +203,7 @@ def _with_start(workflow: Workflow, reason: str, now: datetime | None = None) ->
 def _not_before(workflow: Workflow, now: datetime | None = None) -> str:
     """NotBefore as people read it; "" if none is known. ``now``: as in format_time."""
     at = workflow.event.not_before
-    return format_deadline(at, now) if at else ""
+    return format_time(at, now) if at else ""
 
 
 def record_log_message(workflow: Workflow, record: Record, text: str) -> str:
@@ -233,7 +236,7 @@ def _seen(workflow: Workflow) -> str:
         f"seen, {event.status or 'no status'}",
         f"from {event.source}" if event.source else "",
         f"not before {starts}" if starts else "",
-        f"about {event.duration_seconds:g}s long" if event.duration_seconds is not None else "",
+        f"about {format_estimate(event.duration_seconds)} long" if event.duration_seconds is not None else "",
     ]
     return ", ".join(filter(None, parts))
 
@@ -392,7 +395,9 @@ def duration_text(event: EventView) -> str:
     """Azure's estimate of the interruption, as a phrase."""
     if event.duration_seconds is None:
         return "for an unknown time"
-    return f"for about {event.duration_seconds:g}s" if event.duration_seconds else "without an interruption"
+    if event.duration_seconds == 0:
+        return "without an interruption"
+    return f"for about {format_estimate(event.duration_seconds)}"
 
 
 def time_left(event: EventView, now: datetime) -> str:

@@ -84,10 +84,11 @@
     if (hours) return `${hours}h ${minutes % 60}m`;
     return minutes ? `${minutes}m ${seconds % 60}s` : `${seconds}s`;
   };
+  const rounded = (ms) => span(ms).replace(/ 0[smh]$/, "");
   const now = () => Date.now() - ahead;
   // As messages.hook_time.
   const hookTime = ({since: begin, until: end}) => {
-    const limit = end && span(Date.parse(end) - Date.parse(begin)).replace(/ 0[smh]$/, "");
+    const limit = end && rounded(Date.parse(end) - Date.parse(begin));
     return [since(begin), limit ? ` of at most ${limit}` : " so far"];
   };
   const iso = (at) => `${at.slice(0, 19)}Z`;
@@ -318,7 +319,7 @@
   };
 
   const about = (event) => {
-    const length = event.duration_seconds === null ? "" : `, about ${Math.ceil(event.duration_seconds)}s long`;
+    const length = event.duration_seconds === null ? "" : `, about ${rounded(1000 * Math.ceil(event.duration_seconds))} long`;
     return list([
       ["From", [words(SOURCES[event.source] || event.source || "unknown"), length]],
       ["Decision", words(event.reason)],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from scheduled_events_agent.policy.durations import format_duration
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import request_approval, would_begin
 from scheduled_events_agent.workflow.fleet import (
@@ -180,7 +181,7 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Transition | WaitRe
     if not decision.has_preparation:
         return _enter(workflow, "prepared", Record(kind="prepared", text="there is nothing to prepare"))
     drain_until = drain_deadline(decision, workflow.event, context) if decision.drain_for else None
-    drained = f"not ready for {decision.drain_for:g}s" if decision.drain_for else ""
+    drained = f"not ready for {format_duration(decision.drain_for)}" if decision.drain_for else ""
     steps = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
     why = exemption_message(exemption, context)
     text = f"it begins without a slot of the fleet: {why}"

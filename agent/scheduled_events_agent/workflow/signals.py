@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.imds.document import RESTARTING_TYPES, Affects, ScheduledEvent
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations
-from scheduled_events_agent.policy.durations import format_elapsed, format_time
+from scheduled_events_agent.policy.durations import format_elapsed, format_estimate, format_time
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import apply_approval_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
@@ -540,7 +540,7 @@ def _describe(event: ScheduledEvent, now: datetime) -> str:
         f"from {event.source}" if event.source else "",
         f"for {', '.join(event.resources[:5])}{more}",
         f"not before {format_time(event.not_before)}{_left(event.not_before, now)}" if event.not_before else "",
-        f"about {event.duration_seconds:g}s long" if event.duration_seconds is not None else "",
+        f"about {format_estimate(event.duration_seconds)} long" if event.duration_seconds is not None else "",
         f'"{event.description}"' if event.description else "",
     ]
     return ", ".join(part for part in parts if part)
