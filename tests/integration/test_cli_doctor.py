@@ -1005,6 +1005,13 @@ def test_a_service_that_is_starting_is_waited_for(tmp_path: Path) -> None:
         assert (finding.hint, finding.command) == (f"to run it: {unmask}", unmask)
 
 
+def test_a_service_that_does_not_start_with_the_machine_is_to_be_enabled() -> None:
+    found = doctor_checks.check_service(service_of("root")._replace(is_enabled=False), "")
+    enable = host.supervisor_commands().enable
+    assert (found.state, found.hint, found.command) == ("warning", f"enable it: {enable}", enable)
+    assert found.message.endswith(": after a reboot there will be no agent")
+
+
 @contextlib.contextmanager
 def running_agent(*options: str) -> Iterator[tuple["subprocess.Popen[str]", Iterator[str]]]:
     """The agent's process, ready, and the lines of its log from the beginning."""

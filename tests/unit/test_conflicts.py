@@ -247,7 +247,7 @@ def test_windows_services_are_recognized_by_name_and_display_name(tmp_path: Path
         ("Renamed", "AzureScheduledEvents", False),
         ("jetpackd", "Jetpack", True),
     ]
-    stop = "stop one of the two: sc stop {0}, and sc config {0} start= disabled"
+    stop = "stop one of the two: sc.exe stop {0}, and sc.exe config {0} start= disabled"
     sample = "Azure's sample service SchService"
     assert windows_approvers(services, tmp_path) == [
         Approver(sample, "service SchService runs", "active", stop.format("SchService")),

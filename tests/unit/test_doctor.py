@@ -490,6 +490,14 @@ def test_a_healthy_agent_that_differs_from_the_policy_is_a_warning(
     runs = f"runs (pid 17), version {fields.get('version', __version__)}"
     assert found.state == ("warning" if doubt else "ok")
     assert found.message == (f"{runs}, {doubt}" if doubt else runs)
+    supervisor = host.supervisor_commands()
+    needed = {
+        f"{__version__} is installed": supervisor.restart,
+        CHANGED: supervisor.reload,
+        REJECTED: supervisor.reload,
+    }
+    assert found.command == needed.get(doubt or "", "")
+    assert found.command in found.hint
 
 
 def test_an_agent_that_needs_a_person_is_a_warning_with_the_first_entry() -> None:

@@ -73,7 +73,7 @@ _AS_AGENT = "run this as root or administrator, or as the agent's account"
 _UNTRUSTED = "run that command: until then, root uses nothing of this policy"
 _CORRECT = "correct it: an agent starts with the policy that it has accepted before, or not at all"
 _DO_SO = "run that command: the agent does not start before"
-_RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
+_RESTART = f"restart it: {host.supervisor_commands().restart}"
 _RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was accepted"
 
 
@@ -731,8 +731,9 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
             (policy.hash != loaded.hash, read, _RELOAD),
             (observes, "and only observes: no hook runs and nothing is approved", "start it without --observe"),
         ]
+    supervisor = host.supervisor_commands()
     for is_so, problem, advice in warnings:
         if is_so:
-            reload = host.supervisor_commands().reload
-            return warning("agent", f"{runs}, {problem}", advice, command=reload if _RELOAD in advice else "")
+            command_line = next((line for line in (supervisor.reload, supervisor.restart) if line in advice), "")
+            return warning("agent", f"{runs}, {problem}", advice, command=command_line)
     return needs[0] if needs else ok("agent", runs)

@@ -58,6 +58,7 @@ _ADVICE: dict[HttpErrorKind, str] = {
     ),
 }
 START = f"start it: {host.supervisor_commands().start}"
+ENABLE = f"enable it: {host.supervisor_commands().enable}"
 UNMASK = "to run it: systemctl unmask scheduled-events-agent && systemctl enable --now scheduled-events-agent"
 
 
@@ -334,10 +335,9 @@ def check_service(service: OwnService | None, error: str, policy_problem: str = 
     if not service.is_running:
         return _not_running(service, what, policy_problem)
     if not service.is_enabled:
-        enable = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
-        hint = UNMASK if service.is_masked else enable
-        command = command_in(UNMASK) if service.is_masked else ""
-        return warning("service", f"{what}: after a reboot there will be no agent", hint, command=command)
+        hint = UNMASK if service.is_masked else ENABLE
+        text = f"{what}: after a reboot there will be no agent"
+        return warning("service", text, hint, command=command_in(hint))
     if service.needs_daemon_reload:
         command = "systemctl daemon-reload"
         return warning(

@@ -215,7 +215,7 @@ def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> 
     for name, display, is_running in services:
         where = f"service {name} runs" if is_running else f"service {name} is there"
         if name.casefold() == _SAMPLE_SERVICE or display.casefold() == _SAMPLE_DISPLAY:
-            hint = f"stop one of the two: sc stop {name}, and sc config {name} start= disabled"
+            hint = f"stop one of the two: sc.exe stop {name}, and sc.exe config {name} start= disabled"
             found.append(Approver(_SAMPLE, where, "active" if is_running else "installed", hint))
         state: ApproverState = "maybe" if is_running else "installed"
         found += [Approver(one.name, where, state, one.hint) for one in _KNOWN if name.casefold() in one.services]

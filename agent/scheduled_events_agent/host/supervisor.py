@@ -12,5 +12,8 @@ class SupervisorCommands(NamedTuple):
     """The prefix of a command for an account without privileges, such as sudo and a blank."""
     status: str
     start: str
+    restart: str
     reload: str
+    enable: str
+    """Has the service started with the machine."""
     log: str

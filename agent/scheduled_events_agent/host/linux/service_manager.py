@@ -73,7 +73,9 @@ def supervisor_commands() -> SupervisorCommands:
         prefix="sudo ",
         status=f"systemctl status {unit}",
         start=f"sudo systemctl start {unit}",
+        restart=f"sudo systemctl restart {unit}",
         reload=f"sudo systemctl reload {unit}",
+        enable=f"sudo systemctl enable {unit}",
         log=f"sudo journalctl -u {unit} -n 50",
     )
 

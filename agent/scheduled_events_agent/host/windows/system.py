@@ -125,7 +125,9 @@ def supervisor_commands() -> SupervisorCommands:
         prefix="",
         status="scheduled-events-agent service status",
         start="scheduled-events-agent service start",
+        restart="Restart-Service ScheduledEventsAgent",
         reload="scheduled-events-agent service reload",
+        enable="sc.exe config ScheduledEventsAgent start= auto",
         log=r'Get-Content -Tail 50 "$env:ProgramData\ScheduledEventsAgent\logs\agent.log"',
     )
 
