@@ -133,7 +133,7 @@ def test_root_sends_and_reads_nothing_that_a_policy_of_another_account_names(
     assert str(policy) in opened
     assert opened.isdisjoint(str(policy.parent / name) for name in NAMED)
     assert not (policy.parent / "state").exists()
-    reason = f"{policy}:1: {policy} can be changed by its owner, uid {STRANGER}"
+    reason = f"{policy}: {policy} can be changed by its owner, uid {STRANGER}"
     assert reason in re.sub(r"\s+", " ", out + err)
     assert code == (1 if command == ["doctor"] else 2)
 
@@ -182,7 +182,7 @@ def test_check_reports_the_owner_and_sends_nothing(
 ) -> None:
     os.chown(policy, STRANGER, STRANGER)
     assert main(words_of(["check"], policy)) == 2
-    assert f"{policy}:1: {policy} can be changed by its owner, uid {STRANGER}" in capsys.readouterr().out
+    assert f"{policy}: {policy} can be changed by its owner, uid {STRANGER}" in capsys.readouterr().out
     assert listener.close() == 0
 
 

@@ -40,15 +40,14 @@ def test_a_policy_with_nothing_exposed_has_no_warnings(tmp_path: Path) -> None:
 def test_a_state_directory_on_the_temporary_disk_is_reported(tmp_path: Path) -> None:
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
     state = tmp_path / "state"
-    assert _warnings(tmp_path, _policy(tmp_path)) == [
-        f"1: agent.state_dir: {state} is on Azure's temporary disk {tmp_path}, which may be empty after an event"
-    ]
+    told = f"{state} is on Azure's temporary disk {tmp_path}, which may be empty after an event"
+    assert _warnings(tmp_path, _policy(tmp_path)) == [f"1: warning: agent.state_dir: {told}"]
 
 
 def test_a_state_directory_that_the_system_clears_is_reported(tmp_path: Path) -> None:
     place = tmp_path / "temporary"
     told = f"{place / 'state'} is in a directory that the system clears: a reboot may lose the state"
-    assert f"1: agent.state_dir: {told}" in _warnings(tmp_path, _policy(place))
+    assert f"1: warning: agent.state_dir: {told}" in _warnings(tmp_path, _policy(place))
     assert _warnings(tmp_path, _policy(tmp_path)) == []
 
 
@@ -62,17 +61,18 @@ def test_files_that_others_could_change_or_read_are_reported(tmp_path: Path) -> 
     script.chmod(0o777)
     warnings = _warnings(tmp_path, _policy(tmp_path, f"{{run: [/bin/sh, {script}]}}"))
     danger = "and the agent acts on what it finds there"
+    label = "" if host.is_privileged() else "warning: "
     assert warnings == [
         (
-            f"1: agent.state_dir: {state} should be for the agent's account alone; it is open to others: "
+            f"1: warning: agent.state_dir: {state} should be for the agent's account alone; it is open to others: "
             f"if it is the agent's own, chmod 700 {state}"
         ),
-        f"3: hooks.drain.run: {script} can be changed by every account, {danger}: chmod go-w {script}",
+        f"3: {label}hooks.drain.run: {script} can be changed by every account, {danger}: chmod go-w {script}",
     ]
     (tmp_path / "policy.yaml").chmod(0o666)
     path = tmp_path / "policy.yaml"
     assert problems_here(load_policy(path))[0] == (
-        f"{path}:1: {path} can be changed by every account, {danger}: chmod go-w {path}"
+        f"{path}: {label}{path} can be changed by every account, {danger}: chmod go-w {path}"
     )
 
 
@@ -80,8 +80,8 @@ def test_files_that_others_could_change_or_read_are_reported(tmp_path: Path) -> 
 def test_a_name_that_is_too_long_for_a_file_is_reported_in_advance(tmp_path: Path) -> None:
     name = "/" + "x" * 300
     assert _warnings(tmp_path, _policy(tmp_path, f"{{run: [{name}], cwd: {name}}}")) == [
-        f"3: hooks.drain.cwd: {name} is not a directory on this machine",
-        f"3: hooks.drain.run: {name} does not exist",
+        f"3: warning: hooks.drain.cwd: {name} is not a directory on this machine",
+        f"3: warning: hooks.drain.run: {name} does not exist",
     ]
     (warning,) = _warnings(tmp_path, _policy(tmp_path, f"{{run: ['/bin/echo {name}']}}"))
     assert warning.endswith("write [/bin/echo, ...], each argument an item of its own, or use shell")
@@ -101,7 +101,7 @@ def test_a_hook_that_windows_would_not_start_is_reported_in_advance(
     file = tmp_path / name
     file.touch()
     (warning,) = _warnings(tmp_path, _policy(tmp_path, f"{{run: ['{file}'{more}]}}"))
-    assert warning.startswith(f"3: hooks.drain.run: {expected.format(file=file)}")
+    assert warning.startswith(f"3: warning: hooks.drain.run: {expected.format(file=file)}")
 
 
 NO_FIRST_LINE = "it has no first line #!: name the interpreter in run"
@@ -153,10 +153,10 @@ def test_a_script_that_could_not_start_is_reported_in_advance(
     warnings = _warnings(tmp_path, _policy(tmp_path, f"{{run: [{file}]}}"))
     assert len(warnings) == (1 if fault else 0)
     for warning in warnings:
-        assert re.fullmatch(f"3: hooks.drain.run: {re.escape(str(file))}: {fault}", warning)
+        assert re.fullmatch(f"3: warning: hooks.drain.run: {re.escape(str(file))}: {fault}", warning)
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="a shell of Linux takes any lines")
 def test_a_shell_text_of_several_lines_is_reported_in_advance(tmp_path: Path) -> None:
     (warning,) = _warnings(tmp_path, _policy(tmp_path, '{shell: "one\\ntwo"}'))
-    assert warning.startswith("3: hooks.drain.shell: cmd would run only the first")
+    assert warning.startswith("3: warning: hooks.drain.shell: cmd would run only the first")
