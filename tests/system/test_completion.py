@@ -164,7 +164,7 @@ def test_bash_completes_ids_of_pending_events_and_runs_none_of_them(
     offered = complete_in_bash(script, place, "hold", "", config=str(policy))
     assert {"602D9444-AAAA", "7A11-B"} <= set(offered)
     assert not any("touch" in word for word in offered)
-    assert complete_in_bash(script, place, "hold", "6", config="nowhere") == []
+    assert complete_in_bash(script, place, "hold", "602D9444-AAAA", config="nowhere") == []
     assert not (place / "owned").exists()
 
 
