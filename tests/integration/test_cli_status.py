@@ -203,6 +203,18 @@ def test_a_fleet_configuration_error_has_a_line_of_its_own(state_dir: Path, run:
     assert out.splitlines()[-2:] == ["  fleet      group web", f"  fleet      {warning}"]
 
 
+def test_a_hook_of_on_clear_runs_or_waits_for_another_run_of_it(state_dir: Path, run: Run) -> None:
+    running = RunningHook(
+        workflow_id="", stage="on_clear", hook="resume", since=NOW - timedelta(seconds=3), limit_seconds=60.0
+    )
+    queued = replace(running, hook="drain", state="queued", limit_seconds=None)
+    _, out, _ = answered(state_dir, replace(FACTS, running=(running, queued)), run)
+    assert re.findall(r"^ +(\w+) +the on_clear hook (.*)$", out, re.MULTILINE) == [
+        ("runs", "resume, 3s of at most 1m"),
+        ("queued", "drain, 3s so far"),
+    ]
+
+
 def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir: Path, run: Run) -> None:
     began = NOW - timedelta(seconds=12)
     hook = RunningHook(workflow_id=PREPARING.id, stage="prepare", hook="drain", since=began, limit_seconds=120.0)

@@ -326,7 +326,12 @@ SCENES: dict[str, Scene] = {
         PAUSES,
     ),
     "restoring": (
-        facts(running=(replace(RUNNING, workflow_id="", stage="on_clear", limit_seconds=3600.0),)),
+        facts(
+            running=(
+                replace(RUNNING, workflow_id="", stage="on_clear", limit_seconds=3600.0),
+                replace(RUNNING, workflow_id="", stage="on_clear", state="queued", limit_seconds=None),
+            )
+        ),
         [],
         [],
     ),
@@ -667,8 +672,9 @@ def test_a_running_hook_is_shown_with_its_limit(tab: Tab, server: WebServer) -> 
     open_scene(tab, server, "preparing/")
     assert re.fullmatch(r"runs the prepare hook checkpoint, [\dms ]+ of at most 2m", tab.ask(FACTS)["Now"])
     open_scene(tab, server, "restoring/")
-    alone = tab.ask("document.querySelector('.alone').innerText")
-    assert re.fullmatch(r"▸ running the on_clear hook checkpoint, [\dms ]+ of at most 1h", alone)
+    running, queued = tab.ask("[...document.querySelectorAll('.alone li')].map((one) => one.innerText)")
+    assert re.fullmatch(r"▸ running the on_clear hook checkpoint, [\dms ]+ of at most 1h", running)
+    assert re.fullmatch(r"… queued the on_clear hook checkpoint, [\dms ]+ so far", queued)
 
 
 def test_past_events_and_pauses_are_shown_only_if_there_are_any(tab: Tab, server: WebServer) -> None:

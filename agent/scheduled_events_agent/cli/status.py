@@ -386,7 +386,8 @@ def _rows(status: Status) -> Iterator[Row]:
     for hook in status.on_clear:
         if hook.since:
             limit = (hook.until - hook.since).total_seconds() if hook.until else None
-            yield Row("runs", f"the on_clear hook {hook.hook}, {hook_time(hook.since, limit, now)}", "cyan")
+            label = "queued" if hook.state == "queued" else "runs"
+            yield Row(label, f"the on_clear hook {hook.hook}, {hook_time(hook.since, limit, now)}", "cyan")
 
 
 def _state_rows(status: Status) -> Iterator[Row]:

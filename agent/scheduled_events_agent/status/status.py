@@ -419,7 +419,7 @@ class Status(AgentStatus, frozen=True, kw_only=True):
     headline: str = ""
     """The first ``message`` of ``attention``, or how things are."""
     on_clear: tuple[HookView, ...] = ()
-    """Hooks of ``on_clear`` that run now."""
+    """Hooks of ``on_clear`` that run or are queued."""
     events: tuple[EventView, ...] = ()
     """The open events, the most urgent first."""
 

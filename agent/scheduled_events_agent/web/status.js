@@ -212,8 +212,8 @@
 
   const runningAlone = () => {
     const hooks = status.on_clear.map((hook) =>
-      el("li", {}, chip("running", "busy"), " the on_clear hook ", el("b", {}, words(hook.hook, MOST.inName)), ", ",
-        hookTime(hook)));
+      el("li", {}, chip(hook.state, "busy", STEPS[hook.state][1]), " the on_clear hook ",
+        el("b", {}, words(hook.hook, MOST.inName)), ", ", hookTime(hook)));
     return hooks.length ? el("ul", {class: "alone"}, hooks) : "";
   };
 
