@@ -23,7 +23,7 @@ from scheduled_events_agent.fleet.plan import VmRecord, read_record
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds.client import Identity, ImdsError
 from scheduled_events_agent.imds.client import connect as connect_imds
-from scheduled_events_agent.policy.durations import format_time
+from scheduled_events_agent.policy.durations import format_rounded, format_time
 from scheduled_events_agent.policy.settings import FleetCredential, FleetSettings, Settings
 from scheduled_events_agent.status import SCHEMA_VERSION
 from scheduled_events_agent.status.actions import short_ids
@@ -318,17 +318,11 @@ def _format_event(event: FleetEvent, status: FleetStatus) -> str:
 
 
 def _vm_row(vm: FleetVm) -> Row:
-    heard = "not known when it was heard" if vm.age_seconds is None else f"heard {_ago(vm.age_seconds)}"
+    heard = (
+        "not known when it was heard" if vm.age_seconds is None else f"heard {format_rounded(vm.age_seconds)} ago"
+    )
     waiting_for = f"; waits for {vm.waits_for}" if vm.waits_for else ""
     return Row(vm.name, f"{vm.state.replace('_', ' ')}, {heard}{waiting_for}")
-
-
-def _ago(seconds: float) -> str:
-    """The age of a record, in one unit."""
-    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds // unit:.0f} {name} ago"
-    return f"{seconds:.0f} s ago"
 
 
 # --- release
@@ -350,7 +344,7 @@ def release(backend: Backend, event_id: str) -> tuple[str, tuple[FleetVm, ...]]:
             text = f"the store does not tell when {one.vm} was heard"
             raise AgentError(printable(f"{text}: {_KEEPS_SLOT}"))
         if one.is_fresh:
-            raise AgentError(printable(f"{one.vm} was heard {_ago(one.record.age)}: {_KEEPS_SLOT}"))
+            raise AgentError(printable(f"{one.vm} was heard {format_rounded(one.record.age)} ago: {_KEEPS_SLOT}"))
     deleted: list[str] = []
     for one in found:
         if not backend.delete(one.record.key, one.record.etag):
