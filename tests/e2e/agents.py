@@ -1,5 +1,6 @@
 """Fixtures for all tests of the real command: agents and simulators that end with their test."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,8 @@ def make_agent(tmp_path: Path) -> Iterator[MakeAgent]:
             f"=== {agent.directory.name}\n{''.join(agent.history)}"
         )  # pytest shows it on failure only
     for agent in agents:
-        for line in agent.lines:
+        for text in agent.history:
+            line = json.loads(text) if text.startswith("{") else {"message": ""}
             sentence = f"{line['message']} {line.get('reason', '')}"
             assert other_forms(sentence, is_kept=True) == [], sentence
 
