@@ -627,9 +627,9 @@ def test_a_state_directory_is_tested_for_writing_and_left_unchanged(
     )
     assert list(state.iterdir()) == []
 
-    Store.open(state, datetime(2026, 11, 28, 3, 2, tzinfo=UTC)).close()
+    Store.open(state, datetime(2026, 3, 2, 12, tzinfo=UTC)).close()
     assert examine(endpoint.url, "", "--state-dir", str(state)).one("state").message == (
-        f"{state} is there, for {host.account_name()} alone, and writable; state since 2026-11-28 03:02:00 UTC"
+        f"{state} is there, for {host.account_name()} alone, and writable; state since 2026-03-02 12:00:00 UTC"
     )
 
 

@@ -511,6 +511,7 @@ def _check_notifications(
         unusable,
         known_targets,
         lambda name: as_typed(command(options, "notify", "test", quoted(name))),
+        datetime.now(UTC),
     )
 
 
@@ -616,7 +617,7 @@ def _state_since(directory: Path) -> str:
     """When the state file was created; "" if that cannot be read."""
     with suppress(StoreError), closing(Store.open_readonly(directory)) as store:
         if since := store.created_at():
-            return f"; state since {format_time(since)}"
+            return f"; state since {format_time(since, datetime.now(UTC))}"
     return ""
 
 
@@ -626,7 +627,7 @@ def _check_state_lost(directory: Path, options: CommandOptions) -> Iterator[Find
         if loss := store.load_unsettled_loss():
             resolve = as_typed(command(options, "resolve", STATE_LOST))
             hint = f"when this machine is in service: {resolve}; runbook {RUNBOOK}#{kind_of_loss(loss)}"
-            yield warning("state", loss_message(loss), hint, command=resolve)
+            yield warning("state", loss_message(loss, datetime.now(UTC)), hint, command=resolve)
 
 
 def _check_disk(directory: Path) -> Finding:
@@ -718,13 +719,14 @@ def check_running_agent(pid: str, status: Status | str, loaded: LoadedPolicy | N
         return warning("agent", f"{runs}: {status.headline}", "see the check endpoint; if it stays, its log")
     warnings = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
+    read_at = format_time(policy.read_at, status.at) if policy is not None else ""
     if policy is not None and policy.rejected:
-        in_force = f"with the policy accepted at {format_time(policy.read_at)}: its file as it is now is rejected"
+        in_force = f"with the policy accepted at {read_at}: its file as it is now is rejected"
         warnings.append((True, in_force, f"correct it; then {_RELOAD}"))
     elif loaded is not None and policy is not None:
         is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)
         looked = f"with the policy {policy.file}, and these checks looked at another"
-        read = f"with the policy as it was read at {format_time(policy.read_at)}; its file has changed since"
+        read = f"with the policy as it was read at {read_at}; its file has changed since"
         observes = status.mode == "observe" and loaded.settings.agent.mode == "act"
         warnings += [
             (is_other, looked, "name that one with --config, or restart the agent"),

@@ -284,6 +284,7 @@ def check_notifications(
     unusable: Sequence[tuple[str, str]],
     known_targets: Sequence[NotifiedTarget],
     test_command: Callable[[str], str],
+    now: datetime,
 ) -> Iterator[Finding]:
     """Whether targets receive notifications. ``unusable``: names of targets, and why they cannot be used here.
 
@@ -293,10 +294,10 @@ def check_notifications(
     found = [*unusable]
     for target in known_targets:
         if target.failure:
-            since = format_time(target.failure.since)
+            since = format_time(target.failure.since, now)
             found.append((target.name, f"has failed since {since}: {target.failure.reason}"))
         if target.lost_at:
-            lost = f"{plural(target.lost, 'notification')} lost since {format_time(target.lost_at)}"
+            lost = f"{plural(target.lost, 'notification')} lost since {format_time(target.lost_at, now)}"
             found.append((target.name, f"{lost}: {target.lost_reason}"))
     for name, text in found:
         test = test_command(name)

@@ -411,7 +411,7 @@ def kind_of_loss(loss: StateLost) -> AttentionKind:
     return "foreign_state" if loss.is_foreign else "state_lost"
 
 
-def loss_message(loss: StateLost, now: datetime | None = None) -> str:
+def loss_message(loss: StateLost, now: datetime) -> str:
     """What happened, as one sentence without a capital letter and a full stop."""
     if loss.is_foreign:
         return f"this disk may be prepared for an event of another VM: {loss.reason}"
