@@ -269,3 +269,18 @@ def test_if_only_the_agent_answers_its_events_are_explained_also_what_is_over(pl
     assert (first["outcome"], first["plan"]["prepare"], first["plan"]["on_start"]) == ("completed", [], [])
     assert first["plan"]["approval"]["text"] == "not approved: it is over"
     assert (second["plan"]["prepare"], second["plan"]["recover"]) == (["drain", "checkpoint"], ["resume"])
+
+
+def test_an_event_that_is_back_while_its_earlier_appearance_recovers_is_shown_as_the_agent_has_it(
+    place: Place,
+) -> None:
+    event = place.schedule()
+    earlier = place.commit(replace(unrecovered(event), id=f"{event.key}@0", phase="recovering", recover=StageStatus()))
+    pending = place.commit(preparing(event))
+    status = place.status(pending, earlier)
+    with answers(place, status):
+        (explained,) = place.explain_events()
+        place.azure.fault("web-1", "garbage")
+        both = place.explain_events()
+    assert (view_in(explained), *map(view_in, both)) == (status.events[0], *status.events)
+    assert [one["key"] for one in both] == [pending.id, earlier.id]

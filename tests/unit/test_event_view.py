@@ -217,7 +217,9 @@ def test_a_hook_that_waits_for_another_run_of_itself_is_queued() -> None:
     since = agent.context.now
     view = agent.view(running=(agent.running("drain", state="queued"),))
     assert view.hooks[0] == HookView(stage="prepare", hook="drain", state="queued", since=since)
-    assert view.activity == "waits for another run of hook drain"
+    text = "waits for another run of hook drain"
+    assert view.activity == text
+    assert view.waits_for == WaitsFor(kind="hook", until=None, text=text)
 
 
 def test_without_an_agent_that_answers_it_is_known_which_hook_ran_and_no_command_is_offered() -> None:
@@ -338,6 +340,36 @@ def test_the_approval_goes_from_asked_for_to_accepted() -> None:
     assert (view.ready, view.commands) == (False, ())
 
 
+def test_an_approval_that_failed_is_tried_again_only_before_the_event_starts_and_while_it_is_not_held() -> None:
+    agent = prepared()
+    agent.answer("server")
+    agent.operator("hold")
+    view = agent.view()
+    assert view.approval.text == "not by itself: Azure starts it at 12:15:00 UTC"
+    assert (view.approval.failures, view.approval.last_error) == (1, "went wrong")
+    agent.operator("release")
+    assert agent.view().approval.text == "1 failed so far; the agent tries again"
+    agent.document()
+    view = agent.view()
+    assert (view.phase, view.approval.text) == ("recovering", "1 failed, and none is known to be accepted")
+    assert event_view(agent.of(), agent.facts()).activity == "recovering"
+
+
+def test_a_hold_of_an_event_whose_approval_is_under_way_is_the_reason_why_it_waits() -> None:
+    agent = prepared()
+    agent.operator("hold")
+    for _ in range(2):
+        view = agent.view()
+        assert (view.phase, view.approval.state) == ("held", "requested")
+        assert view.waits_for == WaitsFor(kind="operator", until=None, text="an operator holds it")
+        assert view.activity == "held: an operator holds it; Azure starts it at 12:15:00 UTC"
+        assert to_status(agent.facts()).headline == "Reboot is held: an operator holds it"
+        agent.tick(0)
+    assert [line for line in agent.journal if "an operator holds it" in line] == [
+        "held: held: an operator holds it; Azure starts it at 2026-03-02 12:15:00 UTC"
+    ]
+
+
 def test_an_operators_decision_says_who_made_it_and_when_until_it_is_taken_back() -> None:
     agent = an_agent(a_rule(prepare=(), approve="manual", lead=3600.0))
     view = agent.view()
@@ -406,6 +438,15 @@ def test_hooks_whose_time_has_passed_have_not_run() -> None:
     view = agent.view()
     assert (view.phase, view.outcome) == ("recovering", "canceled")
     assert hooks(view) == ["drain done", "checkpoint not_run", "announce not_run", "resume running"]
+
+
+def test_a_stage_that_was_canceled_does_not_go_on() -> None:
+    rule = a_rule(prepare=(), on_start=("announce", "tell"))
+    agent = an_agent(rule, started(an_event()))
+    workflow = agent.of()
+    canceled = replace(workflow, on_start=StageStatus(state="canceled", run=1))
+    assert workflow.phase == "started"
+    assert hooks(event_view(canceled, agent.facts())) == ["announce not_run", "tell not_run", "resume open"]
 
 
 def test_the_vm_is_ready_again_when_recovery_is_done() -> None:

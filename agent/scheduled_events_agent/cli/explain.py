@@ -575,11 +575,8 @@ def _ask_both(settings: Settings, asked: _AskedAgent) -> _Found:
     name = settings.vm.name or ""
     if status is not None and status.vm.names:
         name = status.vm.names[0]
-    known: dict[str, _FoundEvent] = {}
-    for view in status.events if status is not None else ():
-        workflow = workflows.get(view.key)
-        if workflow is not None:
-            known[workflow.event.key] = _FoundEvent(workflow.event, workflow.first_seen_at, workflow, view)
+    views = status.events if status is not None else ()
+    known = [(workflows[view.key], view) for view in views if view.key in workflows]
     try:
         body, client = fetch_document(settings, is_first=absence == NO_AGENT)
         document = parse_document(body)
@@ -591,19 +588,14 @@ def _ask_both(settings: Settings, asked: _AskedAgent) -> _Found:
             raise AgentError(f"{error}; and {absence}", kind=error.kind) from error
         line = f"the metadata service gives no document: {error}; these are the events that the agent knows"
         now = datetime.now(UTC)
-        events = tuple([found._replace(at=now) for found in known.values()])
+        events = tuple([_FoundEvent(workflow.event, now, workflow, view) for workflow, view in known])
         return _Found(
             now, events, "agent", status.last_poll_at, status.incarnation or "", name, (line,), workflows
         )
     lines = (f"{absence}; this is what an agent started now would do",) if absence else ()
     now = datetime.now(UTC)
-    listed = {key: found for key, found in known.items() if found.view is not None and not found.view.outcome}
-    events = tuple(
-        [
-            listed[event.key]._replace(event=event, at=now) if event.key in listed else _FoundEvent(event, now)
-            for event in document.events
-        ]
-    )
+    listed = {workflow.event.key: (workflow, view) for workflow, view in known if not workflow.is_over}
+    events = tuple([_FoundEvent(event, now, *listed.get(event.key, ())) for event in document.events])
     return _Found(now, events, "endpoint", received_at, document.incarnation, name, lines, workflows)
 
 

@@ -14,7 +14,14 @@ from scheduled_events_agent.policy.durations import format_time
 from scheduled_events_agent.status.actions import command, effect_of, offered_actions, quoted, short_ids
 from scheduled_events_agent.status.attention import attention, condition, health
 from scheduled_events_agent.status.facts import Facts, RunningHook
-from scheduled_events_agent.status.messages import activity, by_urgency, headline, is_held, wait_message
+from scheduled_events_agent.status.messages import (
+    activity,
+    by_urgency,
+    headline,
+    is_ahead,
+    is_held,
+    wait_message,
+)
 from scheduled_events_agent.status.status import (
     AgentStatus,
     ApprovalView,
@@ -26,7 +33,7 @@ from scheduled_events_agent.status.status import (
     Waits,
     WaitsFor,
 )
-from scheduled_events_agent.workflow import Stage, StageStatus, WaitKind, Workflow
+from scheduled_events_agent.workflow import Stage, StageStatus, WaitKind, WaitReason, Workflow
 
 _APPROVALS = {
     "immediately": "by itself, at once", "when-prepared": "by itself, when prepared", "manual": "by an operator",
@@ -95,7 +102,7 @@ def event_view(workflow: Workflow, facts: AgentStatus, short_id: str = "", *, is
             text=_approval(facts, workflow, shown_at),
         ),
         hooks=tuple(_hooks(workflow, running)),
-        waits_for=_waits_for(workflow, facts.at, shown_at),
+        waits_for=_waits_for(workflow, running, facts.at, shown_at),
         operator=_operator(workflow),
         activity=activity(workflow, running, facts.at, shown_at),
         commands=tuple(
@@ -141,8 +148,13 @@ def azure_facts(event: ScheduledEvent) -> dict[str, Any]:
     }
 
 
-def _waits_for(workflow: Workflow, now: datetime, shown_at: datetime | None) -> WaitsFor | None:
+def _waits_for(
+    workflow: Workflow, running: tuple[RunningHook, ...], now: datetime, shown_at: datetime | None
+) -> WaitsFor | None:
     reason = workflow.wait_reason
+    queued = [hook.hook for hook in running if hook.state == "queued"]
+    if reason is None and queued:
+        reason = WaitReason(kind="other_run", detail=queued[0])
     text = wait_message(workflow, reason, shown_at)
     if reason is not None:
         # The time of these is no end: since when nothing has answered, and when an acting agent would begin.
@@ -174,12 +186,12 @@ def _approval(facts: AgentStatus, workflow: Workflow, shown_at: datetime | None)
         return "Azure has accepted it"
     if approval.state == "requested":
         return f"Azure is being asked; {tries}" if tries else "Azure is being asked"
-    if tries:
-        return f"{tries}; the agent tries again"
     if workflow.event.is_recommendation:
         return "none: it would have no effect"
-    if workflow.is_over or workflow.was_started:
-        return "none was given by this VM"
+    if not is_ahead(workflow):
+        return f"{approval.failures} failed, and none is known to be accepted" if tries else "none was given by this VM"
+    if tries and not (is_held(workflow) or workflow.phase == "held"):
+        return f"{tries}; the agent tries again"
     if decision.affects == "unknown":
         return "not before it is known whether it names this VM"
     if not decision.rule:
@@ -226,7 +238,7 @@ def _hooks(workflow: Workflow, running: tuple[RunningHook, ...]) -> Iterator[Hoo
             if (stage, hook) in by_name:
                 yield _running_hook(by_name[stage, hook], failure)
                 continue
-            view = HookView(stage=stage, hook=hook, state="not_run" if is_past else "open", failure=failure)
+            view = HookView(stage=stage, hook=hook, state="not_run" if is_past or stage_status.state == "canceled" else "open", failure=failure)
             if stage_status.current == hook:
                 yield replace(view, state="running")
             elif hook == last and stage_status.state == "resolved":

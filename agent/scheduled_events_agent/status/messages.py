@@ -370,7 +370,7 @@ def _phase_message(workflow: Workflow) -> str:
         return "only observed"
     approval = workflow.approval
     is_asking = approval.state == "requested" or (approval.state == "none" and approval.failures)
-    if not is_asking:
+    if not (is_asking and is_ahead(workflow)):
         return workflow.phase
     if not approval.failures:
         return "asks Azure to start it"
@@ -436,9 +436,14 @@ def is_for_this_vm(workflow: Workflow) -> bool:
     return workflow.decision.affects in ("self", "shared")
 
 
+def is_ahead(workflow: Workflow) -> bool:
+    """Whether the event has neither started nor ended."""
+    return not (workflow.is_over or workflow.was_started)
+
+
 def is_held(workflow: Workflow) -> bool:
     """Whether an operator's hold is in force; it ends with the start of the event."""
-    return workflow.operator_action == "hold" and not (workflow.is_over or workflow.was_started)
+    return workflow.operator_action == "hold" and is_ahead(workflow)
 
 
 def by_urgency(pending: Iterable[Workflow]) -> list[Workflow]:

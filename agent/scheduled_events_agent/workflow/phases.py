@@ -257,7 +257,7 @@ def _approve(workflow: Workflow, context: Context) -> Transition | WaitReason | 
     if result.verdict != "deny" and is_held:
         return _enter(workflow, "prepared")
     if workflow.approval.state == "requested":
-        return None
+        return result.wait_reason if is_held else None
     return request_approval(workflow, context) if result.verdict == "allow" else result.wait_reason
 
 
