@@ -275,7 +275,9 @@ def test_an_event_that_is_back_while_its_earlier_appearance_recovers_is_shown_as
     place: Place,
 ) -> None:
     event = place.schedule()
-    earlier = place.commit(replace(unrecovered(event), id=f"{event.key}@0", phase="recovering", recover=StageStatus()))
+    earlier = place.commit(
+        replace(unrecovered(event), id=f"{event.key}@0", phase="recovering", recover=StageStatus())
+    )
     pending = place.commit(preparing(event))
     status = place.status(pending, earlier)
     with answers(place, status):

@@ -171,7 +171,12 @@ HELD = Workflow(
     phase="held",
     phase_since=MIDWAY,
     prepare=StageStatus(
-        state="failed", done=("drain",), run=2, failure="hook checkpoint: exit code 1", failed_hook="checkpoint"
+        state="failed",
+        done=("drain",),
+        run=2,
+        failure="hook checkpoint: exit code 1",
+        failed_hook="checkpoint",
+        tolerated_failures={"drain": "hook drain: exit code 3"},
     ),
     handling_since=MIDWAY,
     wait_reason=WaitReason(kind="prepare_failed"),

@@ -198,7 +198,7 @@ OUTPUT = {
 }
 RESOLVED = StageStatus(state="resolved", failed_hook="resume", failure="hook resume: exit code 3")
 OPTIONAL = StageStatus(
-    state="succeeded", done=("resume",), failed_hook="resume", failure="hook resume: exit code 3"
+    state="succeeded", done=("resume",), tolerated_failures={"resume": "hook resume: exit code 3"}
 )
 STOPPED = workflow(
     event(5, not_before=NOW + timedelta(minutes=6)),
@@ -220,10 +220,12 @@ STARTED = workflow(
     rule=replace(RULE, on_start=("announce",)),
     was_started=True,
     prepare=StageStatus(
-        state="succeeded", done=("drain", "checkpoint"), failed_hook="drain", failure="hook drain: exit code 1"
+        state="succeeded",
+        done=("drain", "checkpoint"),
+        tolerated_failures={"drain": "hook drain: exit code 1"},
     ),
     on_start=StageStatus(
-        state="succeeded", done=("announce",), failed_hook="announce", failure="hook announce: exit code 2"
+        state="succeeded", done=("announce",), tolerated_failures={"announce": "hook announce: exit code 2"}
     ),
     id="Started",
 )

@@ -221,7 +221,7 @@ def test_the_failure_of_an_optional_hook_is_reported_and_stops_nothing() -> None
     assert agent.ends("drain") == ["A: approve A"]
     agent.document()
     assert end_optional(agent, "tell", "recover") == ["A: recover resume"]
-    assert agent.of().recover.failure == "hook tell: exit code 3"
+    assert agent.of().recover.tolerated_failures == {"tell": "hook tell: exit code 3"}
     agent.ends("resume")
     assert agent.workflows == {}
     assert "hook_finished: hook tell: exit code 3 (failed), and it is not required" in agent.journal

@@ -300,14 +300,25 @@ def test_a_hook_that_failed_and_is_not_required_is_no_hook_that_is_done() -> Non
     assert failures(view) == ["hook drain: timed_out"]
 
 
-def test_a_failure_that_ends_the_stage_comes_after_one_that_does_not() -> None:
+def test_a_failure_that_ends_the_stage_stands_beside_one_that_does_not() -> None:
     agent = an_agent()
     fails_unrequired(agent, "prepare", "drain")
     agent.ends("checkpoint", "failed")
     view = agent.view()
-    assert hooks(view)[1:] == ["checkpoint failed", "announce open", "resume open"]
-    assert failures(view) == ["hook checkpoint: exit code 1"]
+    assert hooks(view) == ["drain failed", "checkpoint failed", "announce open", "resume open"]
+    assert failures(view) == ["hook drain: timed_out", "hook checkpoint: exit code 1"]
     assert commands(view) == ["retry A", "approve A"]
+    assert view.commands[0].effect == "run checkpoint again, then the rest"
+
+
+def test_each_hook_that_failed_at_the_start_of_the_event_is_shown_as_failed() -> None:
+    agent = an_agent(a_rule(prepare=(), on_start=("announce", "tell", "note")), started(an_event()))
+    agent.ends("announce", "failed")
+    agent.ends("tell", "failed")
+    agent.ends("note")
+    view = agent.view()
+    assert hooks(view) == ["announce failed", "tell failed", "note done", "resume open"]
+    assert failures(view) == ["hook announce: exit code 1", "hook tell: exit code 1"]
 
 
 # --- the approval, and the operator

@@ -21,10 +21,12 @@ def test_another_hook_neither_hides_the_one_that_failed_nor_lets_the_recovery_go
 
 def test_a_hook_that_failed_is_named_until_it_succeeds() -> None:
     failed = after(StageStatus(state="running"), "resume", "failed")
-    assert (failed.state, failed.failed_hook, failed.done) == ("running", "resume", ("resume",))
+    assert (failed.state, failed.failed_hook, failed.done) == ("running", "", ("resume",))
+    assert failed.tolerated_failures == {"resume": "hook resume: failed"}
     again = after(failed, "resume", "succeeded")
-    assert (again.state, again.failed_hook, again.failure) == ("running", "", "")
+    assert (again.state, again.tolerated_failures) == ("running", {})
 
 
 def test_a_recovery_that_has_not_begun_does_not_begin_by_the_hook_of_another_event() -> None:
-    assert after(StageStatus(failed_hook="resume", failure="x"), "resume", "succeeded").state == "idle"
+    failed = after(StageStatus(), "resume", "failed")
+    assert failed.state == after(failed, "resume", "succeeded").state == "idle"

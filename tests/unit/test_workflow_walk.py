@@ -278,7 +278,8 @@ class World:
         is_stale = approval.failed_at is not None and approval.failed_at >= (self.document_at or START)
         return (
             self.names[workflow.id], workflow.event.status, workflow.phase,
-            *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
+            *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook,
+               *sorted(p.tolerated_failures.items()))
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
             approval.state, approval.taken_back is not None, approval.is_outlived, min(approval.failures, 2),
             retry, is_stale, drain, workflow.operator_action,

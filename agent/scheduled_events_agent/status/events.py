@@ -26,6 +26,7 @@ from scheduled_events_agent.status.status import (
     AgentStatus,
     ApprovalView,
     EventView,
+    HookState,
     HookView,
     OperatorView,
     Status,
@@ -189,7 +190,11 @@ def _approval(facts: AgentStatus, workflow: Workflow, shown_at: datetime | None)
     if workflow.event.is_recommendation:
         return "none: it would have no effect"
     if not is_ahead(workflow):
-        return f"{approval.failures} failed, and none is known to be accepted" if tries else "none was given by this VM"
+        return (
+            f"{approval.failures} failed, and none is known to be accepted"
+            if tries
+            else "none was given by this VM"
+        )
     if tries and not (is_held(workflow) or workflow.phase == "held"):
         return f"{tries}; the agent tries again"
     if decision.affects == "unknown":
@@ -231,24 +236,30 @@ def _hooks(workflow: Workflow, running: tuple[RunningHook, ...]) -> Iterator[Hoo
         ("recover", decision.recover, workflow.recover, workflow.phase == "closed"),
     )
     for stage, hooks, stage_status, is_past in stages:
-        # Of a stage that ended without success, the hook that it ended with.
-        last = stage_status.failed_hook or next((hook for hook in hooks if hook not in stage_status.done), None)
+        # It failed, or is no longer in the policy.
+        last = stage_status.failed_hook or next((hook for hook in hooks if hook not in stage_status.done), "")
         for hook in hooks:
-            failure = stage_status.failure if hook == last else ""
+            failure = stage_status.tolerated_failures.get(hook, "")
+            if hook == stage_status.failed_hook:
+                failure = stage_status.failure
             if (stage, hook) in by_name:
                 yield _running_hook(by_name[stage, hook], failure)
-                continue
-            view = HookView(stage=stage, hook=hook, state="not_run" if is_past or stage_status.state == "canceled" else "open", failure=failure)
-            if stage_status.current == hook:
-                yield replace(view, state="running")
-            elif hook == last and stage_status.state == "resolved":
-                yield replace(view, state="resolved")
-            elif failure or (hook == last and stage_status.state == "failed"):
-                yield replace(view, state="failed")
-            elif hook in stage_status.done:
-                yield replace(view, state="done")
             else:
-                yield view
+                state = _hook_state(hook, stage_status, last, is_past=is_past)
+                yield HookView(stage=stage, hook=hook, state=state, failure=failure)
+
+
+def _hook_state(hook: str, stage_status: StageStatus, last: str, *, is_past: bool) -> HookState:
+    """How far a hook is that does not run now. ``last``: the hook with which the stage ended if it has failed."""
+    if stage_status.current == hook:
+        return "running"  # as far as the state file says
+    if hook == last and stage_status.state in ("failed", "resolved"):
+        return "failed" if stage_status.state == "failed" else "resolved"
+    if hook in stage_status.tolerated_failures:
+        return "failed"
+    if hook in stage_status.done:
+        return "done"
+    return "not_run" if is_past or stage_status.state == "canceled" else "open"
 
 
 def _running_hook(hook: RunningHook, failure: str = "") -> HookView:

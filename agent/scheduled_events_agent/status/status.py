@@ -75,15 +75,18 @@ class ApprovalView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     text: str
 
 
+HookState = Literal["open", "queued", "running", "done", "failed", "resolved", "not_run"]
+
+
 class HookView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A hook, and how far it is."""
 
     stage: Stage | Literal["on_clear"]
     hook: str
-    state: Literal["open", "queued", "running", "done", "failed", "resolved", "not_run"]
+    state: HookState
     """queued: it waits for another run of the same hook; resolved: an operator has done manually what it does."""
     since: datetime | None = None
-    """Of a hook that runs or is queued."""
+    """Of a hook that runs or is queued. null in histories and notifications, and if no agent answers."""
     until: datetime | None = None  # with all its attempts; sooner if an eviction or NotBefore cuts it
     """When a hook that runs is ended at the latest."""
     failure: str = ""

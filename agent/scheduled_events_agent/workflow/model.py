@@ -99,7 +99,10 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     is_urgent: bool = False
     """It has been asked to end within a second: an eviction waits for that."""
     failure: str = ""  # as a phrase
-    failed_hook: str = ""  # the last one that failed, until it is tried again
+    failed_hook: str = ""  # until it is tried again
+    """The hook whose failure ended the stage."""
+    tolerated_failures: Mapping[str, str] = {}
+    """By their hooks: failures that did not end the stage."""
 
 
 class OperatorDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -171,17 +171,15 @@ def with_void_approval(transition: Transition, why: str) -> Transition:
 
 def with_result(stage_status: StageStatus, signal: HookFinished) -> StageStatus:
     """Apply the result of a hook that was not canceled."""
-    if stage_status.failed_hook == signal.hook:
-        state = "running" if stage_status.state == "failed" else stage_status.state
-        stage_status = replace(stage_status, state=state, failure="", failed_hook="")
+    tolerated = {hook: text for hook, text in stage_status.tolerated_failures.items() if hook != signal.hook}
     if signal.outcome != "succeeded":
         failure = f"hook {signal.hook}: {signal.detail or signal.outcome}"
-        failed = replace(stage_status, failure=failure, failed_hook=signal.hook)
         if signal.is_required and signal.stage != "on_start":
-            return replace(failed, state="failed")
-        if stage_status.state != "failed":  # else the failure of another hook has ended the stage, and stays
-            stage_status = failed
-    return replace(stage_status, done=(*stage_status.done, signal.hook))
+            return replace(stage_status, state="failed", failure=failure, failed_hook=signal.hook)
+        tolerated[signal.hook] = failure
+    if stage_status.failed_hook == signal.hook:
+        stage_status = retried(stage_status)
+    return replace(stage_status, done=(*stage_status.done, signal.hook), tolerated_failures=tolerated)
 
 
 def retried(stage_status: StageStatus) -> StageStatus:
