@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from state_file import refuse_writes
 
 from scheduled_events_agent import RUNBOOK, __version__, cli, host
-from scheduled_events_agent.cli import doctor_checks, operator, terminal
+from scheduled_events_agent.cli import completion, doctor_checks, operator, terminal
 from scheduled_events_agent.cli.config import load_policy, policy_file
 from scheduled_events_agent.daemon.fallback import AcceptedPolicyKeeper
 from scheduled_events_agent.host import processes
@@ -574,8 +574,13 @@ def test_the_state_directory_of_a_rejected_policy_file_is_used(
 
 
 def test_completion_gets_the_ids_of_pending_events_from_a_hidden_command(
-    state_dir: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    state_dir: Path,
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(completion, "STATUS_URL", "http://127.0.0.1:1/status")
     hostile = msgspec.structs.replace(PREPARING, id="2", event=msgspec.structs.replace(EVENT, id="$(touch x)"))
     commit(state_dir, PREPARING, hostile)
     (tmp_path / "none.yaml").write_text(f"agent: {{state_dir: '{state_dir}'}}\n")
