@@ -18,6 +18,8 @@ RULE = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "
 PRINTED = re.compile(rf"scheduled-events-agent ((?:{'|'.join(_COMMANDS)})\b.*)")
 # The end of a command line in a sentence or a table.
 END = re.compile(r"  |; |, and its log| says why|$", re.MULTILINE)
+# Doctor shows the command line of each other agent that runs on this machine, such as one of another test.
+OTHER_AGENT = re.compile(r"another agent acts on this machine, process .*")
 LOOKS = (
     ("status",), ("status", "--json"), ("history",), ("explain",), ("explain", "--json"), ("doctor",),
     ("doctor", "--json"), ("approve", "nosuch"), ("retry", "nosuch", "--json"), ("fleet", "status"),
@@ -48,7 +50,7 @@ def printed(output: str) -> Iterator[str]:
     """The command lines in what a command has printed."""
     lines = list(texts(json.loads(output))) if output.startswith("{") else output.splitlines()
     for line in lines:
-        for found in PRINTED.findall(line):
+        for found in PRINTED.findall(OTHER_AGENT.sub("", line)):
             yield END.split(found)[0]
 
 

@@ -238,7 +238,8 @@ def test_an_event_is_held_when_its_hook_was_opened_to_others(sim: Simulator, age
 
 # --- hostile texts and clients
 
-FORGED = '{"time":"2024-01-01T00:00:00Z","level":"error","message":"agent stopped"}'
+# Its time has the form for people: no sentence of the log may show another, also where it repeats Azure's words.
+FORGED = '{"time":"2024-01-01 00:00:00 UTC","level":"error","message":"agent stopped"}'
 HOSTILE = [
     f"line\n{FORGED}\r\n{FORGED}",
     "\x1b]0;title\x07\x1b[2J\x1b[31mred\x9b31m",
