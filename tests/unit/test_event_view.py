@@ -165,6 +165,8 @@ def test_an_event_is_shown_though_nothing_says_whether_it_names_this_vm() -> Non
     view = an_agent(names=()).view()
     assert (view.affects, view.rule, view.ready, view.commands) == ("unknown", None, True, ())
     assert view.approval.text == "not before it is known whether it names this VM"
+    assert view.waits_for == WaitsFor(kind="vm", until=None, text="nothing says whether it names this VM")
+    assert view.activity == "waits: nothing says whether it names this VM"
 
 
 def test_an_agent_that_only_observes_says_what_it_would_do() -> None:

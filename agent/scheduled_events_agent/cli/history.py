@@ -132,7 +132,7 @@ def _timeline(
         outcome = end.text
         period = f"until {format_time(end.at)}, for {format_elapsed(began, end.at)}"
     else:
-        outcome = f"is pending: {workflow.phase}"
+        outcome = f"is pending: {workflow.phase.replace('_', ' ')}"
         period = f"until now, for {format_elapsed(began, now)}"
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
     yield from terminal.line(f"{title(event.type, event.id)} {outcome}", "bold", indent=4)

@@ -20,6 +20,7 @@ from scheduled_events_agent.status.messages import (
     headline,
     is_ahead,
     is_held,
+    shown_reason,
     wait_message,
 )
 from scheduled_events_agent.status.status import (
@@ -152,7 +153,7 @@ def azure_facts(event: ScheduledEvent) -> dict[str, Any]:
 def _waits_for(
     workflow: Workflow, running: tuple[RunningHook, ...], now: datetime, shown_at: datetime | None
 ) -> WaitsFor | None:
-    reason = workflow.wait_reason
+    reason = shown_reason(workflow)
     queued = [hook.hook for hook in running if hook.state == "queued"]
     if reason is None and queued:
         reason = WaitReason(kind="other_run", detail=queued[0])

@@ -112,6 +112,13 @@ def wait_message(workflow: Workflow, wait_reason: WaitReason | None, now: dateti
     )
 
 
+def shown_reason(workflow: Workflow) -> WaitReason | None:
+    """Why the event waits; also of one of which nothing says whether it names this VM: no rule handles it."""
+    if workflow.wait_reason is None and workflow.decision.affects == "unknown" and is_ahead(workflow):
+        return WaitReason(kind="other_vm")
+    return workflow.wait_reason
+
+
 def unprepared_message(workflow: Workflow, now: datetime | None = None) -> str:
     """Why Azure has started the event unprepared, as a clause; "" if it has not. ``now``: as in format_time."""
     unprepared = workflow.started_unprepared
@@ -331,7 +338,7 @@ def _activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime,
         hooks.append("held by an operator: no other begins")
     if hooks:
         return "; ".join(hooks)
-    reason = workflow.wait_reason
+    reason = shown_reason(workflow)
     if workflow.phase == "recovery_failed":
         return f"recovery failed, an operator must retry or resolve it: {wait_message(workflow, reason)}"
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
