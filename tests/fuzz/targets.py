@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
@@ -449,6 +449,8 @@ def _some(random: Random, annotation: Any, texts: list[str]) -> Any:
     if origin is tuple:
         count = 70 if random.random() < 0.002 else random.choice(_COUNTS)
         return tuple(_some(random, arguments[0], texts) for _ in range(count))
+    if origin is Mapping:
+        return {_some(random, arguments[0], texts): _some(random, arguments[1], texts) for _ in range(2)}
     if issubclass(annotation, msgspec.Struct):
         return annotation(**{name: _some(random, type_, texts) for name, type_ in _fields(annotation)})
     makers: dict[Any, Callable[[], Any]] = {

@@ -29,4 +29,5 @@ def test_a_hook_that_failed_is_named_until_it_succeeds() -> None:
 
 def test_a_recovery_that_has_not_begun_does_not_begin_by_the_hook_of_another_event() -> None:
     failed = after(StageStatus(), "resume", "failed")
-    assert failed.state == after(failed, "resume", "succeeded").state == "idle"
+    assert failed.state == "idle"
+    assert after(failed, "resume", "succeeded").state == "idle"
