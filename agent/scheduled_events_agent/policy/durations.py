@@ -69,8 +69,13 @@ def format_time(at: datetime, now: datetime | None = None) -> str:
 
 def format_deadline(at: datetime, now: datetime | None) -> str:
     """A time for people, and how long until then if ``now`` is known, such as 03:28:42 UTC (in 14m 3s)."""
-    left = f" (in {format_elapsed(now, at)})" if now is not None and at > now else ""
-    return f"{format_time(at, now)}{left}"
+    time = format_time(at, now)
+    return time if now is None else f"{time}{format_left(at, now)}"
+
+
+def format_left(at: datetime, now: datetime) -> str:
+    """How long until a time, such as " (in 14m 3s)"; "" if it has come."""
+    return f" (in {format_elapsed(now, at)})" if at > now else ""
 
 
 def format_elapsed(earlier: datetime, later: datetime) -> str:

@@ -19,7 +19,7 @@ EMPTY = yaml.MappingNode("tag:yaml.org,2002:map", [], yaml.Mark("", 0, 0, 0, "",
 
 
 class Place(NamedTuple):
-    """Where something stands in a text, as compilers count: from 1."""
+    """A line and a column of a text, both counted from 1."""
 
     line: int
     column: int | None = None

@@ -24,6 +24,7 @@ from scheduled_events_agent.status.messages import (
     by_urgency,
     clock_difference,
     clock_effect,
+    is_ahead,
     is_for_this_vm,
 )
 from scheduled_events_agent.status.status import (
@@ -214,7 +215,7 @@ def _has_changed_name(facts: Facts, workflow: Workflow) -> bool:
 
 
 def _may_start(workflow: Workflow) -> bool:
-    return not (workflow.is_over or workflow.was_started or workflow.event.is_recommendation)
+    return is_ahead(workflow) and not workflow.event.is_recommendation
 
 
 def _kind_before_start(workflow: Workflow) -> AttentionKind | None:

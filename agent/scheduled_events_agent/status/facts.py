@@ -1,4 +1,4 @@
-"""What the status and the history are made from. No type of this module stands in any output."""
+"""The types from which the status and the history are made. No output contains one of them."""
 
 from datetime import datetime
 from typing import Literal

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.imds.compare import Gone, Missing, Seen
 from scheduled_events_agent.imds.document import RESTARTING_TYPES, Affects, ScheduledEvent
 from scheduled_events_agent.policy import Decision, MatchContext, decide, names_recommendations
-from scheduled_events_agent.policy.durations import format_elapsed, format_estimate, format_time
+from scheduled_events_agent.policy.durations import format_estimate, format_left, format_time
 from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approval import apply_approval_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
@@ -529,17 +529,16 @@ def _is_past(workflow: Workflow) -> bool:
     return workflow.was_started or workflow.event.is_started or workflow.is_over
 
 
-def _left(at: datetime, now: datetime) -> str:
-    return f" (in {format_elapsed(now, at)})" if at > now else ""
-
-
 def _describe(event: ScheduledEvent, now: datetime) -> str:
     more = ", ..." if len(event.resources) > 5 else ""
+    starts = ""
+    if at := event.not_before:
+        starts = f"not before {format_time(at)}{format_left(at, now)}"
     parts = [
         f"{event.type or 'an event without a type'} {event.status or '(no status)'}",
         f"from {event.source}" if event.source else "",
         f"for {', '.join(event.resources[:5])}{more}",
-        f"not before {format_time(event.not_before)}{_left(event.not_before, now)}" if event.not_before else "",
+        starts,
         f"about {format_estimate(event.duration_seconds)} long" if event.duration_seconds is not None else "",
         f'"{event.description}"' if event.description else "",
     ]
